@@ -266,6 +266,9 @@ class Driver:
         if self._hook is not None and self._connection.closed:
             self._tell(partial(self.session.stop, reason="the connection is closed"))
             return
+        if self._connection.unreachable and self.session.groups.complete:
+            self._tell(partial(self.session.stop, reason="nobody answers any more"))
+            return
         if self._connection.waits_its_turn:
             self.session.waited(self.now())
         # The loop's clock and the play's may differ by a rounding error.

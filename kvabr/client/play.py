@@ -47,6 +47,7 @@ from kvabr.codec.threads import decoder_threads
 from kvabr.player.assembler import Assembler
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
+from kvabr.player.decode_queue import DecodeShare
 from kvabr.player.policy_guard import CallLimit
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
@@ -355,6 +356,8 @@ class Play:
             cut = record.cut or record.gave_up or "the play ended"
             if not catalog.every_token:
                 cut += f"; missing: {listed(map(catalog.title, record.missing))}"
+            if record.gave_up is None:  # it says so itself
+                cut = "; ".join((cut, *driver.session.retries.last_words))
         return PlayedPrefix(
             spec=catalog.spec,
             groups=groups,
@@ -370,6 +373,8 @@ class Play:
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
             cut=cut,
+            damaged=len(record.damaged),
+            failed=record.failed,
             tail=prepared.tail,
             live=record.live,
         )
@@ -446,7 +451,7 @@ class Play:
         if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() + self._doubt_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
-        rates = self.speeds.rates(catalog, self._device)
+        rates = DecodeShare(self.speeds.rates(catalog, self._device), self.turn.plays)
         if coded:  # it is expanded when it is there
             cheapest = ladder.cheapest
             rest_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / self._decoders

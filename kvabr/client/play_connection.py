@@ -509,6 +509,11 @@ class PlaySources(Connection):
         """What is known to keep a peer out of reach."""
         return next((one.trouble for one in self.shared if one.trouble is not None), None)
 
+    @property
+    def unreachable(self) -> bool:  # type: ignore[override]
+        """Whether all peers are dead."""
+        return all(one.unreachable for one in self.shared)
+
     def due(self, due_s: float) -> None:
         """Say when the play is due, on the event loop's clock."""
         for source in self._sources:

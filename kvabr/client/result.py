@@ -167,7 +167,11 @@ class PlayedPrefix:
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None
-    """Why it is not all that was asked for; None if it is."""
+    """Why it is not all that was asked for, and the last fault if there was any; None if it is."""
+    damaged: int = 0
+    """Groups that came and could not be used, each time that they came."""
+    failed: int = 0
+    """Requests for groups that failed: not there, refused, or lost with a connection."""
     tail: int = 0
     """Tokens behind these that are cached, and left to the engine's call for the question; `loss` is that behind it."""
     live: LiveRecord | None = None

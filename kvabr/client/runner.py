@@ -17,7 +17,7 @@ import asyncio
 import heapq
 import math
 from bisect import insort
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -226,6 +226,8 @@ class Turn:
     """Runs since the call."""
     options: PlayOptions
     """Those that were asked for, reporting to telemetry."""
+    plays: Callable[[], int]
+    """Returns how many plays there are now, with this one; they share link, decoders and engine."""
     played: Played | NothingCached | PlayedPrefix | None = None
 
     def over(self, played: R) -> R:
@@ -282,7 +284,7 @@ class PlayRunner:
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peers, clock, dials) as connection:
-                    turn = Turn(connection, clock, options)
+                    turn = Turn(connection, clock, options, self._under_way)
                     with self._until_closed():
                         yield turn
                     played = turn.played
@@ -305,6 +307,10 @@ class PlayRunner:
             self._metrics.plays_total.labels(result).inc()
 
     # -------------------------------------------------------------- internals
+
+    def _under_way(self) -> int:
+        """Return how many plays there are; upgrades of caches in use take what these leave."""
+        return max(1, len(self._schedule) - len(self._upgrades))
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:

@@ -437,6 +437,10 @@ class ChunkStore:
             else:
                 self.trouble.tell("a cache did not come", error)
             return None
+        if played.loss > settings.keep_loss:
+            why = f"the engine would keep it, and it is expected to lose {played.loss:.3g} nats per token (keep_loss)"
+            self.trouble.tell("a cache is not used", why)
+            return None
         return played if text == self._text(key) else None
 
     async def answers(self) -> bool:

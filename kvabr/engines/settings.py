@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +50,7 @@ LOG = logging.getLogger("kvabr.engines")
 
 C = TypeVar("C", AsyncClient, Client)
 
+_TROUBLE_EVERY_S = 60.0
 _MAX_WAITING = 1 << 16
 """Plays that may wait for their turn: an engine bounds its requests itself."""
 
@@ -129,6 +133,9 @@ class EngineSettings(BaseModel):
     fewer, all are computed."""
     max_load_tokens: Count | None = None
     """Most tokens of a request that are loaded; the engine computes those behind. None: all that are cached."""
+    keep_loss: Annotated[float, Field(ge=0)] = math.inf
+    """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
+    keeps it for all later requests. AC-L3 loses about 0.001."""
     time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
     """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None
@@ -242,17 +249,36 @@ class EngineSettings(BaseModel):
 
 
 class TroubleLog:
-    """Logs a warning for the first trouble of each kind, and debug messages for the others."""
+    """Logs a warning for the first trouble of each kind, and one line a minute with how often there was more."""
 
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._told: set[str] = set()
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without trouble; ``clock`` returns the time, seconds."""
+        self._log, self._clock = log, clock
+        self._lock = threading.Lock()
+        self._since: dict[str, tuple[int, str]] = {}
+        """How often there was trouble of each kind since the last line, and why the last time; 0 if not since then."""
+        self._said_s: float | None = None
+        """When the last such line was due."""
 
     def tell(self, what: str, why: object) -> None:
-        """Log that something went wrong; the engine computes what it does not get."""
-        level = logging.DEBUG if what in self._told else logging.WARNING
-        self._told.add(what)
-        self._log.log(level, "kvabr: %s: %s", what, str(why) or repr(why))
+        """Log that something went wrong, now or with the next line; the engine computes what it does not get.
+
+        ``what`` is the kind of trouble, of which there are few, and ``why`` anything.
+        """
+        now, text, lines = self._clock(), str(why) or repr(why), []
+        with self._lock:
+            self._said_s = now if self._said_s is None else self._said_s
+            if what not in self._since:
+                lines.append(f"{what}: {text}")
+                self._since[what] = (0, text)
+            else:
+                self._since[what] = (self._since[what][0] + 1, text)
+            if (passed_s := now - self._said_s) >= _TROUBLE_EVERY_S:
+                more = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._since.items() if n]
+                lines += [f"within {passed_s:.0f} s: {'; '.join(more)}"] if more else []
+                self._said_s, self._since = now, {kind: (0, last) for kind, (_, last) in self._since.items()}
+        for line in lines:
+            self._log.warning("kvabr: %s", line)
 
 
 def open_client(kind: type[C], settings: EngineSettings) -> C:

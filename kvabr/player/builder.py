@@ -11,7 +11,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_estimator, load_policy, shipped
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.decode_queue import DecodeRates, DecodeShare
 from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
@@ -93,7 +93,7 @@ def new_session(
     patience_s: float | None = None,
     cached_groups: CachedGroups | None = None,
     oracle: Future | None = None,
-    decode_rates: DecodeRates | None = None,
+    decode_rates: DecodeRates | DecodeShare | None = None,
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
     limited: CallLimit = at_once,

@@ -105,6 +105,26 @@ class DecodeRates:
         self._observed.setdefault(family(track), deque([0.0], maxlen=_WINDOW)).append(log)
 
 
+class DecodeShare:
+    """Decode rates of a play that shares the decoders: each play has an equal part of them, as of the link."""
+
+    def __init__(self, rates: DecodeRates, plays: Callable[[], int]) -> None:
+        """Share ``rates`` with the other plays; ``plays`` returns how many there are now, with this one."""
+        self._rates, self._plays = rates, plays
+
+    def seconds(self, track: str) -> float:
+        """As `DecodeRates.seconds`, until the play's part of the decoders has done it."""
+        return self._rates.seconds(track) * self._plays()
+
+    def latency(self, track: str) -> float:
+        """As `DecodeRates.latency`."""
+        return self._rates.latency(track)
+
+    def observe(self, track: str, share: float, seconds: float) -> None:
+        """As `DecodeRates.observe`: what a thread was at it, without the wait for others."""
+        self._rates.observe(track, share, seconds)
+
+
 _WAIT_SHARE, _MAX_WAIT_S = 0.05, 0.25
 """Share of the deadline, and seconds, that what has arrived of a group waits for its other layers at most."""
 _WAITS = 4.0

@@ -30,7 +30,7 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.policy import Decision, Policy
 from kvabr.abr.view import Future, Transfer, View
 from kvabr.player.compute_queue import ComputeQueue
-from kvabr.player.decode_queue import DecodeQueue, DecodeRates
+from kvabr.player.decode_queue import DecodeQueue, DecodeRates, DecodeShare
 from kvabr.player.goals.blend import BlendAim
 from kvabr.player.goals.live import NO_CHANGES, EdgeChanges, LivePlay
 from kvabr.player.goals.prefix import PrefixAim
@@ -110,7 +110,7 @@ class Session:
         mode: EngineMode = "hole",
         config: PlayerConfig | None = None,
         oracle: Future | None = None,
-        decode_rates: DecodeRates | None = None,
+        decode_rates: DecodeRates | DecodeShare | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
         limited: CallLimit = at_once,
@@ -281,6 +281,7 @@ class Session:
             self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._settle(transfer.source, now)
+            self.record.failed += not busy
             elsewhere = self.sources.failed(transfer, lost=lost)
             self._lost(transfer, RequestFailed, reason, now, counts=not busy and not elsewhere)
             self.advance(now)

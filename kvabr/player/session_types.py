@@ -362,6 +362,8 @@ class PlayRecord:
     """Bytes of cancelled, failed and replaced transfers, and of those that were not decoded in time."""
     damaged: list[tuple[int, str, str]] = field(default_factory=list)
     """Frames that came and could not be used: group, track, and what was wrong; one each time that it came."""
+    failed: int = 0
+    """Requests for groups that failed: not there, refused, or lost with a connection."""
     bytes_undecoded: int = 0
     """Bytes that had arrived and were not decoded when the play ended."""
     tokens_recomputed: int = 0

@@ -83,6 +83,8 @@ class Connection(ABC):
     """Whether the peer wants new requests to go elsewhere (GOAWAY); requests under way may still finish."""
     trouble: str | None = None
     """What keeps the peer out of reach at the moment, in words; None if nothing is known to."""
+    unreachable: bool = False
+    """Whether the peer is taken to be dead: it answers neither requests nor new connections."""
     finder: PrefixFinder | None = None
     """Finds prefixes of prompts; None: the peer does, asked for a track (`kvabr.types.naming.prefix_track`)."""
     waits_its_turn: bool = False

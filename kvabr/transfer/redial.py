@@ -27,6 +27,8 @@ Dial = Callable[[], Awaitable[PeerConnection]]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
+_UNREACHABLE = 2
+"""Dials that fail one after the other, after which a peer counts as dead."""
 _SHORT_LIFE_S = 1.0
 """A connection that lasts less than this, and brings nothing or sends us away, does not reset the pauses."""
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
@@ -115,7 +117,7 @@ class RedialledConnection(PeerConnection):
         self._barren = False
         """Whether the peer answers the last probes, but no request."""
         self.trouble = first.trouble
-        self.dials = 0
+        self.dials = self._failed_dials = 0
         """How often it has reconnected."""
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -229,7 +231,7 @@ class RedialledConnection(PeerConnection):
                         if self._awaited(connection):
                             self._quiet_s += asyncio.get_running_loop().time() - since_s
                         if self._quiet_s < max(self._forgotten_s, _FORGOTTEN_SIGNS * self._sign_s(connection)):
-                            self._doubted = self.trouble = None
+                            self._well()
                         elif connection is self._current and self._usable():
                             self._doubted, self._barren = connection, True
                             self.trouble = "the peer answers probes, but no request"
@@ -242,8 +244,13 @@ class RedialledConnection(PeerConnection):
         finally:
             self._watching = None
 
-    def _heard(self) -> None:
+    def _well(self) -> None:
+        """Note that the peer answers."""
         self._doubted = self.trouble = None
+        self._failed_dials, self.unreachable = 0, False
+
+    def _heard(self) -> None:
+        self._well()
         self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
 
     def _awaited(self, connection: PeerConnection) -> bool:
@@ -295,6 +302,8 @@ class RedialledConnection(PeerConnection):
                 raise  # trying again would not help
             except TransportError as error:
                 self.trouble = f"dialling again fails: {error}"
+                self._failed_dials += 1
+                self.unreachable = self._failed_dials >= _UNREACHABLE
                 if loop.time() - start_s + pause_s > self._patience_s:
                     raise
                 if not self._waiting:
@@ -323,7 +332,7 @@ class RedialledConnection(PeerConnection):
                     with contextlib.suppress(TransportError):
                         await made.close()
             if alive:
-                self._doubted = self.trouble = None
+                self._well()
                 if self._answered_s < begun_s:
                     self._answer_s = max(self._answer_s, took_s)
                 return
@@ -341,7 +350,7 @@ class RedialledConnection(PeerConnection):
             self._forgotten.update(transfer for transfer, used in self._using.items() if used is old)
         if old in self._leaving and (old.closed or old is self._doubted or old not in self._using.values()):
             self._retire(old)
-        self._doubted = self.trouble = None
+        self._well()
         if self._barren:
             self._quiet_s, self._barren = 0.0, False
             self._forgotten_s *= 2

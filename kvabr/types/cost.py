@@ -74,6 +74,10 @@ def objective(
     return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent
 
 
+_BEFORE = (0, 2048, 8192, 32768)
+"""Tokens behind which prompts are fitted that take several calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
     """Seconds that an engine takes to compute the KV of new tokens; see the formula of this module."""
@@ -124,6 +128,18 @@ class PrefillCost:
     def scaled(self, factor: float) -> PrefillCost:
         """Return the cost of an engine that takes ``factor`` times as long for everything."""
         return PrefillCost(*(factor * each for each in astuple(self)))
+
+    def in_steps(self, most: int) -> PrefillCost:
+        """Return the cost of an engine that computes ``most`` tokens in a call at most, where this is that of a call.
+
+        It says of any prompt about what its calls take together. Fitted, it takes some 10 ms.
+        """
+        sizes = [1 << power for power in range(7, 17)]
+        return PrefillCost.fit((before, new, self._calls_s(before, new, most)) for before in _BEFORE for new in sizes)
+
+    def _calls_s(self, before: int, tokens: int, most: int) -> float:
+        steps = range(before, before + tokens, most)
+        return sum(self.seconds(step, min(most, before + tokens - step)) for step in steps)
 
     @classmethod
     @checked

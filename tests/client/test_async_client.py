@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvabr.client import play as play_module
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.runner import PlayRunner
+from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.files import STALE_S
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -48,6 +50,25 @@ async def test_plays_of_one_prompt_make_one_download(origin, long):
     assert network == len([key for key in asked if not key[0].startswith(("prefix.", "live."))])
     assert joined + memory >= 5 * long.groups
     assert client.metrics.value("kvabr_client_plays_total", result="met") == 6
+
+
+@virtual
+async def test_plays_at_once_reckon_with_their_part_of_the_decoders(origin, monkeypatch):
+    alone, beside = [], []
+
+    class Watched(DecodeShare):
+        def seconds(self, track):
+            seen.append(super().seconds(track) / self._rates.seconds(track))
+            return super().seconds(track)
+
+    monkeypatch.setattr(play_module, "DecodeShare", Watched)
+    async with origin(rate=1e5) as link, AsyncClient() as client:
+        seen = beside
+        await asyncio.gather(*(play(client, TOKENS, peer=link, deadline=2.0 + n, spec=SPEC) for n in range(4)))
+        seen = alone
+        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
+    assert max(beside) == 4
+    assert set(alone) == {1}
 
 
 @virtual

@@ -94,6 +94,27 @@ async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(ori
 
 
 @virtual
+async def test_with_a_dead_origin_a_play_ends_that_has_all_it_needs(origin, short):
+    """Better tracks were on their way, and the deadline is far: nobody waits for them any more."""
+    peer = Peer(origin, rate=short.track("Int4").total_bytes)
+    async with await peer.connection() as link:
+        loop, lines = asyncio.get_running_loop(), []
+
+        def in_place(line):
+            lines.append(line)
+            if len({each.group for each in lines if each.name == "decoded"}) == short.groups and peer._fails == 0:
+                loop.call_later(0.2, peer.down)
+
+        start = loop.time()
+        played = await play(link, TOKENS, deadline=30.0, spec=SPEC, log=in_place, time_price=1e-6)
+        took_s = loop.time() - start
+    assert peer.refused >= 2
+    assert close(played.kv)
+    assert played.met
+    assert took_s < 10.0
+
+
+@virtual
 async def test_an_origin_that_never_comes_back_does_not_matter_to_an_engine(origin):
     peer = Peer(origin, rate=1e4)
     async with await peer.connection() as link:

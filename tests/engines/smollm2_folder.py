@@ -1,8 +1,12 @@
-"""SmolLM2 as a folder, for engines that load a model from one: configuration, weights in safetensors, tokenizer."""
+"""SmolLM2 as a folder, for engines that load a model from one: configuration, weights in safetensors, tokenizer.
+
+As a program: ``python -m tests.engines.smollm2_folder FOLDER``.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -34,3 +38,7 @@ def smollm2_folder(path: Path, *, dtype: str = "float32") -> dict[str, str]:
     names = {"model": engine.spec.model, "tokenizer": engine.spec.tokenizer}
     write_text(done, json.dumps(names) + "\n")
     return names
+
+
+if __name__ == "__main__":
+    smollm2_folder(Path(sys.argv[1]))

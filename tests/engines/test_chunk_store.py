@@ -60,6 +60,31 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
         loop.close()
 
 
+def test_what_loses_more_than_the_engine_may_keep_is_not_used(origin, loop, caplog):
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+
+    async def put():
+        settings = KeyedSettings(**reach, publish=origin.root, tracks=["Int4"])
+        store = ChunkStore(SPEC, settings, "a cache of a test", max_tokens=300)
+        store.put("lossy", torch.randn(LAYERS, 2, HEADS, 256, DIM).half())
+        await store.close()
+
+    async def played(**more):
+        store = ChunkStore(SPEC, KeyedSettings(**reach, policy="fixed:Int4", **more), "", max_tokens=300)
+        came = await store.play("lossy")
+        await store.close()
+        return came
+
+    loop.call(put())
+    origin.look(1)
+    came = loop.call(played())
+    assert came.loss > 0.001
+    assert loop.call(played(keep_loss=came.loss)) is not None
+    with caplog.at_level(logging.WARNING):
+        assert loop.call(played(keep_loss=0.001)) is None
+    assert "a cache is not used: the engine would keep it" in caplog.text
+
+
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
 KV = kvdata.cache(SHAPE, 1024).half()
 """Cache of a prompt; caches that go by a key are pieces of it."""

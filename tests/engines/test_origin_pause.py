@@ -73,3 +73,24 @@ async def test_failures_at_the_same_time_are_one_and_each_further_one_doubles_th
     assert pause.failed(time.monotonic()) == 1000.0
     await tasks[-1]
     assert MAX_PAUSE_S == 30.0
+
+
+async def test_a_request_that_had_no_time_for_an_answer_pauses_nothing(monkeypatch):
+    monkeypatch.setattr(origin_pause, "_NAPS_S", (0.01,))
+    peer = Peer()
+    pause, tasks = paused(peer)
+    for alive in (True, False):
+        peer.alive = alive
+        for _ in range(6):
+            assert pause.failed(time.monotonic(), within_s=0.001) is None
+            assert pause.failed(time.monotonic(), within_s=0.3, rtt_s=0.1) is None
+        assert not pause.active
+        assert len(tasks) == (1 if alive else 2)  # one probe for all of them
+        if alive:
+            await tasks[0]
+    async with asyncio.timeout(LIMIT_S):
+        while not pause.active:  # noqa: ASYNC110  # it does not answer the probe either
+            await asyncio.sleep(0.01)
+        peer.alive = True
+        await tasks[-1]
+    assert not pause.active

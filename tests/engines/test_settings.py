@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
 import pytest
 
 from kvabr.engines.chunk_store import KeyedSettings
-from kvabr.engines.settings import EngineSettings
+from kvabr.engines.settings import EngineSettings, TroubleLog
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.types.errors import UsageError
 
@@ -133,3 +134,22 @@ def table():
 def test_the_documentation_has_every_key():
     text = (Path(__file__).parents[2] / "docs" / "guides" / "engines.md").read_text()
     assert table() in text, f"put this into docs/guides/engines.md:\n{table()}"
+
+
+def test_trouble_is_told_at_once_and_then_in_a_line_a_minute(caplog):
+    now = 1000.0
+    trouble = TroubleLog(logging.getLogger("kvabr.engines"), lambda: now)
+    with caplog.at_level(logging.WARNING):
+        trouble.tell("a play failed", "gone")
+        for second in range(1, 200):
+            now = 1000.0 + second
+            trouble.tell("a play failed", f"gone {second}")
+            if second == 90:
+                trouble.tell("a cache is not published", ValueError())
+    assert caplog.messages == [
+        "kvabr: a play failed: gone",
+        "kvabr: within 60 s: a play failed: 60 more, the last: gone 60",
+        "kvabr: a cache is not published: ValueError()",
+        "kvabr: within 60 s: a play failed: 60 more, the last: gone 120",
+        "kvabr: within 60 s: a play failed: 60 more, the last: gone 180",
+    ]

@@ -9,7 +9,7 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import DualEwma
 from kvabr.player.builder import new_session
-from kvabr.player.decode_queue import DecodeRates, family
+from kvabr.player.decode_queue import DecodeRates, DecodeShare, family
 from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
@@ -74,6 +74,16 @@ def test_a_clock_that_jumps_is_ignored(seconds):
     for _ in range(9):
         rates.observe("Int8", 1.0, seconds)
     assert rates.seconds("Int8") == 0.002
+
+
+def test_plays_that_decode_at_once_have_equal_parts_of_the_decoders():
+    rates, plays = DecodeRates(catalog(), latencies={"Int8": 0.01}), 3
+    share = DecodeShare(rates, lambda: plays)
+    assert share.seconds("Int8") == pytest.approx(3 * 0.002)
+    assert share.latency("Int8") == 0.01
+    share.observe("Int8", 1.0, 0.002)  # what a thread was at it is not longer for that
+    plays = 1
+    assert share.seconds("Int8") == rates.seconds("Int8") == 0.002
 
 
 def test_a_correction_is_bounded():

@@ -150,3 +150,18 @@ def test_published_costs_keep_their_form():
     assert PrefillCost(0.1, 0.2).to_json() == {"constant_s": 0.1, "per_token_s": 0.2, "attention_s": 0.0}
     whole = PrefillCost(0.1, 0.2, 0.3, 0.4, 0.5)
     assert convert(whole.to_json(), PrefillCost, "prefill") == whole
+
+
+@pytest.mark.parametrize("cost", [PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021), PrefillCost(0.04, 2.3e-3, 1e-6)])
+@pytest.mark.parametrize("most", [1024, 2048, 8192])
+def test_a_prompt_of_several_calls_costs_about_what_they_cost(cost, most):
+    whole = cost.in_steps(most)
+    for tokens in (128, 700, 2048, 5000, 16384, 32768):
+        steps = [cost.seconds(at, min(most, tokens - at)) for at in range(0, tokens, most)]
+        assert whole.seconds(0, tokens) == pytest.approx(sum(steps), rel=0.1)
+
+
+def test_an_engine_that_takes_any_prompt_in_one_call_costs_what_it_did():
+    cost = PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021)
+    for before, tokens in [(0, 128), (0, 32768), (8192, 512)]:
+        assert cost.in_steps(1 << 20).seconds(before, tokens) == pytest.approx(cost.seconds(before, tokens), rel=0.02)

@@ -28,7 +28,7 @@ from typing import Any
 from kvabr.engines.adapters import Adapter
 from kvabr.types.errors import ModelError
 
-__all__ = ["ADAPTER", "KvabrConnector"]
+__all__ = ["ADAPTER", "KvabrConnector", "register"]
 
 ADAPTER = Adapter(
     name="vllm",
@@ -42,6 +42,18 @@ ADAPTER = Adapter(
     plays="async",
     passages="joined",
 )
+
+
+def register() -> None:
+    """Tell vLLM the connector's name, so that it needs no module's path; may be called again.
+
+    vLLM calls this in each of its processes where kvabr is installed (entry point ``vllm.general_plugins``). Its
+    MultiConnector looks up connectors by name, whatever their path.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM's own
+
+    if "KvabrConnector" not in KVConnectorFactory._registry:  # noqa: SLF001  # no other way to ask
+        KVConnectorFactory.register_connector("KvabrConnector", "kvabr.engines.vllm.connector", "KvabrConnector")
 
 
 def __getattr__(name: str) -> Any:

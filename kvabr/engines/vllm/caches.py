@@ -30,7 +30,7 @@ _KINDS = {
     "MLAAttentionSpec": "latent",
 }
 """Kinds of layer classes by the type of vLLM's spec. A subclass may keep something else, and is none of these."""
-_ABSENT_BLOCK = 0
+ABSENT_BLOCK = 0
 """vLLM's null block, which no request owns."""
 
 
@@ -61,7 +61,7 @@ class Pages:
         """Return how many blocks at the beginning of a run of a table are not the request's any more."""
         if not self.passing:
             return 0
-        return next((place for place, block in enumerate(blocks) if block != _ABSENT_BLOCK), len(blocks))
+        return next((place for place, block in enumerate(blocks) if block != ABSENT_BLOCK), len(blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, field_validator
 
 from kvabr.abr.plugins import load_policy
+from kvabr.abr.policies.fixed import Fixed
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
@@ -50,14 +51,19 @@ class VllmSettings(EngineSettings):
     """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
     promise the tokens, play into the request's blocks, and report those that did not come as failed."""
     host_mib: Count = 4096
-    """Memory in each worker for the compressed groups of plays before their promise, MiB. Requests beyond it wait,
-    until their deadline. A cache larger than this is played when there is no other."""
+    """Memory in each worker for the compressed groups of plays before their promise, MiB. Where it is short, plays do
+    without their dearest tracks, and requests beyond it wait, until their deadline. A cache larger than this is played
+    when there is no other."""
     estimator: EstimatorName | None = None
     """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None
     """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
     asset_dtype: Text | None = None
     """Element type that the assets name. None: as `kvabr encode` chooses it."""
+    keep_loss: Annotated[float, Field(ge=0)] = 0.001
+    """Most that a play may be expected to lose, nats per generated token, for later requests to get it from the engine
+    itself; AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache
+    keep all that they are given, so they are not given such a page or chunk, and compute it."""
     lookup_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of the deadline that a lookup may take."""
     salt_file: FilePath | None = None
@@ -86,6 +92,12 @@ class VllmSettings(EngineSettings):
         if load_policy(policy)().computes:
             raise ValueError("it has the engine compute from the front, which vLLM cannot")
         return policy
+
+    @property
+    def only_track(self) -> str | None:
+        """The track of a policy that plays no other; None: the policy chooses."""
+        name, _, track = self.policy.partition(":")
+        return track if name == Fixed.name else None
 
     @property
     def salt(self) -> bytes:

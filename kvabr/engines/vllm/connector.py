@@ -28,13 +28,14 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
-from kvabr.engines.vllm import ADAPTER, stats
+from kvabr.engines.vllm import ADAPTER, register, stats
 from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
-from kvabr.engines.vllm.plays import Step, leave_client, take_client
+from kvabr.engines.vllm.plays import PlacedPlay, Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
+from kvabr.engines.vllm.requests import OWN
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
 from kvabr.engines.vllm.worker import WorkerHalf
@@ -52,6 +53,8 @@ with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits 
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     _HIT_SOURCE = CacheHitSource.P2P
+_TOLD = "kvabr_told"
+"""Attribute of a request of which a connector has said what it was served with."""
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
 """Whether this vLLM can be told of single blocks that were not loaded."""
 
@@ -66,16 +69,19 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[tuple[int, int]], cost: PrefillCost | None) -> None:
+    def __init__(self, placed: list[PlacedPlay], cost: PrefillCost | None, *, publishing: bool) -> None:
         self.placed = placed
-        """For each play and worker, the token after the last in place."""
+        """What each worker's plays have brought."""
         self.cost = cost
         """What the engine's prefill costs; None: no news."""
+        self.publishing = publishing
+        """Whether a cache is being published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add what another worker reports."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
-        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost)
+        both = self.publishing or other.publishing
+        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost, publishing=both)
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -114,6 +120,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 transfer.kv_load_failure_policy,
             )
         self._client, self._settings = None, settings
+        self._publishing = self._to_count = False
         try:
             model = served_model(vllm_config, kv_cache_config, settings, blocks_may_fail=_BLOCKS_MAY_FAIL)
         except UnknownCacheError as error:
@@ -124,7 +131,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces)
+            _log.info("kvabr: %s", _said(settings, model, consumes=consumes, produces=produces))
+            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces, evict=self._evict)
         else:
             self._worker = WorkerHalf(settings, model, self._client, publishers)
 
@@ -165,6 +173,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
+        # What is counted behind this goes with a later step, so there has to be one.
+        self._to_count = self._worker.publishing
         sent, received = self._worker.collect(finished_req_ids)
         return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
 
@@ -174,8 +184,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the plays that have ended, and what a prefill costs, for the scheduler."""
-        placed, cost = self._worker.placed(), self._worker.measured()
-        return KvabrPlaced(placed, cost) if placed or cost else None
+        placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
+        now = self._publishing = self._to_count
+        return KvabrPlaced(placed, cost, publishing=now) if placed or cost or was or now else None
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
@@ -195,24 +206,38 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled, before = scheduler_output.num_scheduled_tokens, computed_before(scheduler_output)
         return KvabrMetadata(self._scheduler.step(scheduled, self._tables, before=before, preempted=preempted))
 
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM has to go on with steps, for counters of what is published behind the last request."""
+        return self._scheduler.publishing
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Note the loads and plays that have ended."""
         self._scheduler.received(set(connector_output.finished_recving or ()))
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvabrPlaced):
             self._scheduler.measured(meta.cost)
-            for play, end in meta.placed:
-                self._scheduler.placed(play, end)
+            self._scheduler.publishing = meta.publishing
+            for play in meta.placed:
+                self._scheduler.placed(play)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Publish what a request has computed."""
-        return self._scheduler.finished(request, block_ids), None
+        """Publish what a request has computed, and tell its client what it was served with."""
+        served, waits = self._scheduler.served(request, block_ids), self._scheduler.finished(request, block_ids)
+        if served is None or getattr(request, _TOLD, False):
+            return waits, None
+        setattr(request, _TOLD, True)  # MultiConnector ends the engine if two connectors answer with the same key
+        return waits, {OWN: served}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Publish what a request has computed, of a model with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def _evict(self, blocks: set[int]) -> None:
+        """Take blocks out of vLLM's prefix cache."""
+        assert self._kv_cache_manager is not None  # noqa: S101  # vLLM binds it to the scheduler's connector
+        self._kv_cache_manager.evict_blocks(blocks)
 
     def _tables(self, request: str) -> Sequence[Sequence[int]]:
         """Return a request's block tables, one per KV cache group."""
@@ -279,7 +304,7 @@ class KvabrStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and a histogram of the seconds of plays."""
+    """``vllm:kvabr_*``: a counter for every key of `stats.HELP`, and the histograms of `stats.HISTOGRAMS`."""
 
     def __init__(
         self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: _PerEngine
@@ -292,24 +317,36 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in stats.HELP.items()
         }
-        self._seconds = create_metric_per_engine(
-            self._histogram_cls(
-                name="vllm:kvabr_play_seconds",
-                documentation="Seconds that plays took.",
-                buckets=[0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0],
-                labelnames=labelnames,
-            ),
-            per_engine_labelvalues,
-        )
+        self._histograms = {
+            name: create_metric_per_engine(
+                self._histogram_cls(
+                    name=f"vllm:kvabr_{name}", documentation=f"{text}.", buckets=list(buckets), labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, (text, buckets) in stats.HISTOGRAMS.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counters."""
         for name, value in transfer_stats_data.items():
-            if name == stats.SECONDS:
-                for seconds in value:
-                    self._seconds[engine_idx].observe(seconds)
+            if name in self._histograms:
+                for each in value:
+                    self._histograms[name][engine_idx].observe(each)
             elif name in self._counters:
                 self._counters[name][engine_idx].inc(value)
+
+
+def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produces: bool) -> str:
+    """Return in a line what a connector is going to do."""
+    parts = []
+    if consumes:
+        where, kept = str(settings.url).partition("?")[0], settings.keep_loss
+        how = f"{settings.mode}, policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
+        parts.append(f"plays from {where} ({how})")
+    if produces:
+        parts.append(f"publishes to {settings.publish}{' while it is computed' if settings.publish_live else ''}")
+    return f"{' and '.join(parts)} caches of {model.shard.model}: {model.shard.summary}"
 
 
 def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
@@ -385,3 +422,6 @@ def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:
         f"vLLM's attention kernel {isa!r} uses a cache layout that kvabr does not know; start vLLM with another "
         "--dtype (float32 uses the plain kernels), or report it to kvabr"
     )
+
+
+register()

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvabr.engines.vllm.plays import Step
+from kvabr.engines.vllm.plays import PlacedPlay, Step
 from kvabr.engines.vllm.stats import ConnectorCounts
 
 
 class IdleScheduler:
     """Has nothing to load, and publishes nothing; see `kvabr.engines.vllm.scheduler.SchedulerHalf`."""
+
+    publishing = False
 
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
@@ -35,7 +37,7 @@ class IdleScheduler:
     def measured(self, cost: object) -> None:
         """Do nothing."""
 
-    def placed(self, play: int, end: int) -> None:
+    def placed(self, play: PlacedPlay) -> None:
         """Ignore a play; there are none."""
 
     def received(self, requests: set[str]) -> None:
@@ -45,6 +47,9 @@ class IdleScheduler:
         """Have nothing to forget."""
         return True
 
+    def served(self, _request: Any, _blocks: object) -> None:
+        """Return that nothing was loaded."""
+
     def finished(self, _request: Any, _blocks: object) -> bool:
         """Return that the blocks of a request are not needed."""
         return False
@@ -52,6 +57,8 @@ class IdleScheduler:
 
 class IdleWorker:
     """Neither plays nor publishes; see `kvabr.engines.vllm.worker.WorkerHalf`."""
+
+    publishing = False
 
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
@@ -75,7 +82,7 @@ class IdleWorker:
     def measured(self) -> None:
         """Return no news."""
 
-    def placed(self) -> list[tuple[int, int]]:
+    def placed(self) -> list[PlacedPlay]:
         """Return that no play has ended."""
         return []
 

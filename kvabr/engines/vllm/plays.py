@@ -11,13 +11,15 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client
+from kvabr.client.blocking import Client, Handle
 from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found
 from kvabr.engines.settings import open_client
 from kvabr.engines.vllm.config import VllmSettings
+from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Part, Passage
@@ -51,6 +53,22 @@ class LoadRequest:
     """The tenant's secret."""
     max_loss: float = math.inf
     """Most that what comes may be expected to lose, nats per generated token; otherwise nothing of it is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPlay:
+    """What a worker's play has brought: of a play before the promise compressed, otherwise in the engine's blocks."""
+
+    play: int
+    request: str
+    end: int
+    """Token after the last in place."""
+    loss: float = 0.0
+    """Expected loss for its own request, nats per generated token."""
+    worst: float = 0.0
+    """Expected loss for a request that shares nothing of what the engine computes behind it."""
+    nbytes: int = 0
+    """Host memory that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,34 +208,70 @@ def cut(found: Found, last: int) -> Found:
     return replace(found, catalog=catalog.prefix(groups) if catalog.every_token else catalog.prefix(groups, end=last))
 
 
-_clients: dict[VllmSettings, tuple[Client, int]] = {}
+def sizes(catalog: Catalog, only: str | None) -> tuple[int, ...]:
+    """Return the bytes that a play of a cache may come to with each of its tracks as the dearest, descending.
+
+    ``only`` is the one track of a policy that plays no other.
+    """
+    chosen = [track for track in catalog.tracks if track.name == only] or catalog.tracks
+    return tuple(sorted({_with_lower(catalog, track) for track in chosen}, reverse=True))
+
+
+def within(found: Found, skip: int, most: int) -> Found:
+    """Return what was found, without tracks that can take more than ``most`` bytes behind ``skip`` groups."""
+    left = found.catalog.suffix(skip)
+    names = {track.name for track in left.tracks if _with_lower(left, track) <= most}
+    return replace(found, catalog=found.catalog.with_tracks(names))
+
+
+def _with_lower(catalog: Catalog, track: Track) -> int:
+    """Return the bytes of a track with all below it, as a play keeps them."""
+    nbytes, lower = track.total_bytes, track.refines
+    while lower is not None:
+        nbytes, lower = nbytes + catalog.by_name[lower].total_bytes, catalog.by_name[lower].refines
+    return nbytes
+
+
+_PROBE_EVERY_S, _PROBE_S = 10.0, 1.0
+"""Seconds between two probes of the connection, fewer than QUIC keeps an idle one; and seconds for its answer."""
+_clients: dict[VllmSettings, tuple[Client, int, Handle[None]]] = {}
 _lock = threading.Lock()
 
 
 def take_client(settings: VllmSettings) -> Client:
     """Return the client for these settings, the same for both halves if they live in one process.
 
-    A new client dials at once, so that the first request finds a connection.
+    A new client dials at once, and keeps its connection, so that every request finds one.
     """
     with _lock:
-        client, users = _clients.get(settings, (None, 0))
-        if client is None:
+        if settings in _clients:
+            client, users, stays = _clients[settings]
+        else:
             client = open_client(Client, settings)
-            client.begin(_dial)
-        _clients[settings] = (client, users + 1)
+            # A bucket has no connection that ends when it is idle, and charges for each request.
+            probes = str(settings.url).startswith("moqt")
+            users, stays = 0, client.begin(partial(_stay_connected, probes=probes))
+        _clients[settings] = (client, users + 1, stays)
         return client
 
 
 def leave_client(settings: VllmSettings) -> None:
     """Give up the client of `take_client`; the last half to do so closes it."""
     with _lock:
-        client, users = _clients.pop(settings)
+        client, users, stays = _clients.pop(settings)
         if users > 1:
-            _clients[settings] = (client, users - 1)
+            _clients[settings] = (client, users - 1, stays)
             return
+    stays.cancel()
     client.close()
 
 
-async def _dial(client: AsyncClient) -> None:
-    with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
-        await client.connect()
+async def _stay_connected(client: AsyncClient, *, probes: bool) -> None:
+    """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one."""
+    while True:
+        with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
+            connection = await client.connect()
+            if not probes:
+                return
+            await connection.answers(_PROBE_S)
+        await asyncio.sleep(_PROBE_EVERY_S)

@@ -7,23 +7,27 @@ compressed. vLLM allocates blocks for exactly these, and waits until they are de
 Meanwhile what vLLM has in its own prefix cache changes. If it is more, less is promised. If it is less than the play
 left out, the request is played again.
 
-Host memory is bounded, and so is the number of plays. A request that does not fit waits, before all that came later,
-and is computed if there is no room by its deadline. One that is larger than the bound is played when nothing else is
-held.
+Host memory is bounded, and so is the number of plays. A play may fill what its dearest track takes. While others are
+held, it gets a quarter of what is free, by doing without its dearest tracks; once it has ended, it counts with what it
+has brought. A request that does not fit on its cheapest track waits, the earliest deadline first, and is computed if
+there is no room by then. One that is larger than the bound is played when nothing else is held.
 
 Pure: no vLLM, no clock, no threads. Time comes in as ``now``, seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 
 from kvabr.engines.layouts import whole_blocks
 
 _HUNG_S = 30.0
 """Seconds after its deadline at which a play without a report is given up. A worker ends its plays long before."""
+_SHARE = 4
+"""Of what is free, a play gets one in so many parts, so that others find room after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Begun:
     last: int
     """Token after the last that is wanted."""
     due_s: float
+    bytes: int
+    """Host memory that it may fill."""
 
 
 @dataclass(slots=True)
@@ -45,6 +51,8 @@ class _Held:
 
     begun: Begun
     bytes: int
+    came: int = 0
+    """Most bytes that a worker has reported."""
     ends: list[int] = field(default_factory=list)
     """Token after the last in place, of each worker that has reported."""
     promised: int = 0
@@ -80,8 +88,11 @@ class Promises:
         self._numbers = numbers or count(1)
         self._held: dict[str, _Held] = {}
         self._requests: dict[int, str] = {}
-        self._queue: dict[str, None] = {}
-        """Requests that wait for memory, in order."""
+        self._queue: dict[str, float] = {}
+        """Requests that wait for memory, and their deadlines."""
+        self._order: list[tuple[float, int, str]] = []
+        """A heap of the same, and of some that do not wait any more: deadline, number, request."""
+        self._arrivals = count()
         self._begun: list[Begun] = []
         self._dropped: list[int] = []
         self._unplayed = 0
@@ -92,7 +103,7 @@ class Promises:
         return sum(held.bytes for held in self._held.values())
 
     def ask(
-        self, request: str, computed: int, last: int, *, room: Callable[[int], int], due_s: float, now: float
+        self, request: str, computed: int, last: int, *, room: Callable[[int], Sequence[int]], due_s: float, now: float
     ) -> int | None:
         """Return how many tokens behind the first ``computed`` are promised; None: ask again.
 
@@ -100,7 +111,7 @@ class Promises:
             request: its id. It may be asked about again and again, with other numbers.
             computed: tokens that vLLM has itself, whole blocks.
             last: token after the last that the origin has.
-            room: returns the host memory of a play, given its first token; a number of bytes.
+            room: returns the host memory of a play, given its first token: bytes on each of its tracks, descending.
             due_s: deadline of the play; nothing begins after it.
             now: the time.
         """
@@ -126,11 +137,23 @@ class Promises:
         held.promised = max(computed, whole_blocks(end, self._block))
         return held.promised - computed
 
-    def report(self, play: int, end: int) -> None:
-        """Note that a worker's play has ended, with everything up to token ``end`` in place."""
+    def report(self, play: int, end: int, nbytes: int) -> bool:
+        """Note that a worker's play has ended; return whether it is wanted.
+
+        Args:
+            play: its number.
+            end: all before this token is in place.
+            nbytes: host memory of what it brought.
+        """
         request = self._requests.get(play)
-        if request is not None:
-            self._held[request].ends.append(end)
+        if request is None:
+            return False
+        held = self._held[request]
+        held.ends.append(end)
+        held.came = max(nbytes, held.came)
+        if len(held.ends) == self._ranks:
+            held.bytes = min(held.came, held.bytes)
+        return True
 
     def use(self, request: str, external: int) -> tuple[int, int] | None:
         """End the wait of a request: vLLM has scheduled it with ``external`` tokens of what was promised.
@@ -163,27 +186,38 @@ class Promises:
         return news
 
     def _begin(
-        self, request: str, computed: int, last: int, room: Callable[[int], int], due_s: float, now: float
+        self, request: str, computed: int, last: int, room: Callable[[int], Sequence[int]], due_s: float, now: float
     ) -> int | None:
         if now >= due_s:
             self._unplayed += request in self._queue
             self._queue.pop(request, None)
             return 0
-        self._queue.setdefault(request)
-        if request != next(iter(self._queue)) or not self._room(size := room(computed)):
+        if request not in self._queue:
+            self._queue[request] = due_s
+            heappush(self._order, (due_s, next(self._arrivals), request))
+        if request != self._head() or (size := self._fitting(room(computed))) is None:
             return None
         del self._queue[request]
-        begun = Begun(next(self._numbers), request, computed, last, due_s)
+        begun = Begun(next(self._numbers), request, computed, last, due_s, size)
         self._held[request] = _Held(begun, size)
         self._requests[begun.play] = request
         self._begun.append(begun)
         return None
 
-    def _room(self, size: int) -> bool:
+    def _head(self) -> str:
+        """Return the request that waits with the earliest deadline; there is one."""
+        while self._queue.get(self._order[0][2]) != self._order[0][0]:
+            heappop(self._order)
+        return self._order[0][2]
+
+    def _fitting(self, sizes: Sequence[int]) -> int | None:
+        """Return the memory that a play gets, of what it would take on each of its tracks; None: it has to wait."""
         if sum(len(held.ends) < self._ranks for held in self._held.values()) >= self._max_plays:
-            return False
-        used = self.held_bytes
-        return not used or used + size <= self._max_bytes
+            return None
+        if not (used := self.held_bytes):
+            return sizes[0]
+        free = self._max_bytes - used
+        return next((size for size in sizes if size <= free // _SHARE), sizes[-1] if sizes[-1] <= free else None)
 
     def _forget(self, request: str) -> None:
         del self._requests[self._held.pop(request).begun.play]

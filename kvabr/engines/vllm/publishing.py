@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Protocol
 import torch
 
 from kvabr.codec import gpu
+from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.blocks import EngineBlocks, codes
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
@@ -35,6 +37,8 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
+_LONGEST_S = 60.0
+"""Seconds after which nobody waits for the end of a publication any more."""
 _MOST_SHARE = 0.25
 """Of a GPU's free memory, for a cache that is published."""
 
@@ -84,7 +88,7 @@ class Publications:
     ) -> None:
         """Start; ``kept`` is the memory for what vLLM drops before a request ends, bytes."""
         self._engine, self._publishers, self._model, self._copier = engine, publishers, model, copier
-        self._counts = engine.counts
+        self._counts, self._trouble = engine.counts, TroubleLog(_log)
         self._windows, self._states = KeptWindows(kept), KeptStates(kept)
         self._passing = tuple(dict.fromkeys(pages.part for pages in model.caches.passing if pages.names))
         """Layer classes whose tokens pass out of sight."""
@@ -93,9 +97,22 @@ class Publications:
         self._kept: list[KeepRequest] = []
         self._snapshots: list[SnapshotRequest] = []
         self._grown: list[GrowRequest] = []
+        self._under_way, self._begun_s = 0, 0.0
+        self._lock = threading.Lock()
         self.beside = False
         """Whether what grows is copied beside the next step: on a GPU, unless vLLM takes the blocks of windows away
         by then."""
+
+    @property
+    def tracks(self) -> str:
+        """The tracks that are published, and the codec profile, in words."""
+        offer = self._publishers.ended.offer
+        return f"{', '.join(offer.tracks)} ({'a' if offer.profile is not None else 'no'} codec profile)"
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a cache is published that was begun not long ago."""
+        return self._under_way > 0 and time.monotonic() - self._begun_s < _LONGEST_S
 
     def registered(self) -> None:
         """Note that the engine's blocks are known."""
@@ -162,6 +179,7 @@ class Publications:
                 slot: LiveSlot | str = "lossy"
             else:
                 slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, done=self._published)
+                self._count(0 if isinstance(slot, str) else 1)
         except Exception as error:  # noqa: BLE001  # the request must go on
             _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
         else:
@@ -240,7 +258,7 @@ class Publications:
             else:
                 slot = reserve_passage(self._publishers.ended, publication, first, self._publishers.fusion)
         except KvabrError as error:
-            _log.warning("kvabr: not published: %s", error)
+            self._trouble.tell("a cache is not published", error)
         else:
             if not isinstance(slot, Slot):
                 why = f"dropped_{slot}"
@@ -252,6 +270,7 @@ class Publications:
                 slot.leave()
             else:
                 self._copier.mark()
+                self._count(1)
                 self._copier.submit(self._take, publication, slot, read)
                 return
         self._counts.add(f"publish_{why}")
@@ -323,6 +342,13 @@ class Publications:
         finally:
             self._engine.gone(publication.request)
 
+    def _count(self, by: int) -> None:
+        """Count caches that are published now."""
+        with self._lock:
+            self._under_way += by
+            if by > 0:
+                self._begun_s = time.monotonic()
+
     def _published(self, outcome: PublishOutcome) -> None:
         if outcome.left_out:
             self._counts.add("publish_left_out", outcome.left_out)
@@ -333,4 +359,5 @@ class Publications:
             self._counts.add("publish_dropped_known")
         else:
             self._counts.add("publish_dropped_failed")
-            _log.warning("kvabr: a cache could not be published: %s", outcome.why)
+            self._trouble.tell("a cache could not be published", outcome.why)
+        self._count(-1)

@@ -8,7 +8,9 @@ prefix caching is off; nothing under such a salt is published, whatever the requ
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from kvabr.engines.settings import TroubleLog
@@ -18,6 +20,12 @@ from kvabr.types.passage import MAX_PARTS, MAX_PASSAGE_TOKENS, Exact, Part, Pass
 
 BLENDED = "blended"
 """The ``cache_salt`` under which caches may be joined from passages. A tenant's own may follow, behind a colon."""
+OWN = "kvabr"
+"""The key of what a request was served with, in the ``kv_transfer_params`` of its answer."""
+_SWITCHES = frozenset({"play", "publish", "live"})
+_KEYS = _SWITCHES | {"deadline_s", "passages", "publish_passage", OWN}
+_OTHERS = ("do_remote_", "remote_")
+"""How keys of vLLM's own connectors begin, which may be beside this one."""
 _MAX_PASSAGES = MAX_PARTS // 2 - 1
 
 
@@ -25,6 +33,23 @@ def params(request: Any) -> dict[str, Any]:
     """Return a request's own parameters, see `VllmSettings.deadline_s`."""
     given = getattr(request, "kv_transfer_params", None)
     return given if isinstance(given, dict) else {}
+
+
+def wants(request: Any, key: str) -> bool:
+    """Return whether a request has ``play``, ``publish`` or ``live`` as usual: true, or nothing is said."""
+    given = params(request).get(key)
+    return given is None or given is True
+
+
+def faults(request: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a request's parameters, and in which way that matters; not with their passages."""
+    for key, value in params(request).items():
+        if key in _SWITCHES and not (value is None or isinstance(value, bool)):
+            yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
+        elif key not in _KEYS and not str(key).startswith(_OTHERS):
+            close = difflib.get_close_matches(str(key)[:80], _KEYS, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(_KEYS - {OWN}))}"
+            yield "there is no such key", f"{str(key)[:80]!r}; {hint}"
 
 
 def unfit(request: Any) -> str | None:
@@ -47,6 +72,11 @@ def wants_passage(request: Any) -> bool:
     """Return whether a request wants a passage published, and not its prompt."""
     given = params(request).get("publish_passage")
     return given is not None and given is not False
+
+
+def unplayed(request: Any) -> bool:
+    """Return whether a request wants everything computed."""
+    return not wants(request, "play") or wants_passage(request)
 
 
 def salt_of(request: Any, salt: bytes) -> bytes:

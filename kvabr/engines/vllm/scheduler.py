@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -33,26 +33,39 @@ from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
+from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.plays import (
     CopyRequest,
     LoadRequest,
+    PlacedPlay,
     PublishRequest,
     Step,
     cut,
     find_cache,
     find_parts,
+    sizes,
+    within,
 )
 from kvabr.engines.vllm.promises import Promises
-from kvabr.engines.vllm.requests import PassageRequests, blended, params, salt_of, unfit, wants_passage
+from kvabr.engines.vllm.requests import (
+    PassageRequests,
+    blended,
+    faults,
+    params,
+    salt_of,
+    unfit,
+    unplayed,
+    wants,
+    wants_passage,
+)
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
 from kvabr.engines.vllm.windows import Completed, Tables
-from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.naming import chain
-from kvabr.types.passage import Passage
+from kvabr.types.passage import Part, Passage
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -69,6 +82,8 @@ class _Lookup:
 
     deadline_s: float
     began_s: float
+    within_s: float = 0.0
+    """Seconds that the lookup may take."""
     tokens: tuple[int, ...] = ()
     salt: bytes = b""
     handle: Handle[Found | None] | None = None
@@ -79,14 +94,17 @@ class _Lookup:
     """All that was found of a prompt made of passages. What is wanted of it depends on what vLLM has."""
     computed: int = -1
     """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
-    bytes: dict[int, int] = field(default_factory=dict)
-    """Host memory of a play, by the groups that it leaves out."""
+    bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Host memory of a play on each of its tracks, by the groups that it leaves out."""
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
     tail: int = 0
     """Tokens of what was found that are left to the engine, where that was decided before the play."""
     due_s: float = 0.0
     """When its play ends at the latest."""
+    loss: float = 0.0
+    """What its play is expected to lose, and what for others (`PlacedPlay`)."""
+    worst: float = 0.0
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
@@ -96,8 +114,16 @@ class _Lookup:
 class SchedulerHalf:
     """Implements the scheduler's part of the connector; requests are vLLM's own objects."""
 
-    def __init__(self, settings: VllmSettings, model: ServedModel, client: Client | None, *, produces: bool) -> None:
-        """Start; without a client nothing is looked up."""
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ServedModel,
+        client: Client | None,
+        *,
+        produces: bool,
+        evict: Callable[[set[int]], None],
+    ) -> None:
+        """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
         self._specs = model.specs
@@ -128,14 +154,24 @@ class SchedulerHalf:
         self._arrived: set[str] = set()
         """Requests that may be published."""
         self.counts = ConnectorCounts()
+        self.publishing = False
+        """Whether a worker is publishing something."""
+        most = settings.keep_loss if model.prefix_caching else math.inf  # else nothing is kept at all
+        self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
         """What the engine's prefill costs; None: the workers have not told."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
+        self._rtt_s = 0.0
+        """Round trip time to the origin; 0.0: it is not known."""
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled."""
+        if request.request_id not in self._lookups and request.request_id not in self._arrived:
+            for what, why in faults(request):
+                self.counts.add("params_ignored")
+                self._trouble.tell(f"kv_transfer_params: {what}", why)
         if self._client is not None and request.request_id not in self._lookups:
             self._lookups[request.request_id] = self._ask(request)
         if self._produces and request.request_id not in self._old:
@@ -143,7 +179,7 @@ class SchedulerHalf:
             self._completed.arrived(request)
             if self._model.caches.states:
                 self._boundaries.arrived(request)
-            if self._growth is not None and self._published(request) and params(request).get("live", True) is not False:
+            if self._growth is not None and self._published(request) and wants(request, "live"):
                 self._growth.arrived(request)
 
     def reset(self) -> bool:
@@ -180,6 +216,10 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
+        if computed and not self._kept.may_share(
+            request, computed, math.inf if unplayed(request) else lookup.deadline_s
+        ):
+            return None, False
         if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False
         had, lookup.computed = lookup.computed, computed
@@ -215,12 +255,15 @@ class SchedulerHalf:
                 play, first = used
                 last = first + external
                 taken = caches.runs(blocks, first, last)
+                self._serve(request, lookup, first, external, blocks)
+                self._kept.lost(name, lookup.loss, lookup.worst)
                 self._pending.copies.append(CopyRequest(play, name, first, last, taken))
                 self._loading[name] = chunks
         elif lookup.found is not None and external > 0:
             first, last = lookup.last - external, lookup.last
             self._loading[name] = chunks
             taken = caches.runs(blocks, first, last)
+            self._serve(request, lookup, first, external, blocks)
             left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
             self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
         lookup.over()
@@ -241,6 +284,7 @@ class SchedulerHalf:
         step, self._pending = self._pending, Step()
         step.preempted = preempted
         step.scheduled, step.prefill = sum(scheduled.values()), prefill_of(scheduled, before)
+        self._kept.step(scheduled, tables)
         step.kept = self._completed.step(scheduled, tables)
         step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
         if self._growth is not None:
@@ -253,13 +297,18 @@ class SchedulerHalf:
                 self.counts.add("lookups_unplayed", unplayed)
             for play in begun:
                 lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
-                step.loads.append(self._load(play.play, play.request, lookup, play.first, play.last, None, left_s))
+                load = self._load(play.play, play.request, lookup, play.first, play.last, None, left_s)
+                skip = load.found.catalog.group_at(play.first)
+                step.loads.append(replace(load, found=within(load.found, skip, play.bytes)))
         return step
 
-    def placed(self, play: int, end: int) -> None:
-        """Note that one worker's play has ended, with all tokens before ``end`` in place."""
-        if self._promises is not None:
-            self._promises.report(play, end)
+    def placed(self, play: PlacedPlay) -> None:
+        """Note what one worker's play has brought."""
+        lookup = self._lookups.get(play.request)
+        if self._promises is None:
+            self._kept.lost(play.request, play.loss, play.worst, play.end)
+        elif self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
+            lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def measured(self, cost: PrefillCost | None) -> None:
         """Note what the engine's prefill costs; None: there is no news."""
@@ -269,6 +318,10 @@ class SchedulerHalf:
         """Note loads that have ended."""
         for name in requests:
             self._loading.pop(name, None)
+
+    def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
+        """Return what a request that ends was served with; None: with nothing that was played."""
+        return self._kept.over(request.request_id, blocks)
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
@@ -289,7 +342,7 @@ class SchedulerHalf:
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
         # vLLM frees the blocks of a load that never reached the worker by itself.
-        if name in self._loading or not self._produces or params(request).get("publish", True) is False:
+        if name in self._loading or not self._produces or not wants(request, "publish"):
             return False
         if old or blended(request):
             self.counts.add("publish_skipped_old" if old else "publish_skipped_blended")
@@ -314,6 +367,11 @@ class SchedulerHalf:
         )
         return True
 
+    def _serve(self, request: Any, lookup: _Lookup, first: int, external: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Note what is loaded of a request, unless its salt says that it is joined from passages."""
+        if lookup.found is not None and not lookup.found.catalog.sources:
+            self._kept.begin(request, lookup.deadline_s, first, external, blocks)
+
     def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
         """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
         first, block = self._passages.passage(request), self._model.block
@@ -336,10 +394,10 @@ class SchedulerHalf:
     def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
 
-        def room(first: int) -> int:
+        def room(first: int) -> Sequence[int]:
             skip = found.catalog.group_at(first)
             if skip not in lookup.bytes:
-                lookup.bytes[skip] = _most_bytes(found.catalog.suffix(skip))
+                lookup.bytes[skip] = sizes(found.catalog.suffix(skip), self._settings.only_track)
             return lookup.bytes[skip]
 
         return promises.ask(request, computed, lookup.last, room=room, due_s=lookup.due_s, now=time.monotonic())
@@ -414,7 +472,7 @@ class SchedulerHalf:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
         # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
         unread = getattr(request, "skip_reading_prefix_cache", False)
-        if params(request).get("play", True) is False or unread or wants_passage(request):
+        if unplayed(request) or unread:
             return lookup
         if (why := unfit(request)) is not None:
             self.counts.add("lookups_unfit")
@@ -429,17 +487,27 @@ class SchedulerHalf:
             self.counts.add("lookups_paused")
             return lookup
         lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
-        within_s = self._settings.lookup_share * lookup.deadline_s
-
-        async def find(client: AsyncClient) -> Found | None:
-            if parts is not None:
-                most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
-                return await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
-            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
-            return found if found is None or not self._tails_first else await self._shortened(client, lookup, found)
-
-        lookup.handle = self._client.begin(find)
+        lookup.within_s = self._settings.lookup_share * lookup.deadline_s
+        if lookup.within_s < self._rtt_s:  # a lookup takes a round trip, and so does the first group
+            lookup.within_s = lookup.deadline_s / 2
+        if lookup.within_s < self._rtt_s:
+            self.counts.add("lookups_hopeless")
+            return lookup
+        lookup.handle = self._client.begin(partial(self._find, lookup, parts))
         return lookup
+
+    async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: AsyncClient) -> Found | None:
+        """Return what the origin has of a prompt; runs on the client's event loop."""
+        within_s = lookup.within_s
+        if parts is not None:
+            most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
+            found = await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+        else:
+            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+        self._rtt_s = (await client.connect()).stats().rtt_s or 0.0
+        if found is None or parts is not None or not self._tails_first:
+            return found
+        return await self._shortened(client, lookup, found)
 
     def _refused(self, salt: bytes, passage: Passage, why: str) -> None:
         """Note a passage that the origin has and that is computed."""
@@ -508,8 +576,10 @@ class SchedulerHalf:
         return 0 if end % block else end
 
     def _failed(self, lookup: _Lookup, why: str) -> None:
-        """Begin no lookup for a while."""
-        pause_s = None if self._pause is None else self._pause.failed(lookup.began_s)
+        """Begin no lookup for a while, if the origin should have answered this one."""
+        if self._pause is None:
+            return
+        pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
             _log.warning(
                 "kvabr: no answer from the origin (%s); requests are computed until it answers, for %.1f s at least",
@@ -537,7 +607,7 @@ class SchedulerHalf:
 
     def _published(self, request: Any) -> bool:
         """Return whether a request is published, if it is long enough."""
-        if params(request).get("publish", True) is False or unfit(request) is not None or blended(request):
+        if not wants(request, "publish") or unfit(request) is not None or blended(request):
             return False
         return not wants_passage(request)
 
@@ -547,17 +617,7 @@ class SchedulerHalf:
             return self._settings.deadline_s
         most_s = max(_MAX_DEADLINE_S, self._settings.deadline_s)
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= most_s:
+            self.counts.add("params_ignored")
             self._trouble.tell(f"kv_transfer_params: deadline_s is not a number up to {most_s:g}", f"{WHERE} applies")
             return self._settings.deadline_s
         return float(given)
-
-
-def _most_bytes(catalog: Catalog) -> int:
-    """Return the bytes of a cache on the dearest of its tracks, with all below it, as a play keeps it."""
-    most, every = 0, catalog.by_name
-    for track in catalog.tracks:
-        nbytes, lower = track.total_bytes, track.refines
-        while lower is not None:
-            nbytes, lower = nbytes + every[lower].total_bytes, every[lower].refines
-        most = max(most, nbytes)
-    return most

@@ -6,16 +6,25 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-SECONDS = "play_seconds"
-"""The only key with a list as value: the seconds of every play."""
-_MAX_PLAYS = 10_000
-"""Plays whose seconds are kept until the next `take`."""
+SECONDS, REQUEST_LOSS = "play_seconds", "request_loss"
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    SECONDS: ("Seconds that plays took", (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)),
+    REQUEST_LOSS: (
+        "Expected loss of what requests were served with, nats per generated token",
+        (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    ),
+}
+"""Meaning and buckets of the keys with a list as value: one number of every play or request."""
+_MOST_NOTED = 10_000
+"""Numbers of a list that are kept until the next `take`."""
 
 HELP = {
+    "params_ignored": "Parameters of requests that were unknown or of a wrong type",
     "lookups_hit": "Requests with a prefix at the origin",
     "lookups_miss": "Requests without",
     "lookups_failed": "Lookups that the origin did not answer in time",
     "lookups_paused": "Requests not looked up because the origin had not answered others",
+    "lookups_hopeless": "Requests not looked up because their deadline is shorter than that takes",
     "lookups_refused": "Lookups answered with a cache of another model, or with an invalid catalog",
     "lookups_short": "Requests shorter than one group",
     "lookups_unfit": "Requests whose caches depend on more than their tokens",
@@ -25,9 +34,15 @@ HELP = {
     "plays": "Plays begun",
     "plays_live": "Plays of caches that were still being computed",
     "plays_cut": "Plays that brought less than wanted",
+    "groups_damaged": "Groups that came to plays and could not be used, each time that they came",
+    "groups_failed": "Requests of plays for groups that failed: not there, refused, or lost with a connection",
+    "groups_late": "Other groups that plays wanted, and that were late or sooner computed",
     "plays_failed": "Plays that brought nothing because of an error",
     "plays_aborted": "Plays cancelled because their request ended or had no use for them any more",
     "plays_unused": "Plays whose cache was in place and not used",
+    "plays_not_kept": "Plays that lost more than vLLM's prefix cache may keep: it forgets their blocks",
+    "requests_shared_lossy": "Requests that shared blocks of such a play while its own request ran",
+    "requests_spared": "Requests that wanted better than such blocks, and did not get them",
     "tokens_loaded": "Tokens whose cache was played",
     "tokens_missed": "Wanted tokens that the engine computes instead",
     "tokens_tail": "Wanted tokens that it computes with the question because that loses less",
@@ -66,12 +81,14 @@ class ConnectorCounts:
         with self._lock:
             self._data[name] = self._data.get(name, 0) + by
 
-    def play(self, seconds: float) -> None:
-        """Record the duration of a play."""
+    def note(self, name: str, value: float) -> None:
+        """Record a number for a histogram."""
+        if name not in HISTOGRAMS:
+            raise KeyError(name)
         with self._lock:
-            kept = self._data.setdefault(SECONDS, [])
-            if len(kept) < _MAX_PLAYS:
-                kept.append(seconds)
+            kept = self._data.setdefault(name, [])
+            if len(kept) < _MOST_NOTED:
+                kept.append(value)
 
     def take(self) -> dict[str, Any]:
         """Return and reset all counters; empty if nothing was counted."""
@@ -87,8 +104,9 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
     """Return one number per key, for a log line."""
-    out: dict[str, int | float] = {name: round(value, 6) for name, value in data.items() if name != SECONDS}
-    if ordered := sorted(data.get(SECONDS, ())):
-        out["play_seconds_p50"] = round(ordered[len(ordered) // 2], 4)
-        out["play_seconds_max"] = round(ordered[-1], 4)
+    out: dict[str, int | float] = {name: round(value, 6) for name, value in data.items() if name not in HISTOGRAMS}
+    for name in HISTOGRAMS:
+        if ordered := sorted(data.get(name, ())):
+            out[f"{name}_p50"] = round(ordered[len(ordered) // 2], 4)
+            out[f"{name}_max"] = round(ordered[-1], 4)
     return out

@@ -2,6 +2,7 @@
 
 On a CPU a step's time is the clock's. On a GPU a step ends long after vLLM has begun it, so that two events on its
 stream tell, which are looked at when the next step begins: nothing waits for them. The cost is fitted in a thread.
+What is told is the cost of prompts, of which long ones take several steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,18 @@ class StepTimes:
     """Times steps, and keeps what they tell in the client's folder. Called on the engine's thread."""
 
     def __init__(
-        self, model: str, spec: KVSpec, folder: Path | None, submit: Callable[[Callable[[], None]], None]
+        self, model: str, spec: KVSpec, most: int, folder: Path | None, submit: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Start; ``model``: what the engine computes, for the file. ``submit`` has work done in a thread."""
-        self._model, self._spec, self._submit = model, spec, submit
+        """Start.
+
+        Args:
+            model: what the engine computes, for the file.
+            spec: of its cache.
+            most: tokens that a step computes at most; longer prompts take several.
+            folder: where costs are kept; None: nowhere.
+            submit: has work done in a thread.
+        """
+        self._model, self._spec, self._most, self._submit = model, spec, most, submit
         self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
         self._timings, self._key, self._on_gpu = PrefillTimings(guess(spec)), "", False
         self._begun: tuple[tuple[int, int], float, Any] | None = None
@@ -48,11 +58,11 @@ class StepTimes:
         self._timings = PrefillTimings(guess(self._spec, device.type))
         self._key = cost_key(self._spec.digest().hex(), f"vllm {self._model}", device)
         if not self._costs.restored(self._timings, self._key).empty:
-            self._news = self._timings.cost()
+            self._news = self.cost(None)
 
     def cost(self, said: PrefillCost | None) -> PrefillCost:
         """Return the cost of a prefill; until one was timed, what a publisher ``said``, or a guess."""
-        return self._timings.cost(said)
+        return _in_steps(self._timings.cost(said), self._most)
 
     def begin(self, prefill: tuple[int, int] | None) -> None:
         """Begin a step that computes as much as this prefill: tokens before it, and new ones."""
@@ -97,10 +107,15 @@ class StepTimes:
             self._submit(self._fit)
 
     def _fit(self) -> None:
-        self._news = self._timings.cost()
+        self._news = self.cost(None)
         if (now := time.monotonic()) >= self._saved_s:
             self._saved_s = now + _EVERY_S
             self._costs.save(self._timings, self._key)
+
+
+@lru_cache(maxsize=32)
+def _in_steps(cost: PrefillCost, most: int) -> PrefillCost:
+    return cost.in_steps(most)
 
 
 def prefill_of(scheduled: Mapping[str, int], before: Mapping[str, int]) -> tuple[int, int] | None:

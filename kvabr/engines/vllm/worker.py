@@ -24,13 +24,14 @@ from kvabr.client.blocking import Client, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, Step, cut, find_cache
+from kvabr.engines.vllm.plays import CopyRequest, LoadRequest, PlacedPlay, Step, cut, find_cache
 from kvabr.engines.vllm.publishing import Publications, Publishers
-from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.engines.vllm.stats import SECONDS, ConnectorCounts
 from kvabr.engines.vllm.step_times import StepTimes
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
@@ -66,7 +67,7 @@ class WorkerHalf:
     ) -> None:
         """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
         self._settings, self._model, self._client = settings, model, client
-        self.counts = ConnectorCounts()
+        self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
         self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
@@ -76,11 +77,11 @@ class WorkerHalf:
         self._unfilled: set[str] = set()
         """Requests whose loads failed, where vLLM cannot be told of single blocks."""
         self._plays: dict[int, _Playing] = {}
-        self._placed: list[tuple[int, int]] = []
-        """Plays before the promise that have ended, and the token after the last that came."""
+        self._placed: list[PlacedPlay] = []
+        """What plays that have ended brought."""
         self._scheduled, self._nap_s = 0, _NAP_S
         kind = f"{model.dtype} {model.ranks}"
-        self._times = StepTimes(kind, model.shard, settings.cache, self._copier.submit)
+        self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
@@ -103,6 +104,15 @@ class WorkerHalf:
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
         if self._publications is not None:
             self._publications.registered()
+        one, many = (self.cost.seconds(0, tokens) for tokens in (1, 8192))
+        tracks = "" if self._publications is None else f"; publishes on {self._publications.tracks}"
+        _log.info(
+            "kvabr: blocks on %s; prefills of 1 and 8,192 tokens are reckoned with %.3g and %.3g s%s",
+            self._blocks.device,
+            one,
+            many,
+            tracks,
+        )
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -150,11 +160,16 @@ class WorkerHalf:
             received, self._received = self._received, set()
         return sent, received
 
-    def placed(self) -> list[tuple[int, int]]:
-        """Return, once, the plays before the promise that have ended, and the token after the last that came."""
+    def placed(self) -> list[PlacedPlay]:
+        """Return, once, what plays that have ended brought."""
         with self._news:
             placed, self._placed = self._placed, []
         return placed
+
+    @property
+    def publishing(self) -> bool:
+        """Whether a cache is being published: vLLM takes counters with its steps only, and takes none without work."""
+        return self._publications is not None and self._publications.under_way
 
     def measured(self) -> PrefillCost | None:
         """Return, once, what a prefill costs, now that more is known of it; None: there is no news."""
@@ -244,7 +259,7 @@ class WorkerHalf:
 
     def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         """Note a play that has ended, or begin to decode it; called on the event loop's thread."""
-        self.counts.play(time.monotonic() - began_s)
+        self.counts.note(SECONDS, time.monotonic() - began_s)
         if load.blocks is None:
             self._hold(load, play)
             return
@@ -263,6 +278,9 @@ class WorkerHalf:
                 self.counts.add("plays_live")
             for name in ("bytes_fetched", "bytes_wasted", "loss"):
                 self.counts.add(name, getattr(prefix, name))
+            for name in ("damaged", "failed"):
+                if count := getattr(prefix, name):
+                    self.counts.add(f"groups_{name}", count)
             if prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
@@ -274,15 +292,25 @@ class WorkerHalf:
     def _failure(self, error: Exception) -> None:
         self.counts.add("plays_failed")
         unexpected = not isinstance(error, KvabrError)
-        _log.warning("kvabr: a play failed (%s); the request is computed", error, exc_info=unexpected)
+        if unexpected:
+            _log.warning("kvabr: a play failed; the request is computed", exc_info=error)
+        else:
+            self._trouble.tell("a play failed, and its request is computed", error)
 
-    def _missed(self, load: LoadRequest, end: int, tail: int) -> None:
-        """Note that a play has brought what lies before token ``end``; ``tail`` tokens were not wanted of it."""
+    def _missed(self, load: LoadRequest, end: int, prefix: PlayedPrefix | None) -> None:
+        """Note that a play has brought what lies before token ``end``, without the tail, which was not wanted."""
+        tail = 0 if prefix is None else prefix.tail
         if tail:
             self.counts.add("tokens_tail", tail)
-        if end < load.last - tail:
-            self.counts.add("plays_cut")
-            self.counts.add("tokens_missed", load.last - tail - end)
+        if (missed := load.last - tail - end) <= 0:
+            return
+        self.counts.add("plays_cut")
+        self.counts.add("tokens_missed", missed)
+        if prefix is not None:
+            late = -(-missed // self._model.spec.group_tokens) - prefix.damaged - prefix.failed
+            if late > 0:
+                self.counts.add("groups_late", late)
+            self._trouble.tell("a play brought less than was wanted", f"{missed} tokens are computed: {prefix.cut}")
 
     # ------------------------------------------------------ before the promise
 
@@ -293,10 +321,10 @@ class WorkerHalf:
             playing = self._plays.get(load.play)
             if playing is not None:
                 playing.prefix = prefix if end > load.first else None
-                self._placed.append((load.play, end))
+                self._placed.append(_placed_play(load, prefix, end))
                 self._news.notify_all()
         if playing is not None:
-            self._missed(load, end, 0 if prefix is None else prefix.tail)
+            self._missed(load, end, prefix)
 
     def _drop(self, number: int) -> None:
         """Cancel a play before the promise, or forget what it brought."""
@@ -330,9 +358,10 @@ class WorkerHalf:
             runs = self._model.caches.blocks
             parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
             end = self._expand(load, prefix, load.first, end, parts)
-        self._missed(load, end, 0 if prefix is None else prefix.tail)
+        self._missed(load, end, prefix)
         with self._news:
             self._plays.pop(load.play, None)
+            self._placed.append(_placed_play(load, prefix, end))
         self._loaded(load.request, load.first, load.last, end, blocks)
 
     def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
@@ -378,3 +407,16 @@ class WorkerHalf:
             if track not in _EXACT:
                 lossy.append(unit.first - (classes[unit.part].kind == "state"))
         self.lossy.note(load.tokens, load.salt, lossy)
+
+
+def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> PlacedPlay:
+    """Return what a play has brought before token ``end``."""
+    if prefix is None or end <= load.first:
+        return PlacedPlay(load.play, load.request, end)
+    catalog, worst = load.found.catalog, prefix.loss
+    if prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources:
+        skip = catalog.group_at(prefix.first)
+        shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
+        pairs = zip(prefix.units, prefix.coverage, strict=True)
+        worst = sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)
+    return PlacedPlay(load.play, load.request, end, prefix.loss, worst, prefix.nbytes)

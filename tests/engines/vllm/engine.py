@@ -28,7 +28,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 )
 
 
-def transfer(extra, role="kv_both", **more):
+def transfer_of(extra, role="kv_both", **more):
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
@@ -40,8 +40,13 @@ def transfer(extra, role="kv_both", **more):
     )
 
 
+def all_of(connector):
+    """The connectors in one."""
+    return getattr(connector, "_connectors", [connector])
+
+
 class RealEngine:
-    def __init__(self, model, extra, role="kv_both", **more):
+    def __init__(self, model, extra, role="kv_both", transfer=None, **more):
         os.environ.update(ENVIRONMENT)
         from vllm import LLM
 
@@ -49,7 +54,7 @@ class RealEngine:
         self.llm = LLM(
             str(model),
             disable_log_stats=False,
-            kv_transfer_config=None if extra is None else transfer(extra, role),
+            kv_transfer_config=transfer or (None if extra is None else transfer_of(extra, role)),
             **options,
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -58,9 +63,11 @@ class RealEngine:
             from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
             # With several ranks they have processes of their own.
-            self.worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
-            self.half = self.scheduler.connector._scheduler
-            self.client = self.scheduler.connector._client
+            own = all_of(get_kv_transfer_group()) if has_kv_transfer_group() else []
+            self.worker = next((each._worker for each in own if hasattr(each, "_worker")), None)
+            # vLLM's MultiConnector has others beside kvabr's.
+            own = [each for each in all_of(self.scheduler.connector) if hasattr(each, "_scheduler")]
+            self.half, self.client = own[0]._scheduler, own[0]._client
 
     def use(self, mode):
         """Play in this mode from now on, as an engine would that was started with it."""
@@ -69,7 +76,8 @@ class RealEngine:
         self.settle()
         old = self.half
         settings = old._settings.model_copy(update={"mode": mode})
-        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces)
+        evict = self.scheduler.connector._evict
+        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces, evict=evict)
         self.scheduler.connector._scheduler = self.half
 
     def close(self):
@@ -83,14 +91,17 @@ class RealEngine:
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)
 
-    def generate(self, prompts, tokens=8, salt=None, **params):
+    def generate(self, prompts, tokens=8, salt=None, lora=None, **params):
         """Texts of prompts that are there all at once, with a salt in vLLM's own prefix cache if one is given."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=params or None)
         own = {} if salt is None else {"cache_salt": salt}
-        out = self.llm.generate([{"prompt_token_ids": p} | own for p in prompts], sampling, use_tqdm=False)
+        out = self.llm.generate(
+            [{"prompt_token_ids": p} | own for p in prompts], sampling, use_tqdm=False, lora_request=lora
+        )
         self.first_tokens_s = [one.metrics.first_token_latency for one in out]
+        self.served = [(one.kv_transfer_params or {}).get("kvabr") for one in out]
         return [one.outputs[0].token_ids for one in out]
 
     def settle(self, within_s=60.0):

@@ -79,7 +79,11 @@ class Bench:
         if publish is not None:
             tracks = list(self.options.tracks or ("FP16",))
             made = Publisher(publish, self.model.shard, prior=default_catalog(), tracks=tracks)
-        self.scheduler = SchedulerHalf(self.options, self.model, self.client, produces=made is not None)
+        self.evicted = set()
+        """Blocks that were taken out of the prefix cache."""
+        self.scheduler = SchedulerHalf(
+            self.options, self.model, self.client, produces=made is not None, evict=self.evicted.update
+        )
         self.publisher = made
         given = None
         if made is not None:
@@ -118,8 +122,8 @@ class Bench:
         self.worker.begin(self.scheduler.step(self.running, self.tables.get))
         self.worker.computed()
         sent, received = self.worker.collect(gone)
-        for play, end in self.worker.placed():
-            self.scheduler.placed(play, end)
+        for play in self.worker.placed():
+            self.scheduler.placed(play)
         self.scheduler.received(received)
         return sent, received, self.worker.failed_blocks()
 

@@ -16,7 +16,7 @@ from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from tests.engines.smollm2_folder import smollm2_folder
-from tests.engines.vllm.engine import ENVIRONMENT, NEEDS_FP8, transfer
+from tests.engines.vllm.engine import ENVIRONMENT, NEEDS_FP8, transfer_of
 
 pytestmark = pytest.mark.model
 
@@ -38,7 +38,7 @@ def config(model):
     def make(extra=URL, role="kv_consumer", policy="recompute", **options):
         from vllm.engine.arg_utils import EngineArgs
 
-        given = transfer(extra, role, kv_load_failure_policy=policy)
+        given = transfer_of(extra, role, kv_load_failure_policy=policy)
         arguments = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True} | options
         return EngineArgs(model=str(model), kv_transfer_config=given, **arguments).create_engine_config()
 

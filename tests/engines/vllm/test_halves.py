@@ -93,8 +93,8 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, mode,
                     bench.worker.collect(())
                     placed += bench.worker.placed()
                 if len(placed) == 2:  # as vLLM adds up what all workers report
-                    for play, end in placed:
-                        first.scheduler.placed(play, end)
+                    for play in placed:
+                        first.scheduler.placed(play)
                 assert time.monotonic() < end_s
             first.scheduler.allocated(asked, [numbers], count)
             step = first.scheduler.step({}, None)
@@ -184,6 +184,77 @@ def test_an_asset_with_another_rope_is_refused(tmp_path):
     finally:
         bench.close()
         served.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"play": "no"}, "play is neither true nor false: 'no' counts as false"),
+        ({"play": 0}, "play is neither true nor false: '0' counts as false"),
+        ({"deadline": 2.0}, "there is no such key: 'deadline'; did you mean 'deadline_s'?"),
+        (
+            {"zzz": None},
+            "there is no such key: 'zzz'; there are deadline_s, live, passages, play, publish, publish_passage",
+        ),
+        ({"deadline_s": 0}, "deadline_s is not a number up to 300"),
+        ({"deadline_s": float("nan")}, "deadline_s is not a number up to 300"),
+        ({"deadline_s": 1e9}, "deadline_s is not a number up to 300"),
+        ({"deadline_s": True}, "deadline_s is not a number up to 300"),
+        ({"deadline_s": "1"}, "deadline_s is not a number up to 300"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_told_once(bench, caplog, given, says):
+    with caplog.at_level("WARNING"):
+        played = [bench.matched(request(name, kv_transfer_params=given))[0] for name in ("a", "b")]
+    assert played == ([0, 0] if "play" in given else [64, 64])
+    (told,) = [each for each in caplog.messages if "kv_transfer_params" in each]
+    assert says in told
+    assert bench.scheduler.counts.take()["params_ignored"] == 2
+
+
+def test_parameters_of_others_are_theirs(bench, caplog):
+    given = {"do_remote_prefill": False, "remote_host": "there", "play": None, "kvabr": {"loss": 0.0}}
+    with caplog.at_level("WARNING"):
+        assert bench.matched(request(kv_transfer_params=given))[0] == 64
+    assert "kv_transfer_params" not in caplog.text
+
+
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_what_a_group_failed_of_is_counted_and_told(tmp_path, mode, harm, caplog):
+    toy_asset(tmp_path / "assets" / "one", ("FP16",))
+    frame = tmp_path / "assets" / "one" / "groups" / "FP16" / "00002.kvg"
+    data = bytearray(frame.read_bytes())
+    data[200] ^= 1
+    served = Served(tmp_path / "assets", tmp_path)
+    if harm == "damaged":
+        frame.write_bytes(data)
+    else:
+        frame.unlink()
+    bench = Bench(served, mode=mode)
+    try:
+        with caplog.at_level("WARNING"):
+            bench.load(request())
+        counted = bench.worker.counts.take()
+        assert counted["plays_cut"] == 1
+        assert counted["groups_damaged" if harm == "damaged" else "groups_failed"] >= 1
+        assert "a play brought less than was wanted: 32 tokens are computed: " in caplog.text
+        assert "last fault: " in caplog.text
+    finally:
+        bench.close()
+        served.close()
+
+
+def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
+    for number in range(6):
+        asked = request(f"short {number}", kv_transfer_params={"deadline_s": 1e-6})
+        assert bench.matched(asked) == (0, False)
+    assert bench.load(request())[0] == 64
+    counted = bench.scheduler.counts.take()
+    assert counted["lookups_failed"] == 6
+    assert "lookups_paused" not in counted
+    assert bench.scheduler._rtt_s > 1e-6  # now that it is known, nobody is asked in vain
+    assert bench.matched(request("hopeless", kv_transfer_params={"deadline_s": 1e-6})) == (0, False)
+    assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
 
 
 def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):

@@ -170,12 +170,12 @@ def test_what_was_computed_behind_an_exact_cache_is_published(world):
 
 
 def test_they_have_no_passages_and_the_reason_is_said(world):
-    told = world.engine.half._trouble._told
+    trouble = world.engine.half._trouble
     text, counted = world.played(passages=[[100, 200]], salt="blended")
     assert text == world.cold
     assert "lookups_joined" not in counted
-    assert "passages of this model are not played, but computed" in told
+    assert "passages of this model are not played, but computed" in trouble._since
     text, counted = world.says(world.prompt, publish=True, publish_passage=100)
     assert text == world.cold
     assert counted["publish_skipped_unfit"] == 1
-    assert "a passage is not published" in told
+    assert "a passage is not published" in trouble._since

@@ -212,6 +212,22 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
         bench.close()
 
 
+def test_in_short_memory_a_policy_that_chooses_does_without_the_dearest_tracks(served):
+    bench = Bench(served, policy="anytime", prefill_rate=1.0)
+    try:
+        one = 64 * SPEC.elements_per_token * 2
+        assert bench.matched(request("a")) == (64, True)
+        held = bench.scheduler._promises.held_bytes
+        assert 0 < held <= 1.2 * one  # what came
+        bench.scheduler._promises._max_bytes = held + 2 * one
+        assert bench.matched(request("b")) == (64, True)
+        first, second = (playing.prefix.coverage for playing in bench.worker._plays.values())
+        assert set(second) == {"Int4"}
+        assert len(first) == len(second) == 4
+    finally:
+        bench.close()
+
+
 def test_a_copy_that_fails_is_not_used(served):
     bench = Bench(served)
     try:

@@ -10,16 +10,20 @@ BLOCK, GROUP = 8, 16
 
 
 class Table:
-    """Promises of requests that all want 64 tokens by 10 s, one byte each."""
+    """Promises of requests that all want 64 tokens by 10 s, one byte each on their only track, if no other is given."""
 
     def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99, alike=False):
         self.promises = Promises(ranks=ranks, block=BLOCK, max_bytes=max_bytes, max_plays=max_plays, alike=alike)
 
-    def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0):
+    def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0, tracks=(1,)):
         def room(first):
-            return -(-last // GROUP) * GROUP - first // GROUP * GROUP
+            tokens = -(-last // GROUP) * GROUP - first // GROUP * GROUP
+            return [tokens * each for each in tracks]
 
         return self.promises.ask(request, computed, last, room=room, due_s=due_s, now=now)
+
+    def report(self, play, end, nbytes=640):
+        return self.promises.report(play, end, nbytes)
 
     def begun(self):
         return [(play.request, play.first, play.last) for play in self.promises.take()[0]]
@@ -36,7 +40,7 @@ def test_a_request_waits_for_its_play_and_gets_what_is_in_place():
     play = table.play()
     assert table.ask() is None
     assert table.begun() == []  # once
-    table.promises.report(play, 64)
+    table.report(play, 64)
     assert table.ask() == 64
     assert table.ask() == 64  # no blocks were free: vLLM asks again
     assert table.promises.held_bytes == 64
@@ -47,14 +51,14 @@ def test_a_request_waits_for_its_play_and_gets_what_is_in_place():
 
 def test_a_deadline_cuts_to_whole_blocks():
     table = Table()
-    table.promises.report(table.play(), 30)
+    table.report(table.play(), 30)
     assert table.ask() == 24
 
 
 def test_nothing_in_place_is_no_promise():
     table = Table()
     play = table.play()
-    table.promises.report(play, 0)
+    table.report(play, 0)
     assert table.ask() == 0
     assert table.promises.use("a", 0) is None
     assert table.promises.take() == ([], [play], 0)
@@ -64,9 +68,9 @@ def test_the_worker_with_the_least_counts():
     table = Table(ranks=3)
     play = table.play()
     for end in (64, 32):
-        table.promises.report(play, end)
+        table.report(play, end)
         assert table.ask() is None
-    table.promises.report(play, 48)
+    table.report(play, 48)
     assert table.ask() == 32
 
 
@@ -75,14 +79,14 @@ def test_workers_that_differ_have_nothing_of_use_where_windows_depend_on_the_end
         table = Table(ranks=2, alike=True)
         play = table.play()
         for end in ends:
-            table.promises.report(play, end)
+            table.report(play, end)
         assert table.ask() == told
 
 
 def test_vllm_has_more_by_now():
     table = Table()
     play = table.play(computed=16)
-    table.promises.report(play, 64)
+    table.report(play, 64)
     assert table.ask(computed=40) == 24
     assert table.promises.use("a", 24) == (play, 40)
 
@@ -99,27 +103,27 @@ def test_vllm_has_all_of_it_by_now():
 def test_vllm_has_less_by_now_and_it_is_played_again():
     table = Table()
     first = table.play(computed=32)
-    table.promises.report(first, 64)
+    table.report(first, 64)
     assert table.ask(computed=16) is None
     begun, dropped, _ = table.promises.take()
     assert dropped == [first]
     assert [(play.first, play.last) for play in begun] == [(16, 64)]
-    table.promises.report(first, 64)  # too late, and of another play
+    table.report(first, 64)  # too late, and of another play
     assert table.ask(computed=16) is None
-    table.promises.report(begun[0].play, 64)
+    table.report(begun[0].play, 64)
     assert table.ask(computed=16) == 48
 
 
 def test_but_not_after_the_deadline():
     table = Table()
-    table.promises.report(table.play(computed=32), 64)
+    table.report(table.play(computed=32), 64)
     assert table.ask(computed=16, now=10.0) == 0
     assert table.promises.held_bytes == 0
 
 
 def test_a_play_that_brought_nothing_is_not_repeated():
     table = Table()
-    table.promises.report(table.play(computed=32), 32)
+    table.report(table.play(computed=32), 32)
     assert table.ask(computed=16) == 0
     assert table.begun() == []
 
@@ -132,7 +136,7 @@ def test_a_request_that_ends_leaves_nothing():
     play = table.play("b")
     table.promises.drop("b")
     assert table.promises.take() == ([], [play], 0)
-    table.promises.report(play, 64)
+    table.report(play, 64)
     assert table.promises.held_bytes == 0
 
 
@@ -142,14 +146,64 @@ def test_a_request_without_room_waits_before_those_behind_it():
     assert table.ask("c") is None
     assert table.ask("d", last=16) is None  # it would fit, but c was first
     assert table.begun() == []
-    table.promises.report(first, 64)
+    table.report(first, 64)
     assert table.promises.use("a", 64) is not None
     assert table.ask("d", last=16) is None
     assert table.ask("c") is None
     assert table.ask("d", last=16) is None
     assert table.begun() == [("c", 0, 64), ("d", 0, 16)]
-    table.promises.report(second, 64)
+    table.report(second, 64)
     assert table.ask("b") == 64
+
+
+def test_the_earliest_deadline_goes_first():
+    table = Table(max_bytes=100)
+    first = table.play("a")
+    for request, due_s in [("late", 30.0), ("early", 12.0), ("gone", 11.0), ("middle", 20.0)]:
+        assert table.ask(request, due_s=due_s) is None
+    table.promises.drop("gone")
+    table.report(first, 64)
+    for request, due_s in [("early", 12.0), ("middle", 20.0), ("late", 30.0)]:
+        table.promises.drop("a")
+        for each, own_s in [("late", 30.0), ("middle", 20.0), ("early", 12.0)]:
+            if own_s >= due_s:
+                assert table.ask(each, due_s=own_s) is None
+        assert [name for name, *_ in table.begun()] == [request]
+        table.promises.drop(request)
+
+
+def test_a_request_that_asks_again_with_another_deadline_keeps_its_place():
+    table = Table(max_bytes=100)
+    table.play("a")
+    assert table.ask("b", due_s=12.0) is None
+    table.promises.drop("b")
+    assert table.ask("b", due_s=15.0) is None
+    assert table.ask("c", due_s=13.0) is None
+    table.promises.drop("a")
+    assert table.ask("b", due_s=15.0) is None
+    assert table.begun() == []
+    assert table.ask("c", due_s=13.0) is None
+    assert table.begun() == [("c", 0, 64)]
+
+
+def test_beside_others_a_play_does_without_the_tracks_that_leave_no_room():
+    table = Table(max_bytes=1024)
+    sizes = []
+    for number in range(12):
+        assert table.ask(f"r{number}", tracks=(8, 4, 1)) is None
+        sizes += [play.bytes for play in table.promises.take()[0]]
+    assert sizes == [512, 64, 64, 64, 64, 64, 64, 64, 64]  # a quarter of 512 is less than 256
+    assert table.promises.held_bytes == 1024
+
+
+def test_what_has_come_counts_with_what_it_is():
+    table = Table(ranks=2, max_bytes=1024)
+    assert table.ask("a", tracks=(8, 1)) is None
+    (play,) = table.promises.take()[0]
+    table.report(play.play, 64, 100)
+    assert table.promises.held_bytes == 512
+    table.report(play.play, 64, 120)
+    assert table.promises.held_bytes == 120
 
 
 def test_plays_under_way_are_bounded_too():
@@ -157,7 +211,7 @@ def test_plays_under_way_are_bounded_too():
     play = table.play("a")
     assert table.ask("b") is None
     assert table.begun() == []
-    table.promises.report(play, 64)
+    table.report(play, 64)
     assert table.ask("b") is None
     assert table.begun() == [("b", 0, 64)]
 
@@ -192,7 +246,7 @@ def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
 def test_a_worker_that_never_reports_is_not_waited_for():
     table = Table(ranks=2)
     play = table.play()
-    table.promises.report(play, 64)
+    table.report(play, 64)
     assert table.ask(now=39.9) is None
     assert table.ask(now=40.0) == 0
     assert table.promises.use("a", 0) is None
@@ -229,7 +283,7 @@ def test_whatever_happens_memory_is_bounded_and_nothing_is_left():
                 reports += [(play.play, rng.randrange(play.first, play.last + 1)) for _ in range(2)]
             for report in [each for each in reports if rng.random() < 0.5]:
                 reports.remove(report)
-                promises.report(*report)
+                promises.report(*report, 1)
         assert promises.held_bytes == 0
         assert not promises._queue
         assert not promises._requests

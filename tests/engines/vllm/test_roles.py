@@ -47,11 +47,11 @@ def test_counts_add_up():
     counts = stats.ConnectorCounts()
     counts.add("plays")
     counts.add("loss", 0.5)
-    counts.play(0.2)
+    counts.note(stats.SECONDS, 0.2)
     one = counts.take()
     assert counts.take() == {}
     counts.add("plays", 2)
-    counts.play(0.4)
+    counts.note(stats.SECONDS, 0.4)
     both = stats.added(one, counts.take())
     assert both == {"plays": 3, "loss": 0.5, stats.SECONDS: [0.2, 0.4]}
     assert stats.summary(both)["play_seconds_max"] == 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ SPEC = kvdata.spec(32, 8, 128)
 TRUE = PrefillCost(0.004, 30e-6, 4.8e-10, 1.7e-6, 0.02)
 
 
-def step_times_of(folder: Path | None, device: str = "cpu") -> StepTimes:
-    times = StepTimes("float16 1", SPEC, folder, lambda work: work())
+def step_times_of(folder: Path | None, device: str = "cpu", most: int = 1 << 20) -> StepTimes:
+    times = StepTimes("float16 1", SPEC, most, folder, lambda work: work())
     times.use(torch.device(device))
     return times
 
@@ -53,7 +54,8 @@ def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.M
     card = Card()
     monkeypatch.setattr(step_times.torch, "cuda", card)
     times = step_times_of(tmp_path, "cuda")
-    assert times.cost(None) == guess(SPEC, "cuda")
+    for tokens in (1, 512, 8192, 65536):
+        assert times.cost(None).seconds(0, tokens) == pytest.approx(guess(SPEC, "cuda").seconds(0, tokens), rel=0.02)
     for _ in range(3):
         for prefill in [(0, 2048), (2048, 2048), (4096, 512), (0, 100), (20000, 8000)]:
             times.begin(prefill)
@@ -73,6 +75,28 @@ def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.M
     told = again.told()
     assert told is not None
     assert told.seconds(0, 8192) == pytest.approx(cost.seconds(0, 8192), rel=0.01)
+
+
+@pytest.mark.parametrize("most", [2048, 8192])
+def test_prompts_that_take_several_steps_are_predicted_as_what_these_take(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Within 15 % from 128 to 32,768 tokens, of an engine with a floor, whose steps vary by some percent."""
+    card, rng = Card(), random.Random(1)
+    monkeypatch.setattr(step_times.torch, "cuda", card)
+    times = step_times_of(None, "cuda", most)
+    steps_of = lambda tokens: [(at, min(most, tokens - at)) for at in range(0, tokens, most)]  # noqa: E731
+    for tokens in [300, 900, 2000, 5000, 12000, 30000] * 3:
+        for step in steps_of(tokens):
+            times.begin(step)
+            card.now += TRUE.seconds(*step) * rng.uniform(1.0, 1.05)
+            card.done = card.now
+            times.end(alone=True)
+    times.begin(None)
+    cost = times.told()
+    assert cost is not None
+    for tokens in (128, 512, 1024, 2048, 4096, 8192, 16384, 32768):
+        assert cost.seconds(0, tokens) == pytest.approx(sum(TRUE.seconds(*each) for each in steps_of(tokens)), rel=0.15)
 
 
 def test_steps_that_tell_nothing_are_not_counted() -> None:

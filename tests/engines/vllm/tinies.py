@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from tests.tinymodels import save_tokenizer
@@ -22,6 +24,41 @@ def tiny_gemma(folder):
     model.model.embed_tokens.weight.data *= 0.1  # so that the text depends on more than the last token
     model.save_pretrained(folder)
     save_tokenizer(folder)
+    return folder
+
+
+def tiny_llama(folder):
+    """Llama with two layers of two KV heads: a model without anything that an option of vLLM could mind."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, initializer_range=0.2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.1  # so that the text depends on more than the last token
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def tiny_adapter(folder):
+    """A LoRA adapter of `tiny_llama`, which changes its text."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    torch.manual_seed(1)
+    tensors = {}
+    for layer in range(2):
+        for name, out in (("q_proj", 128), ("v_proj", 64)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(8, 128)
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
 

@@ -1,0 +1,136 @@
+"""What vLLM's prefix cache may keep of plays with losses. Needs no vLLM, no network and no clock."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+
+from kvabr.engines.vllm.kept_losses import KeptLosses
+from kvabr.engines.vllm.plays import PlacedPlay
+from kvabr.engines.vllm.stats import ConnectorCounts
+from tests.engines.vllm.halves import TOKENS, Bench, request
+
+BLOCK, LIMIT = 8, 0.001
+
+
+class Engine:
+    """One table of blocks: a request's are numbered from a hundred of its own."""
+
+    def __init__(self):
+        self.counts, self.evicted, self.tables = ConnectorCounts(), set(), {}
+        self.kept = KeptLosses(LIMIT, (BLOCK,), self.evicted.update, self.counts)
+
+    def load(self, name, loss, *, blocks, first=0, last=64, deadline_s=2.0, tokens=TOKENS, **more):
+        self.tables[name] = [list(blocks)]
+        asked = request(name, tokens, **more)
+        self.kept.begin(asked, deadline_s, first, last - first, self.tables[name])
+        self.kept.lost(name, loss, loss)
+        return asked
+
+    def shares(self, name, computed, deadline_s=2.0, tokens=TOKENS, **more):
+        return self.kept.may_share(request(name, tokens, **more), computed, deadline_s)
+
+    def over(self, name):
+        return self.kept.over(name, self.tables[name])
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def test_a_play_within_the_limit_stays(engine):
+    engine.load("a", LIMIT, blocks=range(100, 109))
+    assert engine.shares("b", 64, math.inf)
+    assert engine.over("a") == {"tokens_loaded": 64, "loss": LIMIT, "shared_loss": 0.0}
+    assert engine.evicted == set()
+    assert engine.counts.take() == {"request_loss": [LIMIT]}
+
+
+def test_a_play_beyond_it_leaves_nothing_behind_its_request(engine):
+    engine.load("a", 0.1, blocks=range(100, 109), first=16)
+    engine.tables["a"][0].append(109)  # what it generated
+    assert engine.over("a") == {"tokens_loaded": 48, "loss": 0.1, "shared_loss": 0.0}
+    assert engine.evicted == set(range(102, 110))  # the first two were there before
+    assert engine.counts.take() == {"plays_not_kept": 1, "request_loss": [0.1]}
+
+
+def test_blocks_that_a_preemption_took_away_are_not_kept_either(engine):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    engine.kept.step({"a": 6}, engine.tables.get)
+    engine.tables["a"][0].append(109)
+    engine.kept.step({"a": 2}, engine.tables.get)
+    engine.tables["a"] = [[200, 201, 202]]
+    engine.over("a")
+    assert engine.evicted == {*range(100, 110), 200, 201, 202}
+
+
+def test_who_would_be_played_as_well_shares_and_is_told(engine):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    assert engine.shares("b", 64)
+    engine.tables["b"] = [[*range(100, 108), 300]]
+    assert engine.shares("c", 64, 1.0)  # vLLM may still have them when the first has ended
+    engine.over("a")
+    engine.kept.step({"b": 5}, engine.tables.get)
+    engine.evicted.clear()
+    assert engine.over("b") == {"tokens_loaded": 0, "loss": 0.1, "shared_loss": 0.1}
+    assert engine.evicted == {*range(100, 108), 300}  # what it computed behind them is not exact
+    assert engine.counts.take()["requests_shared_lossy"] == 1
+
+
+@pytest.mark.parametrize("deadline_s", [2.5, math.inf])
+def test_who_wants_better_does_not_get_them(engine, deadline_s):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    assert not engine.shares("b", 64, deadline_s)
+    assert engine.evicted == set(range(100, 109))
+    assert engine.shares("b", 64, deadline_s)  # somebody has computed the same tokens since
+    engine.tables["b"] = [[]]
+    assert engine.over("b") is None
+    assert engine.counts.take() == {"plays_not_kept": 1, "requests_spared": 1}
+
+
+def test_others_have_nothing_of_them(engine):
+    engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
+    other = [*TOKENS[:20], 7, *TOKENS[21:]]
+    for computed, more in [(64, {}), (16, {"cache_salt": "mine"}), (64, {"tokens": other, "cache_salt": "mine"})]:
+        assert engine.shares("b", computed, math.inf, **more)
+    assert engine.evicted == set()
+
+
+def test_a_request_whose_shared_blocks_are_gone_when_it_is_asked_for_again_shares_nothing(engine):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    assert engine.shares("b", 64)
+    engine.over("a")
+    assert engine.shares("b", 0)
+    assert engine.kept.over("b", [[]]) is None
+
+
+def test_a_worker_says_what_a_play_lost(served, mode):
+    """Int4 of the toy loses more than AC-L3 does: the blocks of both modes are taken out when their requests end."""
+    bench = Bench(served, mode=mode, policy="fixed:Int4")
+    try:
+        asked = request()
+        count, failed = bench.load(asked)
+        assert (count, failed) == (64, set())
+        told = bench.scheduler.served(asked, [list(range(9))])
+        bench.scheduler.finished(asked, [list(range(9))])
+        assert told["tokens_loaded"] == 64
+        assert told["loss"] > bench.options.keep_loss
+        assert bench.evicted == set(range(1, 20)) | set(range(9)) - {0}
+        assert bench.scheduler.counts.take()["plays_not_kept"] == 1
+    finally:
+        bench.close()
+
+
+def test_an_exact_play_is_kept(bench):
+    asked = request()
+    bench.load(asked)
+    assert bench.scheduler.served(asked, [list(range(9))])["loss"] <= bench.options.keep_loss
+    assert bench.evicted == set()
+
+
+def test_what_a_worker_says_reaches_another_process():
+    placed = PlacedPlay(3, "r", 64, 0.1, 0.2)
+    assert pickle.loads(pickle.dumps(placed)) == placed  # noqa: S301  # ours

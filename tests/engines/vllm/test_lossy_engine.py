@@ -1,0 +1,92 @@
+"""A lossy play does not outlive its request in the real vLLM's prefix cache: later requests get exact text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+
+from tests.engines.smollm2_folder import smollm2_folder
+from tests.engines.vllm.engine import TEXT, RealEngine
+from tests.engines.vllm.world import VllmWorld
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
+
+SAID = 32
+
+
+class World(VllmWorld):
+    """An engine that plays on Int4 what it has published, and what it says when it computes everything."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        model = Path(os.environ.get("KVABR_SMOLLM2") or folder / "smollm2")
+        extra = self.playing(policy="fixed:Int4", **smollm2_folder(model)) | self.publishing("FP16", "Int4")
+        self.engine = RealEngine(model, extra)
+        tokens = self.engine.tokens(TEXT)
+        self.prompt, self.longer = tokens[:700], tokens[:720] + tokens[2000:2080]
+        params = {"play": False, "publish": True}
+        self.cold, self.cold_longer = (self.says(each, SAID, **params)[0] for each in (self.prompt, self.longer))
+        self.origin.wait_for_assets(2)
+
+
+def test_later_requests_are_not_served_from_a_lossy_prefix(world):
+    lossy, counted = world.says(world.prompt, SAID, forget=True)
+    assert counted["tokens_loaded"] == 640
+    assert counted["plays_not_kept"] == 1
+    (served,) = world.engine.served
+    assert served["loss"] > 0.001
+    assert served["tokens_loaded"] == 640
+    exact, counted = world.says(world.prompt, SAID, forget=False, play=False)
+    assert exact == world.cold
+    assert world.engine.served == [None]
+    # What was computed behind the lossy blocks, and what was said, is not there either.
+    exact, _ = world.says([*world.prompt, *lossy], SAID, forget=False, play=False)
+    world.engine.forget()
+    assert world.says([*world.prompt, *lossy], SAID, play=False)[0] == exact
+
+
+def test_requests_that_share_it_meanwhile_are_told(world):
+    world.engine.forget()
+    world.engine.counted()
+    params = {"publish": False, "deadline_s": 50.0}
+    world.engine.generate([world.prompt, world.longer], SAID, kv_transfer_params=params)
+    counted = world.engine.counted()
+    assert all(served["loss"] > 0.001 for served in world.engine.served)
+    assert counted["plays_not_kept"] >= 1
+    shared = sum(served["shared_loss"] > 0 for served in world.engine.served)
+    assert shared == counted.get("requests_shared_lossy", 0)
+    for prompt, cold in [(world.prompt, world.cold), (world.longer, world.cold_longer)]:
+        assert world.says(prompt, SAID, forget=False, play=False)[0] == cold
+
+
+def test_a_request_that_wants_everything_computed_gets_that_beside_a_lossy_one(world):
+    from vllm import SamplingParams
+
+    world.engine.forget()
+    world.engine.counted()
+    engine = world.engine.llm.llm_engine
+
+    def ask(name, **params):
+        own = SamplingParams(
+            temperature=0,
+            max_tokens=SAID,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params | {"publish": False}},
+        )
+        engine.add_request(name, {"prompt_token_ids": world.prompt}, own)
+
+    ask("lossy")
+    said = {}
+    while len(said) < 2:
+        for out in engine.step():
+            if out.request_id == "lossy" and len(out.outputs[0].token_ids) == 4:
+                ask("exact", play=False)
+            if out.finished:
+                said[out.request_id] = list(out.outputs[0].token_ids)
+    assert said["exact"] == world.cold
+    assert world.engine.counted()["requests_spared"] == 1
+    assert world.says(world.prompt, SAID, forget=False, play=False)[0] == world.cold
