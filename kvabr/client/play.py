@@ -225,7 +225,7 @@ class Play:
         left_s = self.clock.left() - guard_s(self.clock.deadline_s)
         choices = partial(
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
-            decoders=self._decoders,
+            decoders=self._decoders, divides=self.engine is not None and policy_class(self.options.policy).divides,
         )  # fmt: skip
         return choose_tail(self.options.policy, *await self._in_time(choices), self._limit)
 
@@ -687,6 +687,7 @@ def tail_choices(
     skip: int = 0,
     block: int = 1,
     decoders: int = 1,
+    divides: bool = False,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
 
@@ -700,14 +701,20 @@ def tail_choices(
         skip: leading groups that it has.
         block: it takes whole blocks of this many tokens.
         decoders: groups that are decoded at once.
+        divides: the play has the engine compute everything where that costs less.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
+    computed_s = math.inf
     if cost is not None:
         left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
+        if divides:
+            before = catalog.tokens_before(skip)
+            computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
-        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders
-    )
+        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
+        computed_s=computed_s,
+    )  # fmt: skip
     return offers, costs
 
 
