@@ -62,6 +62,8 @@ _CALL_SHARE = 0.1
 """Length of a call at most, as a share of the deadline, if it need not be longer."""
 _UNKNOWN_WAIT_S = 0.04
 """Seconds until the first bytes come, where nothing is known of the peer."""
+_FINE = 1 / 6
+"""Share of the exact cache's bytes that a track takes which loses next to nothing."""
 _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
@@ -120,6 +122,28 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
         ttfb_s: seconds from a request to its first byte, by earlier plays; 0.0: nothing is known of the peer.
     """
     return cost.seconds(0, tokens) <= (ttfb_s or _UNKNOWN_WAIT_S)
+
+
+def computed_on_any_link(
+    cost: PrefillCost, tokens: int, deadline_s: float, *, time_price: float, gpu_price: float
+) -> bool:
+    """Return whether an engine computes a whole prompt by the rule above, as long as nothing is known of the link.
+
+    What a play takes is guessed for the rates that the rule weighs, with a track that loses next to nothing.
+
+    Args:
+        cost: of the engine's prefill.
+        tokens: length of the prompt.
+        deadline_s: seconds in which the cache is wanted.
+        time_price: price of a second before the first token, nats per token.
+        gpu_price: price of a second of engine time.
+    """
+    computed_s = cost.seconds(0, tokens)
+    if time_price <= 0 or computed_s > deadline_s:
+        return False
+    computed_s *= 1.0 + gpu_price / time_price
+    played_s = [min(deadline_s, _UNKNOWN_WAIT_S + _FINE * deadline_s / load) for load in LOADS]
+    return sum(computed_s / min(computed_s, one) - one / min(computed_s, one) for one in played_s) <= 0.0
 
 
 class ComputePlanner:

@@ -17,14 +17,12 @@ from types import TracebackType
 from typing import Unpack
 
 from kvabr.link.objects.connection import StoreConnection
-from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
+from kvabr.link.quic.connect import Connecting, asset_of, connect, parse_namespace, parse_url
 from kvabr.link.quic.options import DialArguments, with_defaults
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
-
-Dialling = AbstractAsyncContextManager[PeerConnection]
 
 __all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -43,7 +41,7 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Dialling:
+def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Connecting | StoreDialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.quic.connect`.
 
     Raises:
@@ -71,6 +69,7 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
         """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
         self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
+        self.peer = self._bucket.url
         self._connection: StoreConnection | None = None
 
     async def __aenter__(self) -> PeerConnection:
@@ -99,6 +98,10 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     ) -> None:
         if self._connection is not None:
             await self._connection.close()
+
+
+Dialling = Connecting | StoreDialling
+"""Enters a connection; its ``peer`` is that of the connection."""
 
 
 def _bucket_url(url: str) -> str:

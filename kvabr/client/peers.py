@@ -38,7 +38,7 @@ class ClientPeer:
         self, name: str, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
-        self.name = name
+        self.name, self.peer = name, source.peer
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from kvabr.abr.compute_planner import computed_before_a_lookup
+from kvabr.abr.compute_planner import computed_before_a_lookup, computed_on_any_link
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, policy_class, shipped
@@ -164,11 +164,6 @@ class Play:
     def over(self, played: R) -> R:
         """Note what came of the play, and return it."""
         return self.turn.over(played)
-
-    def computes_at_once(self) -> bool:
-        """As `computes_at_once`, with what is known of the peers."""
-        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
-        return computes_at_once(self.options, self.cost, len(self.tokens), link.ttfb_s)
 
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
@@ -633,16 +628,25 @@ def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
 
 
-def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, ttfb_s: float = 0.0) -> bool:
-    """Return whether an engine is done before a lookup usually brings anything, so that the play waits for none.
+def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: KnownLink) -> bool:
+    """Return whether an engine is done before a lookup usually brings anything, so that the play needs none."""
+    if cost is None or not _computes_all(options):
+        return False
+    return computed_before_a_lookup(cost, tokens, link.ttfb_s)
 
-    ``ttfb_s`` as for `computed_before_a_lookup`.
-    """
-    if cost is None or not policy_class(options.policy).divides:
+
+def computes_blindly(
+    options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
+) -> bool:
+    """Return whether nothing is known of the link, and an engine computes everything in any case, so that it begins."""
+    if cost is None or link.rate > 0 or not _computes_all(options):
         return False
-    if options.time_price <= 0 or not math.isfinite(options.gpu_price):
-        return False
-    return computed_before_a_lookup(cost, tokens, ttfb_s)
+    return computed_on_any_link(cost, tokens, deadline_s, time_price=options.time_price, gpu_price=options.gpu_price)
+
+
+def _computes_all(options: PlayOptions) -> bool:
+    """Return whether an engine computes a prompt that is there, where that costs less."""
+    return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
 def loadable(found: Found, options: PlayOptions) -> Found | None:

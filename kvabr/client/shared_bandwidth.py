@@ -392,7 +392,9 @@ def estimating(connection: Connection, estimator: Estimator, history: PeerHistor
     peer = connection.peer
     known = None if peer is None else history.of(peer)
     with link_of(connection).joined(estimator, known) as share:
-        yield share
-    # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-    if peer is not None and share.heard:
-        history.heard(peer, share.link_rate(), share.ttfb())
+        try:
+            yield share
+        finally:
+            # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
+            if peer is not None and share.heard:
+                history.heard(peer, share.link_rate(), share.ttfb())

@@ -132,6 +132,7 @@ class Connecting:
 
     def __init__(self, options: DialOptions, quic: Quic, *, needed: bool = True) -> None:
         self._options, self._quic, self._needed = options, quic, needed
+        self.peer = f"{options.host}:{options.port}"
         self._connection: RedialledConnection | None = None
         self._works: LibraryName | None = None
         """The library that reached the peer."""
@@ -144,7 +145,7 @@ class Connecting:
             if self._needed:
                 raise
             first = UnreachedConnection(str(error))
-        self._connection = RedialledConnection(first, self._dial, peer=f"{self._options.host}:{self._options.port}")
+        self._connection = RedialledConnection(first, self._dial, peer=self.peer)
         return self._connection
 
     async def __aexit__(
