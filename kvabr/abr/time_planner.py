@@ -397,11 +397,14 @@ class TimePlanner:
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
         if len(starts := edges[edges < len(held)]) < len(held):  # groups of a long prompt are taken together
+            # Of those some may have better tracks already, and keep them.
+            stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
             options = _Options(
+                np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
                 *(
-                    np.add.reduceat(each, starts, axis=1)
-                    for each in (options.loss, options.bytes, options.moves * share, options.waste)
-                )
+                    np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
+                    for each in (options.bytes, options.moves * share, options.waste)
+                ),
             )
             held, share = np.add.reduceat(held, starts), np.ones(len(starts))
         picked = self._pick(view, rate, link, decoding, options, share)
