@@ -23,7 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
-from kvabr.types.loss import INHERITED
+from kvabr.types.loss import INHERITED, predicted_loss
 
 if TYPE_CHECKING:
     from kvabr.abr.time_planner import TimePlanner
@@ -549,4 +549,10 @@ class ComputePlanner:
         inherited = 0.0
         if other is not None and other != RECOMPUTED:
             inherited = INHERITED * view.loss(group, other) * (1.0 - self._near[group - 1 - before])
-        return self._worth(group, track) - inherited
+        gain = self._worth(group, track) - inherited
+        if gain > 0 and all(name == RECOMPUTED for name in islice(view.track_of, group + 1, None)):
+            # At the end of the prompt that brings out all errors before it, which a track close to the exact does not.
+            tracks = [name or view.ladder.cheapest for name in view.track_of]
+            computed = [*tracks[:group], RECOMPUTED, *tracks[group + 1 :]]
+            gain = min(gain, predicted_loss(view.catalog, tracks) - predicted_loss(view.catalog, computed))
+        return gain
