@@ -175,6 +175,8 @@ class ComputePlanner:
         """When the engine should be done with what it does and with these, seconds since the play began."""
         self._rates: deque[tuple[float, float]] = deque()
         """Times and rates of the last round trips."""
+        self._round_s = math.inf
+        """The shortest time to first byte so far: slow start doubles in it."""
         self._growing = self._slow = False
         """Whether the link may be in slow start; and whether it is much slower than it was."""
         self._best_rate, self._fast_s = 0.0, 0.0
@@ -319,15 +321,17 @@ class ComputePlanner:
 
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
         """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
-        if view.rate >= _SLOW_SHARE * self._best_rate:
+        self._growing = self._grows(view)
+        told = bool(self._rates) and self._rates[0] == (-math.inf, view.rate)  # by earlier plays
+        if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
-        self._slow, self._growing = view.rate < _SLOW_SHARE * self._best_rate, self._grows(view)
+        self._slow = view.rate < _SLOW_SHARE * self._best_rate
         if self._slow and view.rate > 0:  # perhaps for a moment
             return [view.rate, _RECOVERY * self._best_rate], None
-        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
+        self._round_s = round_s = min(self._round_s, view.ttfb_s or _UNKNOWN_WAIT_S)
         if view.rate > 0 and not self._growing:
-            begins = view.now < _RAMP_ROUNDS * round_s  # at the rate that earlier plays told
-            return [view.rate], (WINDOW / round_s, round_s) if begins else None
+            begins = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s
+            return [view.rate], (begins, round_s) if told else None
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
@@ -339,7 +343,7 @@ class ComputePlanner:
         if view.rate > 0:  # what is known at once is known from earlier plays
             self._rates.append((view.now if self._rates or view.now > 0 else -math.inf, view.rate))
         before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
-        while len(self._rates) > 1 and self._rates[1][0] <= before_s:
+        while len(self._rates) > 1 and self._rates[1][0] <= before_s and self._rates[1][1] != self._rates[0][1]:
             self._rates.popleft()
         known = bool(self._rates) and self._rates[0][0] <= before_s
         return view.growing or not known or view.rate > _RAMP * self._rates[0][1]
