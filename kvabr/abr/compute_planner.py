@@ -68,6 +68,10 @@ _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
 """Share of what a wait costs that counts in slow start: each round trip tells more."""
+_DOUBT, _LEAST_DOUBT = 0.5, 0.03
+"""Share of the rate that earlier plays told which the link may have as well: at first, and at least."""
+_LATE_START, _MOST_DOUBLINGS = 1.5, 64.0
+"""Multiple of the time that slow start takes to that rate after which it is doubted; and how often it can double."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
@@ -175,6 +179,8 @@ class ComputePlanner:
         """When the engine should be done with what it does and with these, seconds since the play began."""
         self._rates: deque[tuple[float, float]] = deque()
         """Times and rates of the last round trips."""
+        self._told = 0.0
+        """The rate that earlier plays told, bytes per second; 0.0: none."""
         self._round_s = math.inf
         """The shortest time to first byte so far: slow start doubles in it."""
         self._growing = self._slow = False
@@ -302,7 +308,7 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + better) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        if len(rates) > 1:
+        if len(rates) > 1 and (self._growing or self._slow):
             waited_s = self._better_known_s(view)
             waiting = 1.0 + view.time_price * waited_s / least
             if self._suffix:
@@ -322,16 +328,22 @@ class ComputePlanner:
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
         """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
         self._growing = self._grows(view)
-        told = bool(self._rates) and self._rates[0] == (-math.inf, view.rate)  # by earlier plays
+        told = 0.0 < view.rate == self._told
         if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
         self._slow = view.rate < _SLOW_SHARE * self._best_rate
-        if self._slow and view.rate > 0:  # perhaps for a moment
-            return [view.rate, _RECOVERY * self._best_rate], None
-        self._round_s = round_s = min(self._round_s, view.ttfb_s or _UNKNOWN_WAIT_S)
+        if self._slow:  # perhaps for a moment
+            return [view.rate or _LEAST_DOUBT * self._best_rate, _RECOVERY * self._best_rate], None
+        self._round_s = min(self._round_s, view.ttfb_s or math.inf)
+        round_s = self._round_s if view.ttfb_s > 0 else _UNKNOWN_WAIT_S
         if view.rate > 0 and not self._growing:
-            begins = 2.0 ** min(view.now / round_s, 64.0) * WINDOW / round_s
-            return [view.rate], (begins, round_s) if told else None
+            if not told:
+                return [view.rate], None
+            # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
+            doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
+            due = math.log2(max(1.0, view.rate / first))
+            less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** (_LATE_START * due - doublings)))
+            return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
@@ -340,10 +352,12 @@ class ComputePlanner:
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
-        if view.rate > 0:  # what is known at once is known from earlier plays
-            self._rates.append((view.now if self._rates or view.now > 0 else -math.inf, view.rate))
+        if view.rate > 0:
+            if not self._rates and view.now <= 0:
+                self._told = view.rate
+            self._rates.append((view.now if self._told != view.rate else -math.inf, view.rate))
         before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
-        while len(self._rates) > 1 and self._rates[1][0] <= before_s and self._rates[1][1] != self._rates[0][1]:
+        while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()
         known = bool(self._rates) and self._rates[0][0] <= before_s
         return view.growing or not known or view.rate > _RAMP * self._rates[0][1]
