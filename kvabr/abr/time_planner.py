@@ -143,9 +143,10 @@ class TimePlanner:
         self._left_out = frozenset(catalog.computed)
         """Groups that no asset has: they are the engine's from the beginning."""
         self._behind: Array | None = None
-        """What the first groups lose if an engine computes all behind them, over what they lose otherwise, by track."""
+        """What each of the first groups loses if an engine computes all behind them: over what it loses otherwise, and
+        besides that, by track."""
         if view.front_first and view.cost is not None:
-            self._behind = np.array([factors_behind(catalog, name) for name in self.names])
+            self._behind = np.array([factors_behind(catalog, name) for name in self.names]).swapaxes(0, 1)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -417,9 +418,11 @@ class TimePlanner:
 
         works, nbytes, flying, lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
         if self._behind is not None:
-            by_track = np.zeros((len(lost), *options.loss.shape))
-            np.put_along_axis(by_track, picked.tracks[:, None], picked.loss[:, None], axis=1)
-            lost = (brought(by_track) * self._behind[:, stops]).sum(axis=1)
+            by_track = np.zeros((2, len(lost), *options.loss.shape))
+            groups = np.broadcast_to(np.diff(np.append(starts, len(self._missing))), picked.loss.shape)
+            for each, of_group in zip(by_track, (picked.loss, groups), strict=True):
+                np.put_along_axis(each, picked.tracks[:, None], of_group[:, None], axis=1)
+            lost = (brought(by_track) * self._behind[:, None, :, stops]).sum(axis=(0, 2))
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
