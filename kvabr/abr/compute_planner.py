@@ -68,10 +68,11 @@ _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
 """Share of what a wait costs that counts in slow start: each round trip tells more."""
-_DOUBT, _LEAST_DOUBT = 0.5, 0.03
+_DOUBT, _LEAST_DOUBT = 0.7, 0.03
 """Share of the rate that earlier plays told which the link may have as well: at first, and at least."""
-_LATE_START, _MOST_DOUBLINGS = 1.5, 64.0
-"""Multiple of the time that slow start takes to that rate after which it is doubted; and how often it can double."""
+_LATE_START, _DOUBT_SHARE, _MOST_DOUBLINGS = 1.5, 0.005, 64.0
+"""Multiple of the time that slow start takes to that rate after which it is doubted; least round trips in this, as a
+share of the deadline, as the rate is measured no more often; and how often slow start can double."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
@@ -342,7 +343,8 @@ class ComputePlanner:
             # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
             doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
             due = math.log2(max(1.0, view.rate / first))
-            less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** (_LATE_START * due - doublings)))
+            late = _LATE_START * due - view.now / max(round_s, _DOUBT_SHARE * view.deadline_s)
+            less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
             return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
