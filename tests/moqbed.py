@@ -8,8 +8,8 @@ import contextlib
 import pytest
 import structlog
 
-from kvabr.link.quic.connect import dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics

@@ -129,6 +129,8 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
         assert "connected in" in out
         assert "moqt-22" in out
         assert "certificate ok has the given fingerprint" in out
+        assert "over quic ok connected in" in out
+        assert "over tcp ok connected in" in out
         main(["doctor", origin.url, "--insecure"])
         assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())
         assert main(["doctor", origin.url]) == 1

@@ -49,6 +49,8 @@ class Decision:
     """What else was on offer, for the log: track to bytes, or to whatever number the policy compared."""
     last: int | None = None
     """To recompute several groups in one call: the group behind them; None: one group."""
+    local: bool = False
+    """Whether what is fetched is in the local store."""
 
     @staticmethod
     def fetch(group: int, track: str, reason: str, alternatives: Mapping[str, float] | None = None) -> Decision:

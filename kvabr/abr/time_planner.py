@@ -329,7 +329,7 @@ class TimePlanner:
             for transfer in transfers:
                 for number, name in enumerate(self.names):
                     if transfer.track in self._stacks[name]:
-                        nbytes[number, group] -= transfer.received
+                        nbytes[number, group] -= transfer.bytes - transfer.remaining
         return _Options(loss, nbytes, moves, waste)
 
     def _pick(self, view: View, rate: float, link: Array, decoding: Array, options: _Options, share: Array) -> _Picked:
@@ -391,13 +391,14 @@ class TimePlanner:
         prices += [(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]
         link = np.concatenate([price * shares for price, shares in prices])
         decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        options, share, held = self._later_options(view), self._share, np.zeros(len(self._missing))
+        options, share, held = self._later_options(view), self._share, np.zeros((2, len(self._missing)))
         for transfer in view.in_flight.required.values():
-            held[transfer.group] += transfer.remaining
-        edges = np.union1d(np.append(stops, first), np.arange(0, len(held), max(1, len(held) // _MOST_PARTS)))
+            held[:, transfer.group] += transfer.remaining, 1
+        groups = len(self._missing)
+        edges = np.union1d(np.append(stops, first), np.arange(0, groups, max(1, groups // _MOST_PARTS)))
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
-        if len(starts := edges[edges < len(held)]) < len(held):  # groups of a long prompt are taken together
+        if len(starts := edges[edges < groups]) < groups:  # groups of a long prompt are taken together
             # Of those some may have better tracks already, and keep them.
             stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
             options = _Options(
@@ -407,7 +408,7 @@ class TimePlanner:
                     for each in (options.bytes, options.moves * share, options.waste)
                 ),
             )
-            held, share = np.add.reduceat(held, starts), np.ones(len(starts))
+            held, share = np.add.reduceat(held, starts, axis=1), np.ones(len(starts))
         picked = self._pick(view, rate, link, decoding, options, share)
 
         def brought(each: Array) -> Array:
@@ -416,21 +417,21 @@ class TimePlanner:
             behind: Array = sums[..., ends]
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
-        works, nbytes, flying, lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
+        works, nbytes, (flying, requests), lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
         if self._behind is not None:
             by_track = np.zeros((2, len(lost), *options.loss.shape))
-            groups = np.broadcast_to(np.diff(np.append(starts, len(self._missing))), picked.loss.shape)
-            for each, of_group in zip(by_track, (picked.loss, groups), strict=True):
+            counts = np.broadcast_to(np.diff(np.append(starts, groups)), picked.loss.shape)
+            for each, of_group in zip(by_track, (picked.loss, counts), strict=True):
                 np.put_along_axis(each, picked.tracks[:, None], of_group[:, None], axis=1)
             lost = (brought(by_track) * self._behind[:, None, :, stops]).sum(axis=(0, 2))
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-        queued_s = view.decode_backlog_s + (flying > 0) * self._flying_s(view)
+        queued_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
         lacking = stops > view.solid if view.front_first else stops < len(self._missing)
-        network_s *= lacking | (nbytes + flying > 0) | (view.decode_backlog_s > 0)
+        network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
         if view.coming and view.ready_s is not None:  # what is not published yet
             last = stops if view.front_first else np.where(stops < len(self._missing), len(self._missing), 0)
             ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])

@@ -123,11 +123,13 @@ class Transfer:
     """Requested priority, 0 (most urgent) to 255."""
     source: int = 0
     """Which of the play's sources brings it."""
+    local: bool = False
+    """Whether it is read from the local store."""
 
     @property
     def remaining(self) -> int:
-        """Bytes still to arrive."""
-        return self.bytes - self.received
+        """Bytes that the link has still to bring."""
+        return 0 if self.local else self.bytes - self.received
 
 
 class InFlight(dict[int, Transfer]):
@@ -144,6 +146,8 @@ class InFlight(dict[int, Transfer]):
         """How many have got their first byte, by source."""
         self.asked: dict[int, int] = {}
         """How many there are, by source."""
+        self.left: dict[int, int] = {}
+        """Bytes still to arrive, by source."""
         self.required_bytes = 0
         """Bytes still to arrive for those that are no upgrades."""
         self.required_floor = 0
@@ -181,7 +185,8 @@ class InFlight(dict[int, Transfer]):
     def clear(self) -> None:
         """Remove all."""
         super().clear()
-        for counts in (self.required, self.upgrades, self._groups, self._tracks, self.receiving, self.asked):
+        of_sources = self.receiving, self.asked, self.left
+        for counts in (self.required, self.upgrades, self._groups, self._tracks, *of_sources):
             counts.clear()
         self.required_bytes = self.required_floor = 0
 
@@ -198,9 +203,18 @@ class InFlight(dict[int, Transfer]):
 
     def received(self, transfer: Transfer, nbytes: int) -> None:
         """Note further bytes of a request in flight."""
+        more = -transfer.remaining
         transfer.received += nbytes
+        more += transfer.remaining
+        _add(self.left, transfer.source, more)
         if not transfer.upgrade:
-            self.required_bytes -= nbytes
+            self.required_bytes += more
+
+    def not_local(self, transfer: Transfer) -> None:
+        """Note that the link brings a request in flight after all."""
+        self.pop(transfer.request)
+        transfer.local = False
+        self[transfer.request] = transfer
 
     def _count(self, transfer: Transfer, by: int) -> None:
         if transfer.first_byte_s is not None:
@@ -211,6 +225,7 @@ class InFlight(dict[int, Transfer]):
         _add(self._groups, transfer.group, by)
         _add(self._tracks, transfer.track, by)
         _add(self.asked, transfer.source, by)
+        _add(self.left, transfer.source, by * transfer.remaining)
 
 
 def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
@@ -218,7 +233,7 @@ def _add(counts: dict[Any, int], key: int | str, by: int) -> None:
     if left := counts.get(key, 0) + by:
         counts[key] = left
     else:
-        del counts[key]
+        counts.pop(key, None)
 
 
 class Settled(set[int]):

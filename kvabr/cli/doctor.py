@@ -19,6 +19,7 @@ from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
 
 State = Literal["ok", "missing", "failed"]
+_OVER: tuple[Literal["quic", "tcp"], ...] = ("quic", "tcp")
 _MARKS: dict[State, str] = {"ok": "green", "missing": "yellow", "failed": "red"}
 
 _EPILOG = """\
@@ -267,9 +268,10 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
         async with AsyncClient(args.url, **network.options(args)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
-            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}")]
+            over = "" if is_object_store(args.url) else f" over {connection.backend}"
+            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}{over}")]
             if not is_object_store(args.url):
-                found.append(_certificate(args))
+                found += [_certificate(args), *await _transports(args)]
             try:
                 models = sorted({spec.model for spec in await client.models()})
             except NotFoundError:
@@ -278,6 +280,28 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
             return [*found, Finding("models", "ok" if models else "missing", listed)]
     except KvabrError as error:
         return [Finding("origin", "failed", f"{args.url}: {error}", _hint(str(error)))]
+
+
+async def _transports(args: argparse.Namespace) -> list[Finding]:
+    """Say how long each transport takes to connect, if the choice between them is left open."""
+    from kvabr.cli import network
+    from kvabr.link.moqt.connect import connect
+
+    found: list[Finding] = []
+    if args.transport != "auto" or args.quic != "auto":
+        return found
+    for over in _OVER:
+        began, how = time.monotonic(), network.options(args)
+        how["transport"] = over
+        try:
+            async with connect(args.url, **how) as connection:
+                took, trip = time.monotonic() - began, connection.stats().rtt_s
+                trips = "" if trip is None else f", round trip {1000 * trip:.2g} ms"
+                found.append(Finding(f"over {over}", "ok", f"connected in {1000 * took:.0f} ms{trips}"))
+        except KvabrError as error:
+            port = "UDP" if over == "quic" else "TCP (kvabr serve --tcp tls)"
+            found.append(Finding(f"over {over}", "missing", str(error), f"let {port} pass"))
+    return found
 
 
 def _certificate(args: argparse.Namespace) -> Finding:

@@ -78,6 +78,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/ or s3://BUCKET/PREFIX, [#kvcache:MODEL/DIGEST]")
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
+        "left if one fails; may be repeated",
+    )
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -183,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
     # Find every error that needs no network first.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    dialling(args.url, **network.options(args))
+    _ = [dialling(url, **network.options(args)) for url in (args.url, *args.source)]
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:
@@ -276,11 +284,18 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, 
 
 
 async def _reach(args: argparse.Namespace) -> None:
-    """Connect once, so that what keeps the peer out of reach is told before anything takes long."""
+    """Connect once, so that what keeps the peers out of reach is told before anything takes long."""
     from kvabr.client.origins import dialling
+    from kvabr.types.errors import TransportError
 
-    async with dialling(args.url.partition("#")[0], **network.options(args)):
-        pass
+    urls = [url.partition("#")[0] for url in (args.url, *args.source)]
+    for number, url in enumerate(urls):
+        try:
+            async with dialling(url, **network.options(args)):
+                return
+        except TransportError:
+            if number == len(urls) - 1:
+                raise
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -328,7 +343,7 @@ async def _fetch(
         telemetry=telemetry,
     )
     client = AsyncClient(
-        args.url.partition("#")[0],
+        [url.partition("#")[0] for url in (args.url, *args.source)],
         **network.options(args),
         model=model if engine is None else None,
         engine=engine,

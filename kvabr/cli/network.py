@@ -11,7 +11,7 @@ from kvabr.cli.options import add_quic_option
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvabr.link.quic.options import DialArguments
+    from kvabr.link.moqt.options import DialArguments
 
 
 def add_options(
@@ -35,6 +35,13 @@ def add_options(
     insecure = "do not verify the certificate (exposes the token and the cache)"
     trust.add_argument(f"--{prefix}insecure", action="store_true", help=insecure)
     add_quic_option(network, f"--{prefix}quic", towards)
+    network.add_argument(
+        f"--{prefix}transport",
+        choices=("auto", "quic", "tcp", "tcp-plain"),
+        default="auto",
+        help=f"how to connect{towards}: quic, tcp (faster on fast and short links), tcp-plain (without TLS, which the "
+        "server must allow; exposes the token and the cache), or auto (default)",
+    )
     if not prefix:
         network.add_argument(
             "--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)"
@@ -42,7 +49,7 @@ def add_options(
 
 
 def options(args: argparse.Namespace, prefix: str = "") -> DialArguments:
-    """Return the keyword arguments of `kvabr.link.quic.connect.connect` and `kvabr.client.async_client.AsyncClient`.
+    """Return the keyword arguments of `kvabr.link.moqt.connect.connect` and `kvabr.client.async_client.AsyncClient`.
 
     Raises:
         UsageError: A file cannot be read, or holds no token.
@@ -61,12 +68,13 @@ def options(args: argparse.Namespace, prefix: str = "") -> DialArguments:
         "fingerprint": given["fingerprint"],
         "insecure": given["insecure"],
         "quic": given["quic"],
+        "transport": given["transport"],
         "timeout_s": given.get("timeout", 5.0),
     }
 
 
 def _token(token: str | None) -> str | None:
-    from kvabr.link.quic.options import check_token
+    from kvabr.link.moqt.options import check_token
 
     token = token or os.environ.get("KVABR_TOKEN")
     return check_token(token, "the token") if token else None
@@ -78,8 +86,8 @@ def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> s
     Raises:
         UsageError: The file cannot be read, or holds no token.
     """
-    from kvabr.link.quic.options import MAX_TOKEN_BYTES
-    from kvabr.link.quic.options import read_token as read
+    from kvabr.link.moqt.options import MAX_TOKEN_BYTES
+    from kvabr.link.moqt.options import read_token as read
 
     try:
         token = read(path)

@@ -119,7 +119,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
         log, metrics = setup.log, setup.metrics
         async with dialling(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
             if upstream.trouble is None:
-                log.info("upstream", url=args.upstream, quic=upstream.backend, protocol=upstream.protocol)
+                log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:
                 hint = "the relay starts all the same, and keeps dialling"
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
@@ -127,7 +127,9 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
             async with Relay(
                 upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token
             ) as relay:
-                server = Server(relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic)
+                server = Server(
+                    relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic, tcp=args.tcp
+                )
                 loop = asyncio.get_running_loop()
 
                 def renew_upstream() -> None:

@@ -84,6 +84,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
     add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
+    link.add_argument(
+        "--link",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="TRACE",
+        help="another source of the asset, over a link of its own that begins with each trace; may be repeated",
+    )
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
     link.add_argument(
         "--producer",
@@ -330,6 +338,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         producer=_producer(args),
         question=question,
         tail=MOST_TAIL if args.tail is None else args.tail,
+        links=tuple(trace for path in find(args.link) for trace in read(path)) if args.link else (),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))

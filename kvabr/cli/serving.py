@@ -59,12 +59,19 @@ _MAPPED_BYTES = 1 << 20
 def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") -> None:
     """Declare the options that `prepared` reads, and ``--quic`` and ``--drain``."""
     parser.add_argument(
-        "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP address (default: 127.0.0.1:4443)"
+        "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP and TCP address (default: 127.0.0.1:4443)"
     )
     parser.add_argument("--cert", type=Path, metavar="F", help=f"certificate chain, PEM, the {whose}'s own first")
     parser.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
     parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
     add_quic_option(parser, "--quic", towards)
+    parser.add_argument(
+        "--tcp",
+        choices=("tls", "plain", "off"),
+        default="tls",
+        help="accept connections over TCP with TLS (default), also without it (plain: for networks that are private "
+        "already), or none",
+    )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
     drain = "seconds to finish what is under way after SIGTERM (default: 10); Ctrl-C waits half a second"
     parser.add_argument("--drain", type=float, default=10.0, metavar="S", help=drain)
@@ -130,7 +137,7 @@ class ServerSetup:
         """
         keep_memory_flat()
         url = moqt_url(*server.address)
-        self.log.info(event, url=url, quic=server.backend, **fields)
+        self.log.info(event, url=url, quic=server.backend, tcp=server.tcp, **fields)
         if open_to_all is not None and not is_loopback(server.address[0]):
             self.log.warning("open to all", hint=open_to_all)
         print(url)

@@ -7,8 +7,9 @@
 2. `play_connection.PlayConnection` is the play's view of a peer: the local store, priorities by deadline.
 3. `play_connection.SharedTransfers` fetches a group once for all plays that want it.
 4. `transfer.redial` dials again when a connection is lost.
-5. `link.quic.connection` speaks MoQT (`moqt.session`, which does no I/O) over a QUIC library, which owns the socket.
+5. `link.moqt.connection` speaks MoQT (`moqt.session`, which does no I/O) over `link.quic` or `link.tcp`, which own the
+   socket.
 
-On the way back a group is copied once, from the library's packets into the buffer of its transfer, which the other
-layers pass on as views and the codec decodes from. It is hashed once.
+On the way back a group is copied once, from QUIC's packets or the socket into the buffer of its transfer, which the
+other layers pass on as views and the codec decodes from. It is hashed once.
 """

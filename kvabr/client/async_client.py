@@ -39,19 +39,19 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeerLike
+from kvabr.client.peers import ClientPeer, PeersLike, find_among
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shared_bandwidth import history_at
+from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
+from kvabr.link.moqt.options import DialArguments, TransportChoice
 from kvabr.link.quic.backend import Quic
-from kvabr.link.quic.options import DialArguments
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -88,7 +88,7 @@ class AsyncClient:
     @checked
     def __init__(
         self,
-        origin: str | PeerConnection | None = None,
+        origin: PeersLike = None,
         *,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
@@ -96,6 +96,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
+        transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
@@ -109,13 +110,16 @@ class AsyncClient:
         Args:
             origin: an origin or a relay, ``moqt://host[:port]/``; an object store, ``s3://bucket/prefix`` and others
                 (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
-                play names its peer.
+                play names its peer. Of several, plays take groups from all that have the same asset, each from the one
+                that should bring it first, and go on with the others if one stalls or dies.
             token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
             token_file: file with the token instead; read again for every dial, so that it may be replaced.
             ca: PEM file of certificates to trust instead of the system's: authorities, or the origin's own certificate.
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
+            transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
+                origin must allow, and which exposes the token and the cache; or ``auto``.
             timeout_s: seconds that connecting may take.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
@@ -155,14 +159,14 @@ class AsyncClient:
             self._costs.of(engine).cost()  # fitted to what earlier processes timed, which takes some milliseconds
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
-        self._origin: ClientPeer | None = None
-        if isinstance(origin, str):
-            self._origin = self.peer(
-                origin, token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure,
-                quic=quic, timeout_s=timeout_s,
-            )  # fmt: skip
-        elif origin is not None:
-            self._origin = self._peer(origin)
+        self._origins: tuple[ClientPeer, ...] = ()
+        how = DialArguments(
+            token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
+            transport=transport, timeout_s=timeout_s,
+        )  # fmt: skip
+        self._origins = tuple(
+            self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)
+        )
 
     # ------------------------------------------------------------------ peers
 
@@ -177,6 +181,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         insecure: bool = False,
         quic: Quic = "auto",
+        transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
@@ -188,22 +193,22 @@ class AsyncClient:
         """
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            self._peers[key] = ClientPeer(url, dialling(url, **how), self.store, self.metrics)
+            self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
         return self._peers[key]
 
     @checked
-    async def connect(self, peer: PeerLike = None) -> Connection:
+    async def connect(self, peer: PeersLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
-        with told_if_exhausted((known := self._peer(peer)).relieve):
-            return (await known.transfers()).connection
+        _, connection = await self._connected(peer)
+        return connection
 
     @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -240,7 +245,7 @@ class AsyncClient:
         options: PlayOptions | None = None,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
-        peer: PeerLike = None,
+        peer: PeersLike = None,
     ) -> Played | NothingCached:
         """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
 
@@ -255,7 +260,7 @@ class AsyncClient:
             model: whose cache; None: the client's, else the engine's, else the only model that the origin has. A spec
                 means its own group size; a name or an engine, the group size with the longest prefix.
             engine: computes what would be late; None: the client's.
-            peer: another origin or relay: from `peer`, a URL, or an open connection; None: the client's.
+            peer: another origin or relay: from `peer`, a URL, or an open connection; or several; None: the client's.
 
         Raises:
             UsageError: an argument is wrong, or it is not clear which model is meant.
@@ -274,12 +279,12 @@ class AsyncClient:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
-        ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=options.salt, live=options.live)
+        ask = partial(find_among, self._some(peer), any_group_tokens=any_size, salt=options.salt, live=options.live)
 
-        if prompt is None and computing is not None and cost is not None:
-            at_once, deadline = await self._computed(tokens, deadline, options, wanted, computing, cost, peer)
-            if at_once is not None:
-                return at_once
+        alone = computing if prompt is None else None
+        at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peer)
+        if at_once is not None:
+            return at_once
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             clock = play.clock
             spec, prepared, limit = None, None, None
@@ -287,6 +292,8 @@ class AsyncClient:
                 lookup_s = lookup_time(clock, cost, len(tokens))
                 async with asyncio.timeout(lookup_s):
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
+                    if prompt is not None:
+                        play.connection.alone()
                     lookup = prompt.find if prompt else partial(ask, tokens=tokens, model=wanted, wait_s=wait_s)
                     found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
@@ -314,7 +321,7 @@ class AsyncClient:
         tokens: Sequence[int] = (),
         options: PlayOptions | None = None,
         engine: Engine | None = None,
-        peer: PeerLike = None,
+        peer: PeersLike = None,
     ) -> Played:
         """Get the cache that is published under a name; `play` finds the name by the prompt.
 
@@ -366,7 +373,7 @@ class AsyncClient:
 
     @checked
     async def play_coded(
-        self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeerLike = None
+        self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeersLike = None
     ) -> PlayedPrefix:
         """Play a whole cache, and leave it compressed until its destination is known; see `PlayedPrefix`.
 
@@ -395,7 +402,7 @@ class AsyncClient:
         behind: int = 0,
         block: int = 1,
         options: PlayOptions | None = None,
-        peer: PeerLike = None,
+        peer: PeersLike = None,
     ) -> PlayedPrefix:
         """Play for an engine that computes by itself what it is not given, up to the first miss.
 
@@ -433,7 +440,7 @@ class AsyncClient:
         behind: int,
         block: int = 1,
         options: PlayOptions | None = None,
-        peer: PeerLike = None,
+        peer: PeersLike = None,
     ) -> int:
         """Return how many tokens at the end of a cache its engine should compute with what follows.
 
@@ -477,7 +484,7 @@ class AsyncClient:
         salt: bytes | None = None,
         within_s: float = _FIND_S,
         any_dtype: bool = False,
-        peer: PeerLike = None,
+        peer: PeersLike = None,
         live: bool | None = None,
     ) -> Found | None:
         """Return the asset that shares the longest prefix with a prompt, cut to that; None if there is none.
@@ -500,14 +507,19 @@ class AsyncClient:
         check_prompt(tokens)
         wanted, any_size = model_of(model or self._model, self.engine)
         chosen = self.options.salt if salt is None else salt
-        async with self._asked_within(within_s, peer) as connection:
-            ask = partial(self._peer(peer).find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
+        async with self._asked_within(within_s, peer) as (asked, connection):
+            ask = partial(asked.find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
             found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
             return found if isinstance(found, Found) else None
 
     @checked
     async def find_asset(
-        self, asset: TrackNamespace | str, *, within_s: float = _FIND_S, peer: PeerLike = None, live: bool | None = None
+        self,
+        asset: TrackNamespace | str,
+        *,
+        within_s: float = _FIND_S,
+        peer: PeersLike = None,
+        live: bool | None = None,
     ) -> Found:
         """Return the catalog of an asset whose name is known; ``live`` as for `find`.
 
@@ -517,11 +529,11 @@ class AsyncClient:
             FormatError: it is not what its name says.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        async with self._asked_within(within_s, peer) as connection:
+        async with self._asked_within(within_s, peer) as (_, connection):
             return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
 
     @checked
-    async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeerLike = None) -> None:
+    async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
         Raises:
@@ -530,12 +542,12 @@ class AsyncClient:
         """
         if not self._profiles.has(catalog):
             async with self._asked_within(within_s, peer):
-                transfers = await self._peer(peer).transfers()
+                transfers = await (await self._connected(peer))[0].transfers()
                 async with PlayConnection(transfers, lambda _, priority: priority) as connection:
                     await self._profiles.fetch(connection, catalog)
 
     @checked
-    async def models(self, *, within_s: float = _FIND_S, peer: PeerLike = None) -> Sequence[KVSpec]:
+    async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 
         Raises:
@@ -543,7 +555,7 @@ class AsyncClient:
             TransportError: it cannot be asked, or not in time.
             FormatError: it answers with something else.
         """
-        async with self._asked_within(within_s, peer) as connection:
+        async with self._asked_within(within_s, peer) as (_, connection):
             return await fetch_models(connection)
 
     async def close(self) -> None:
@@ -569,15 +581,17 @@ class AsyncClient:
         deadline: float,
         options: PlayOptions,
         model: KVSpec | str | None,
-        engine: Engine,
-        cost: PrefillCost,
-        peer: PeerLike,
+        engine: Engine | None,
+        cost: PrefillCost | None,
+        peer: PeersLike,
     ) -> tuple[Played | None, float]:
         """Compute a prompt without waiting for a lookup, if that pays.
 
         Return None if it does not, or the engine fails, and the seconds that are left to the deadline.
         """
-        link = self._history.link(self._peer(peer).peer)
+        if engine is None or cost is None:
+            return None, deadline
+        link = KnownLink.of_all(self._history.best(one.known_as) for one in self._some(peer))
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
@@ -594,7 +608,7 @@ class AsyncClient:
         return None, play.clock.left()
 
     async def _try(
-        self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeerLike
+        self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeersLike
     ) -> None:
         """Fetch a prompt's cache beside an engine that computes it, to learn what the link carries."""
         options = replace(options, log=None, telemetry=None, watch=None)
@@ -603,28 +617,44 @@ class AsyncClient:
             if found is not None:
                 await self.play_coded(found, deadline=deadline, options=options, peer=peer)
 
-    def _peer(self, peer: PeerLike) -> ClientPeer:
+    def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):
             return peer
         if isinstance(peer, str):
             return self.peer(peer)
-        if peer is None:
-            if self._origin is None:
-                raise UsageError("say from whom: give the client an origin, or the play a peer")
-            return self._origin
         if peer not in self._peers:
             for key, each in list(self._peers.items()):
-                if isinstance(key, PeerConnection) and key.closed and each is not self._origin:
+                if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
             self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]
 
+    def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
+        """Return peers as they were named, at least one."""
+        if peers is not None:
+            named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
+        else:
+            named = self._origins
+        if not named:
+            raise UsageError("say from whom: give the client an origin, or the play a peer")
+        return named
+
+    async def _connected(self, peers: PeersLike) -> tuple[ClientPeer, Connection]:
+        """Return the first of some peers that can be reached, and its connection."""
+        *others, last = self._some(peers)
+        for peer in others:
+            with suppress(TransportError), told_if_exhausted(peer.relieve):
+                return peer, (await peer.transfers()).connection
+        with told_if_exhausted(last.relieve):
+            return last, (await last.transfers()).connection
+
     @asynccontextmanager
-    async def _asked_within(self, seconds: float, peer: PeerLike) -> AsyncIterator[Connection]:
+    async def _asked_within(self, seconds: float, peer: PeersLike) -> AsyncIterator[tuple[ClientPeer, Connection]]:
         try:
-            with told_if_exhausted(self._peer(peer).relieve):
-                async with asyncio.timeout(seconds):
-                    yield await self.connect(peer)
+            async with asyncio.timeout(seconds):
+                asked, connection = await self._connected(peer)
+                with told_if_exhausted(asked.relieve):
+                    yield asked, connection
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 
@@ -633,12 +663,19 @@ class AsyncClient:
         self,
         deadline: float,
         options: PlayOptions,
-        peer: PeerLike,
+        peer: PeersLike,
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
         dials: bool = True,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play([self._peer(peer)], deadline, options, dials=dials) as turn:
+        async with self._runner.play(self._some(peer), deadline, options, dials=dials) as turn:
             yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+
+
+def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:
+    """Return one or several peers as a sequence; none for None."""
+    if isinstance(peers, Sequence) and not isinstance(peers, str):
+        return [peer for peer in peers if peer is not None]
+    return () if peers is None else (peers,)

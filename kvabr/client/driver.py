@@ -343,7 +343,8 @@ class Driver:
                 await self._pause(error)
             self._ended(action.request)
             busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
-            self._tell(partial(self.session.failed, busy=busy), action.request, said(error))
+            lost = self._sources[action.source].closed
+            self._tell(partial(self.session.failed, busy=busy, lost=lost), action.request, said(error))
         else:
             self._ended(action.request)
             self._frames[action.request] = download

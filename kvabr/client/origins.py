@@ -1,6 +1,6 @@
 """Where caches are played from, by the scheme of a URL: origins and relays, object stores, HTTP caches before these.
 
-    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.quic.connect`)
+    moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
     file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
@@ -16,9 +16,9 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Unpack
 
+from kvabr.link.moqt.connect import Connecting, KnownRate, asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
-from kvabr.link.quic.connect import Connecting, asset_of, connect, parse_namespace, parse_url
-from kvabr.link.quic.options import DialArguments, with_defaults
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
@@ -41,15 +41,17 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Connecting | StoreDialling:
-    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.quic.connect`.
+def dialling(
+    url: str, *, needed: bool = True, known: KnownRate = lambda _: 0.0, **how: Unpack[DialArguments]
+) -> Connecting | StoreDialling:
+    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
         TransportError: nothing can be played from there.
     """
     if not is_object_store(url):
-        return connect(url, needed=needed, **how)
+        return connect(url, needed=needed, known=known, **how)
     how = with_defaults(how)
     token, timeout_s = how["token"], how["timeout_s"]
     if not 0 < timeout_s < float("inf"):
@@ -69,7 +71,7 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
         """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
         self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
-        self.peer = self._bucket.url
+        self.peers = (self._bucket.url,)
         self._connection: StoreConnection | None = None
 
     async def __aenter__(self) -> PeerConnection:
@@ -101,7 +103,7 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
 
 
 Dialling = Connecting | StoreDialling
-"""Enters a connection; its ``peer`` is that of the connection."""
+"""Enters a connection; its ``peers`` are the names that the connection may have as `Connection.peer`."""
 
 
 def _bucket_url(url: str) -> str:

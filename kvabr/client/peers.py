@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
 from kvabr.client.origins import Dialling
-from kvabr.client.play_connection import SharedTransfers
+from kvabr.client.play_connection import PlaySources, SharedTransfers
+from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
@@ -25,6 +27,8 @@ _MAX_SHAPES = 4
 """Group sizes and shapes of one model in which a prompt is looked up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
+_LEAST_WAIT_S = 0.02
+"""Time in which other sources of a play may be connected after the first, or answer, at least."""
 _AGAIN_S = 0.05
 """Pause before a prompt that nobody has begun to prefill is looked up again."""
 _Answer = Found | Unplayable | None
@@ -38,7 +42,9 @@ class ClientPeer:
         self, name: str, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
-        self.name, self.peer = name, source.peer
+        self.name = name
+        self.known_as = (source.peer,) if isinstance(source, PeerConnection) else source.peers
+        """What its connections may be called in a `PeerHistory`."""
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf
@@ -69,7 +75,7 @@ class ClientPeer:
         None of ``seconds`` means that nothing is dialled.
         """
         if seconds is None and self._transfers is None:
-            return self._unreached(f"{self.name}: not dialled, because the engine is sooner")
+            return self.unreached(f"{self.name}: not dialled, because the engine is sooner")
         try:
             async with asyncio.timeout(seconds):
                 return await self.transfers()
@@ -77,7 +83,7 @@ class ClientPeer:
             why = f"{self.name}: no connection within {seconds:.3g} s"
         except TransportError as error:
             why = str(error)
-        return self._unreached(why)
+        return self.unreached(why)
 
     async def find(
         self,
@@ -195,7 +201,8 @@ class ClientPeer:
             self._asked_s = asyncio.get_running_loop().time()
         return self._models
 
-    def _unreached(self, why: str) -> SharedTransfers:
+    def unreached(self, why: str) -> SharedTransfers:
+        """Return a stub whose transfers all fail, and why."""
         return SharedTransfers(UnreachedConnection(why), self._store, self._metrics)
 
     async def _dial(self) -> SharedTransfers:
@@ -213,6 +220,117 @@ class ClientPeer:
 
 PeerLike = ClientPeer | PeerConnection | str | None
 """What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
+PeersLike = PeerLike | Sequence[PeerLike]
+"""One, or all that a play may take groups from."""
+
+
+async def dial_all(peers: Sequence[ClientPeer], seconds: float | None) -> list[SharedTransfers]:
+    """Return what `ClientPeer.transfers_within` does of each peer; once one is connected, do not wait long for others.
+
+    They go on dialling for the next play.
+    """
+    if len(peers) == 1:
+        return [await peers[0].transfers_within(seconds)]
+    clock = asyncio.get_running_loop().time
+    begun_s = clock()
+    dialled = [asyncio.ensure_future(peer.transfers_within(seconds)) for peer in peers]
+    try:
+        pending = set(dialled)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if not all(task.result().connection.closed for task in done):
+                break
+        if pending:
+            await asyncio.wait(pending, timeout=max(_LEAST_WAIT_S, clock() - begun_s))
+        why = "it was not connected yet"
+        return [
+            task.result() if task.done() else peer.unreached(f"{peer.name}: {why}")
+            for peer, task in zip(peers, dialled, strict=True)
+        ]
+    finally:
+        for task in dialled:
+            task.cancel()
+
+
+async def find_among(
+    peers: Sequence[ClientPeer], connection: PlaySources, tokens: Sequence[int], model: KVSpec | str | None, **how: Any
+) -> tuple[_Answer, KVSpec | None]:
+    """Do as `ClientPeer.find` at all sources of a play at once; the longest prefix is played.
+
+    The play does not wait long for the last of them. Of the others, those are sources that have the same asset,
+    whenever they say so.
+    """
+    if len(peers) == 1:
+        return await peers[0].find(connection, tokens, model, **how)
+    asked = [
+        asyncio.ensure_future(peer.find(source, tokens, model, **how))
+        for peer, source in zip(peers, connection.sources, strict=True)
+    ]
+    try:
+        found = await _first_found(asked, len(tokens))
+    except BaseException:
+        for task in asked:
+            task.cancel()
+        raise
+    if not found:  # all are done
+        told = (task.result() for task in asked if task.exception() is None)
+        return next((answer for answer in told if answer[0] is not None), None) or await asked[0]
+    best = max(found, key=lambda source: (_tokens(found[source]), -source))
+    connection.answered_by(best)
+    for source, task in enumerate(asked):
+        if task.done():
+            connection.offer(source, _same_tracks(found[best], found[source]) if source in found else frozenset())
+        else:
+            connection.offer(source, NOT_KNOWN)
+            connection.meanwhile(_offered(connection, source, task, found[best]))
+    return await asked[best]
+
+
+async def _offered(
+    connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
+) -> None:
+    """Have a source that answers late join a play of what another one has."""
+    answer: _Answer = None
+    with contextlib.suppress(TransportError, FormatError, UsageError):  # then the play does without it
+        answer, _ = await asked
+    connection.offer(source, _same_tracks(played, answer) if isinstance(answer, Found) else frozenset())
+
+
+async def _first_found(asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int) -> dict[int, Found]:
+    """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it."""
+    clock = asyncio.get_running_loop().time
+    begun_s, end_s = clock(), math.inf
+    found: dict[int, Found] = {}
+    pending = set(asked)
+    while pending and clock() < end_s:
+        left_s = None if end_s == math.inf else end_s - clock()
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
+        took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) == tokens
+        if whole:
+            end_s = min(end_s, clock() + max(_LEAST_WAIT_S, took_s / 2))
+        elif found and end_s == math.inf:
+            end_s = clock() + max(_MIN_PATIENCE_S, _PATIENCE * took_s)
+    return found
+
+
+def _found(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> Found | None:
+    answer = None if task.exception() is not None else task.result()[0]
+    return answer if isinstance(answer, Found) else None
+
+
+def _same_tracks(one: Found, other: Found) -> Collection[str]:
+    """Return the tracks on which two peers have the same groups of the same asset, complete."""
+    if one is other:
+        return frozenset(one.catalog.by_name)
+    if one.catalog.namespace != other.catalog.namespace or other.live is not None:
+        return frozenset()
+    theirs = other.catalog.by_name
+    return frozenset(
+        track.name
+        for track in one.catalog.tracks
+        if track.name in theirs and theirs[track.name].digests == track.digests
+    )
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:

@@ -491,7 +491,7 @@ class Play:
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
                 limited=self._limit,
-                source_of=self.turn.source_of,
+                offers=connection.offers,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -563,7 +563,7 @@ class Play:
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
             limited=self._limit,
-            source_of=self.turn.source_of,
+            offers=connection.offers,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvabr.client.host_carrier import HostCarrier
 from kvabr.client.shared_bandwidth import link_of
+from kvabr.player.sources import Offer
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -425,11 +427,13 @@ class PlayConnection(Connection):
 
 
 class PlaySources(Connection):
-    """The connections of one play, at least one. The peer of the first also answers its lookups."""
+    """The connections of one play, at least one. All are looked up in; one of them also answers other requests."""
 
     def __init__(self, sources: Sequence[PlayConnection]) -> None:
         """Begin without requests."""
         self._first, self._sources = sources[0], tuple(sources)
+        self._offers: list[Offer] = [None] * len(sources)
+        self._asking: set[asyncio.Task[None]] = set()
         self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
         self.late = False
         """Whether the play's deadline has passed."""
@@ -446,8 +450,32 @@ class PlaySources(Connection):
         """Of each source the connection that all plays to its peer share."""
         return [source.shared for source in self._sources]
 
+    @property
+    def offers(self) -> Sequence[Offer] | None:
+        """The tracks that each source has, None for all; None if there is only one source."""
+        return self._offers if len(self._sources) > 1 else None
+
+    def offer(self, source: int, tracks: Offer) -> None:
+        """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
+        self._offers[source] = tracks
+
+    def answered_by(self, source: int) -> None:
+        """Have a source answer other requests than those for groups."""
+        self._first = self._sources[source]
+        self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
+
+    def alone(self) -> None:
+        """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
+        self._offers = [None if source is self._first else frozenset() for source in self._sources]
+
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something until the play is over."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
-        """See `Connection.request`; from the first source."""
+        """See `Connection.request`; from the source that answers."""
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
@@ -493,5 +521,6 @@ class PlaySources(Connection):
 
     async def close(self) -> None:
         """Cancel what is left of the play; the shared connections stay."""
+        await cancel_all(self._asking)
         for source in self._sources:
             await source.close()

@@ -14,7 +14,7 @@ import torch
 
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.upgrades import Upgrades
-from kvabr.codec.block_slots import Place, TensorPlace
+from kvabr.codec.block_slots import Place, TensorRoom
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
@@ -191,9 +191,9 @@ class PlayedPrefix:
             begin = span.first if state or not own else self.units[own[0]].first
             end = begin + span.tokens if state or not own else self.units[own[-1]].first + self.units[own[-1]].tokens
             out = torch.empty(part.shape(end - begin), dtype=self.dtype or part.torch_dtype)
+            room = TensorRoom(out)
             for index in own:
-                at = self.units[index].first - begin
-                places[index] = TensorPlace(out[:, :, :, at : at + self.units[index].tokens])
+                places[index] = room.place(self.units[index].first - begin, self.units[index].tokens)
             outs.append(out[:, :, :, span.first - begin :][:, :, :, : span.tokens])
         for error in expand_here(self.groups, [places[index] for index in range(len(self.groups))]):
             if error is not None:

@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import ClientPeer
+from kvabr.client.peers import ClientPeer, dial_all
 from kvabr.client.play_connection import PlayConnection, PlaySources
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.requests import DEARER, LEAST_URGENT
-from kvabr.player.session_types import SourceOf, first_source
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
@@ -227,8 +226,6 @@ class Turn:
     """Runs since the call."""
     options: PlayOptions
     """Those that were asked for, reporting to telemetry."""
-    source_of: SourceOf
-    """Which source is asked for a group."""
     played: Played | NothingCached | PlayedPrefix | None = None
 
     def over(self, played: R) -> R:
@@ -266,7 +263,6 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
-        source_of: SourceOf = first_source,
         dials: bool = True,
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
@@ -286,7 +282,7 @@ class PlayRunner:
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
                 async with self._connected(peers, clock, dials) as connection:
-                    turn = Turn(connection, clock, options, source_of)
+                    turn = Turn(connection, clock, options)
                     with self._until_closed():
                         yield turn
                     played = turn.played
@@ -329,18 +325,13 @@ class PlayRunner:
         """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
-            within_s = max(0.0, _DIAL_SHARE * clock.left()) if dials else None
-            dialled = [asyncio.ensure_future(peer.transfers_within(within_s)) for peer in peers[1:]]
-            try:
-                shared = [await peers[0].transfers_within(within_s), *[await one for one in dialled]]
-            finally:
-                for one in dialled:
-                    one.cancel()
+            shared = await dial_all(peers, max(0.0, _DIAL_SHARE * clock.left()) if dials else None)
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
             connection = PlaySources(
                 [PlayConnection(one, lambda _, own: self._place(connection, own)) for one in shared]
             )
+            connection.answered_by(next((at for at, one in enumerate(shared) if not one.connection.closed), 0))
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.due(due_s)

@@ -122,6 +122,15 @@ class PeerHistory(MachineFile[PeerRecord]):
             return KnownLink(0.0, 0.0)
         return KnownLink(_CAUTION * prior.rate, prior.ttfb_s)
 
+    def rate(self, peer: str) -> float:
+        """Return what plays to a peer have seen lately, bytes per second; 0.0 if nothing recent is known."""
+        prior = self.of(peer)
+        return 0.0 if prior is None or prior.weight < _LEAST_WEIGHT else prior.rate
+
+    def best(self, names: Iterable[str | None]) -> KnownLink:
+        """Return the fastest of the links to a peer that may have several names, see `link`."""
+        return max(map(self.link, names), default=KnownLink(0.0, 0.0))
+
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""
         at = time.time() if now is None else now

@@ -667,16 +667,14 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
     reader, references, listed, tokens, far, biased, streamed = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
-    count, each = int(far.sum()), (heads, dim)
-    near = (len(tokens) - count, layers, halves)
-    scale = finite(reader.tensor(torch.float16, near), what).float()
-    codes = reader.tensor(torch.int8, (*near, *each)).float()
-    whole = finite(reader.tensor(torch.float16, (count, layers, halves, *each)), what).float()
-    values = (codes * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX)
-    if count:
-        both = torch.empty((len(tokens), layers, halves, *each))
-        both[~far], both[far] = values, whole
-        values = both
+    values = torch.empty((len(tokens), layers, halves, heads, dim))
+    if len(tokens):  # of most groups there are none
+        count = int(far.sum())
+        near = (len(tokens) - count, layers, halves)
+        scale = finite(reader.tensor(torch.float16, near), what).float()
+        codes = reader.tensor(torch.int8, (*near, heads, dim)).float()
+        whole = finite(reader.tensor(torch.float16, (count, *values.shape[1:])), what).float()
+        values[~far], values[far] = (codes * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX), whole
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])

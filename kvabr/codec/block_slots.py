@@ -41,11 +41,32 @@ class Place(Protocol):
         """Copy a decoded group, of `dtype` and on `device`, to where it belongs."""
 
 
+class TensorRoom:
+    """A tensor, [layer, K/V, head, token, dim] of any strides, in which groups have their places."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Take the tensor."""
+        self.tensor = tensor
+
+    @cached_property
+    def layers(self) -> BlockLayers:
+        """The tensor as one block of each layer."""
+        return BlockLayers([[half[None] for half in layer.unbind()] for layer in self.tensor.unbind()])
+
+    def place(self, first: int, tokens: int) -> TensorPlace:
+        """Return the place of the tokens from ``first`` on."""
+        return TensorPlace(self.tensor[:, :, :, first : first + tokens], self, first)
+
+
 @dataclass(frozen=True, eq=False)
 class TensorPlace:
     """A tensor, [layer, K/V, head, token, dim] of any strides; a `Place`."""
 
     whole: torch.Tensor
+    room: TensorRoom | None = None
+    """What it is a part of, if anything."""
+    first: int = 0
+    """Its first token there."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,8 +80,9 @@ class TensorPlace:
 
     @property
     def direct(self) -> BlockSlots:
-        """The tensor as one block of each layer."""
-        return BlockSlots([[half[None] for half in layer] for layer in self.whole], np.arange(self.whole.shape[3]))
+        """The tensor, or what it is a part of, as one block of each layer."""
+        room = self.room or TensorRoom(self.whole)
+        return BlockSlots(room.layers, np.arange(self.first, self.first + self.whole.shape[3]))
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether a group of this shape, [layer, K/V, head, token, dim], belongs here."""
@@ -117,7 +139,8 @@ class BlockSlots:
         first = layers[0][0]
         slots = np.asarray(self.slots, np.int64)
         used = slots[slots >= 0]
-        if slots.ndim != 1 or len(np.unique(used)) != len(used):
+        # Mostly they ascend, and need not be sorted.
+        if slots.ndim != 1 or (bool((np.diff(used) <= 0).any()) and len(np.unique(used)) != len(used)):
             raise FormatError("two tokens have the same slot of a paged cache")
         if len(used) and int(used.max()) >= first.shape[0] * first.shape[2]:
             raise FormatError(f"slot {int(used.max())} of a paged cache of {first.shape[0]} x {first.shape[2]} tokens")

@@ -30,7 +30,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
 from kvabr.client.result import PlayedPrefix
 from kvabr.codec.base import codec
-from kvabr.codec.block_slots import Place, TensorPlace
+from kvabr.codec.block_slots import Place, TensorRoom
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
@@ -215,8 +215,8 @@ def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
     `kvabr.client.result.expand_here` decodes them there.
     """
     firsts = [unit.first - played.spans[unit.part].first for unit in played.units]
-    pairs = zip(played.units, firsts, strict=True)
-    return [TensorPlace(kv[:, :, :, first : first + unit.tokens]) for unit, first in pairs]
+    room, pairs = TensorRoom(kv), zip(played.units, firsts, strict=True)
+    return [room.place(first, unit.tokens) for unit, first in pairs]
 
 
 class ChunkStore:

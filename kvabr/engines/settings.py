@@ -33,6 +33,7 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import Limits
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
+from kvabr.link.moqt.options import TransportChoice
 from kvabr.link.quic.backend import Quic
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.store.eviction import DEFAULT_ORDER, Order
@@ -163,6 +164,8 @@ class EngineSettings(BaseModel):
     """Do not verify the origin's certificate (exposes the token and the caches)."""
     quic: Quic = "auto"
     """QUIC library."""
+    transport: TransportChoice = "auto"
+    """``quic``, ``tcp``, ``tcp-plain`` or ``auto``, as of `kvabr.AsyncClient`."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
@@ -264,6 +267,7 @@ def open_client(kind: type[C], settings: EngineSettings) -> C:
             fingerprint=settings.fingerprint,
             insecure=settings.insecure,
             quic=settings.quic,
+            transport=settings.transport,
             limits=limits,
             cache=settings.cache,
         )

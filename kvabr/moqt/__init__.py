@@ -1,7 +1,7 @@
 """Media over QUIC Transport (draft-ietf-moq-transport), sans-I/O: wire format and session, drafts 18 to 22.
 
 Stream bytes go in; events and bytes to send come out. There are no sockets, no clock and no QUIC here:
-`kvabr.link.quic` and `kvabr.server` connect a `MoqtSession` to a QUIC library. Input from a peer is hostile: every
-length is checked before anything is stored, and each fault carries the code with which the draft requires closing the
-session.
+`kvabr.link` and `kvabr.server` connect a `MoqtSession` to the streams of QUIC or QMux. Input from a peer is hostile:
+every length is checked before anything is stored, and each fault carries the code with which the draft requires closing
+the session.
 """

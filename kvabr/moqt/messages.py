@@ -530,7 +530,7 @@ class MessageParser:
         """Bytes held of an incomplete message."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
         """Handle bytes and yield the type and payload of each complete message."""
         self._buffer += data
         at = 0

@@ -149,6 +149,16 @@ class ObjectParser:
         """Bytes held of an incomplete header."""
         return len(self._buffer)
 
+    @property
+    def left(self) -> int:
+        """Bytes of payload that come next."""
+        return self._left
+
+    def took(self, count: int) -> None:
+        """Note payload, at most `left` bytes, that was not passed to `feed`."""
+        self._left -= count
+        self._budget.earn(count)
+
     def feed(self, data: bytes | memoryview) -> list[Item]:
         """Parse bytes of the stream.
 

@@ -137,7 +137,7 @@ class Requester:
             raise SessionFault(f"answer to request {number}, which was never made")
         return self._requests.get(number)
 
-    def receive_answers(self, stream: int, data: bytes, *, fin: bool) -> None:
+    def receive_answers(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         """Handle bytes of a request's own stream; those for a request that is over are ignored."""
         request = self._by_stream.get(stream)
         if request is None:
@@ -302,6 +302,22 @@ class Requester:
         elif objects.buffered and self.partial_bytes > MAX_PARTIAL_BYTES:
             what = f"more than {MAX_PARTIAL_BYTES} bytes of incomplete headers of objects"
             raise SessionFault(what, SessionCode.INTERNAL_ERROR)
+
+    def expected(self, stream: int) -> tuple[int, int] | None:
+        """Return the FETCH whose payload comes next on a stream, and how many bytes of it; None if anything else does.
+
+        The owner may read them itself, and note them by `took` instead of `receive_objects`.
+        """
+        found = self._by_data.get(stream)
+        if not isinstance(found, _Incoming) or found.request.subscribes or not found.objects.left:
+            return None
+        return found.request.number, found.objects.left
+
+    def took(self, stream: int, count: int) -> None:
+        """Note that ``count`` of the `expected` bytes have been read."""
+        found = self._by_data[stream]
+        assert isinstance(found, _Incoming)  # noqa: S101  # the caller has looked
+        found.objects.took(count)
 
     def _received(self, request: _OwnRequest, stream: int, items: list[Item]) -> None:
         events, named = self._channel.events, stream if request.subscribes else None

@@ -99,8 +99,8 @@ class MoqtSession:
 
     # ------------------------------------------------------------------ called by the connection
 
-    def receive(self, stream: int, data: bytes, *, fin: bool = False) -> None:
-        """Handle bytes from a stream."""
+    def receive(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
+        """Handle bytes from a stream; the events until `take_events` may refer to them."""
         if self.closed is not None:
             return
         try:
@@ -170,7 +170,7 @@ class MoqtSession:
 
     # ------------------------------------------------------------------ unidirectional streams
 
-    def _receive_uni(self, stream: int, data: bytes, *, fin: bool) -> None:
+    def _receive_uni(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         if self.requester.receives(stream):
             self.requester.receive_objects(stream, data, fin=fin)
         elif stream == self._control_in:
@@ -206,7 +206,7 @@ class MoqtSession:
 
     # ------------------------------------------------------------------ bidirectional streams
 
-    def _receive_bidi(self, stream: int, data: bytes, *, fin: bool) -> None:
+    def _receive_bidi(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         if not self._ready:
             self._keep_early(stream, data, fin=fin)
         elif self._opened(stream):
@@ -214,7 +214,7 @@ class MoqtSession:
         else:
             self._receive_request(stream, data, fin=fin)
 
-    def _receive_request(self, stream: int, data: bytes, *, fin: bool) -> None:
+    def _receive_request(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         parser = self._messages.setdefault(stream, MessageParser())
         if parser is not None:
             self._receive_requests(stream, parser, data)
@@ -226,7 +226,7 @@ class MoqtSession:
             self._messages.pop(stream)
             self.responder.stream_ended(stream)
 
-    def _receive_requests(self, stream: int, parser: MessageParser, data: bytes) -> None:
+    def _receive_requests(self, stream: int, parser: MessageParser, data: bytes | memoryview) -> None:
         """Parse requests of the peer, and messages that follow them."""
         for kind, payload in parser.feed(data):
             message = decode(kind, payload, self.draft, control=False)
@@ -239,7 +239,7 @@ class MoqtSession:
                 what = f"more than {_MAX_PARTIAL_BYTES} bytes of incomplete messages"
                 raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
-    def _receive_control(self, data: bytes, *, fin: bool) -> None:
+    def _receive_control(self, data: bytes | memoryview, *, fin: bool) -> None:
         for kind, payload in self._control_parser.feed(data):
             message = decode(kind, payload, self.draft)
             if isinstance(message, m.Setup):
@@ -255,7 +255,7 @@ class MoqtSession:
         if fin:
             raise SessionFault("the control stream has ended")
 
-    def _keep_early(self, stream: int, data: bytes, *, fin: bool) -> None:
+    def _keep_early(self, stream: int, data: bytes | memoryview, *, fin: bool) -> None:
         kept: bytearray | None = self._early.get(stream, (bytearray(), False))[0]
         self._early_bytes += len(data) + 64
         if self._early_bytes > _MAX_EARLY_BYTES:

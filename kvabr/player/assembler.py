@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
-from kvabr.codec.block_slots import Place, TensorPlace
+from kvabr.codec.block_slots import Place, TensorPlace, TensorRoom
 from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import frame_header, payload_of
 from kvabr.codec.paged import CodedGroup, expand
@@ -64,7 +64,7 @@ class Tensors:
             check_wanted(made.dtype, part)
         self.begins = tuple(span.first for span in spans)
         """Per class, the first token of its tensor."""
-        self._spec = spec
+        self._spec, self._rooms = spec, tuple(map(TensorRoom, self.parts))
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +74,7 @@ class Tensors:
     def place(self, unit: Unit) -> TensorPlace:
         """See `Destination.place`."""
         begin = 0 if self.is_state(unit.part) else unit.first - self.begins[unit.part]
-        return TensorPlace(self.parts[unit.part][:, :, :, begin : begin + unit.tokens])
+        return self._rooms[unit.part].place(begin, unit.tokens)
 
     def is_state(self, part: int) -> bool:
         """Return whether a class is a state, whose tensor has rows where others have tokens."""

@@ -14,7 +14,8 @@ from kvabr.abr.view import Future
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
 from kvabr.player.session import Session
-from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, SourceOf, UpgradeGoal, first_source
+from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
+from kvabr.player.sources import Offer
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
@@ -96,7 +97,7 @@ def new_session(
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
     limited: CallLimit = at_once,
-    source_of: SourceOf = first_source,
+    offers: Sequence[Offer] | None = None,
 ) -> Session:
     """Build the session of one play.
 
@@ -118,7 +119,7 @@ def new_session(
             all are.
         log: takes every event.
         limited: makes every call of a policy that is not kvabr's own.
-        source_of: says which source is asked for a group.
+        offers: of several sources, the tracks that each has, in their order; they may become more during the play.
 
     Raises:
         PolicyError: there is no such policy.
@@ -157,5 +158,5 @@ def new_session(
         expected_s=expected_s,
         log=log,
         limited=limited,
-        source_of=source_of,
+        offers=offers,
     )

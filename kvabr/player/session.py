@@ -63,10 +63,9 @@ from kvabr.player.session_types import (
     PlayRecord,
     PrefixGoal,
     Recompute,
-    SourceOf,
     UpgradeGoal,
-    first_source,
 )
+from kvabr.player.sources import Offer, Sources
 from kvabr.player.throughput_sampler import SourceSamplers
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
@@ -115,7 +114,7 @@ class Session:
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
         limited: CallLimit = at_once,
-        source_of: SourceOf = first_source,
+        offers: Sequence[Offer] | None = None,
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -145,7 +144,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
-        self._source_of = source_of
+        self.sources = Sources(self._sampler, self.view.in_flight, offers)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
@@ -220,6 +219,9 @@ class Session:
         if transfer is not None and transfer.first_byte_s is None:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
+                if transfer.local:  # it was removed from there meanwhile
+                    self.view.in_flight.not_local(transfer)
+                    self.view.outstanding_bytes += transfer.remaining
                 self._sampler[transfer.source].first_byte(
                     None if request in self._pushed else now - transfer.requested_s, now
                 )
@@ -234,12 +236,14 @@ class Session:
         if more > 0:
             if transfer.first_byte_s is None:
                 self.first_byte(request, now, limit)
+            before = transfer.remaining
             self.view.in_flight.received(transfer, more)
-            self.view.outstanding_bytes -= more
+            self.view.outstanding_bytes -= before - transfer.remaining
             self.record.bytes_fetched += more
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
             self.heard_s = now
+            self.sources.heard(transfer.source, now)
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
             self._sampler[transfer.source].received(more, now, limit)
@@ -262,17 +266,23 @@ class Session:
         self.groups.settle(group)
         self.advance(now)
 
-    def failed(self, request: int, reason: str, now: float, *, busy: bool = False) -> None:
+    def failed(self, request: int, reason: str, now: float, *, busy: bool = False, lost: bool = False) -> None:
         """Handle the failure of a request: reset, refused, or the wrong length.
 
-        ``busy``: the publisher has too much to do. That says nothing against the group, which may be requested again.
+        Args:
+            request: its number.
+            reason: what happened.
+            now: the time of the play, seconds.
+            busy: the publisher has too much to do. That says nothing against the group, which may be requested again.
+            lost: its source cannot be reached any more.
         """
         transfer = self.view.in_flight.pop(request, None)
         if transfer is not None:
             self.groups[transfer.group].land(transfer)
             self.view.outstanding_bytes -= transfer.remaining
             self._settle(transfer.source, now)
-            self._lost(transfer, RequestFailed, reason, now, counts=not busy)
+            elsewhere = self.sources.failed(transfer, lost=lost)
+            self._lost(transfer, RequestFailed, reason, now, counts=not busy and not elsewhere)
             self.advance(now)
 
     def decoded(self, request: int, now: float, seconds: float | None = None) -> None:
@@ -303,7 +313,8 @@ class Session:
             return
         number = next(number for number, transfer in enumerate(batch) if transfer.request == request)
         self.groups[batch[0].group].arrived += (*batch[:number], *batch[number + 1 :])
-        self._lost(batch[number], RequestFailed, reason, now)
+        elsewhere = self.sources.drop(batch[number])
+        self._lost(batch[number], RequestFailed, reason, now, counts=not elsewhere)
         self.advance(now)
 
     def computed(self, first: int, last: int, now: float) -> None:
@@ -356,6 +367,7 @@ class Session:
         """Note that nothing could come until now, because other plays used the shared link."""
         self.heard_s = now
         self._sampler.waited(now)
+        self.sources.waited(now)
         if self._stalls is not None:
             self._stalls.waited(self.view.in_flight.values(), now)
 
@@ -371,6 +383,8 @@ class Session:
         self.look(now)
         if self.guard.policy.abandons:
             self._abandon(now)
+        for transfer, reason in self.sources.misplaced(now):
+            self.cancel(transfer, reason, now)
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
@@ -542,19 +556,20 @@ class Session:
                 self._pushed.add(request)
             size = self.catalog.by_name[track].bytes[group]
             # Only the base of a missing group is required.
-            source = 0 if pushed else self._source_of(group, track)
+            source = 0 if pushed or decision.local else self.sources.choose(group, track, size, now)
             transfer = Transfer(
-                request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source
-            )
+                request, group, track, size, upgrade or track != layers[0], now, priority=priority, source=source,
+                local=decision.local,
+            )  # fmt: skip
             view.in_flight[request] = transfer
             self.groups[group].flying += (transfer,)
             if self._stalls is not None:
                 self._stalls.asked(transfer)
-            view.outstanding_bytes += size
+            view.outstanding_bytes += transfer.remaining
             self._actions.append(FetchGroup(request, group, track, size, priority, pushed, source))
             kind = "upgrade" if transfer.upgrade else "fetch"
             self.events.decision(decision, now, request=request, kind=kind, track=track)
-            self.events.emit(RequestSent, now, request, group, track, size)
+            self.events.emit(RequestSent, now, request, group, track, size, source)
         view.track_of[group] = layers[-1]
         self.groups.restage((group,))
         self._decoders.moved(group)
@@ -627,7 +642,7 @@ class Session:
     def has_room(self) -> bool:
         """Return whether there may be more requests now."""
         view, config = self.view, self.config
-        if len(view.in_flight) >= config.most_requests or not self.aim.has_room():
+        if len(view.in_flight) >= config.most_requests or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)

@@ -152,16 +152,6 @@ class PlayerConfig:
 # -------------------------------------------------------------------------- actions
 
 
-SourceOf = Callable[[int, str], int]
-"""Says which of a play's sources is asked for a group, counted from the catalog's first, on a track: its index."""
-
-
-def first_source(group: int, track: str) -> int:
-    """Return the first source, whatever is wanted."""
-    del group, track
-    return 0
-
-
 @dataclass(slots=True)
 class FetchGroup:
     """Request one group of one track."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -27,6 +27,7 @@ from kvabr.replay.link import (
     LOOKUP_ROUND_TRIPS,
     PAYLOAD_SHARE,
     Capacity,
+    JointCapacity,
     running_sums,
 )
 from kvabr.replay.live_bound import LiveClairvoyant, Producer
@@ -143,6 +144,8 @@ class ReplayOptions:
     """Tokens that the engine computes behind the cache in any case, such as a question's."""
     tail: int = MOST_TAIL
     """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
+    links: tuple[Trace, ...] = ()
+    """Links to further sources of the asset, beside that of the trace: they begin with it, at their own rates."""
     prefix: bool = False
     """Whether a play delivers a prefix, behind which the engine computes the rest by itself, as vLLM and SGLang do."""
 
@@ -177,8 +180,10 @@ class ReplayOptions:
         for what in ("question", "tail"):
             if not 0 <= getattr(self, what) <= MAX_TAIL:
                 raise UsageError(f"a {what} of {getattr(self, what):,} tokens; give 0 to {MAX_TAIL:,}")
-        if self.question and not (self.producer is None and self.blend is None and self.sharing is None):
-            raise UsageError("a question behind the cache is replayed alone, without a producer or passages")
+        alone = self.producer is None and self.blend is None and self.sharing is None
+        for what, given in (("a question behind the cache is", self.question), ("several links are", self.links)):
+            if given and not alone:
+                raise UsageError(f"{what} replayed alone, without a producer or passages")
 
 
 class Experiment:
@@ -248,7 +253,15 @@ class Experiment:
         begins_s = start_s + self.lookup_s(trace, start_s, rtt_s)
         # On a link that is shared every connection has its own slow start.
         slow_start = self.options.slow_start and self.options.sharing is None
-        return self._capacity(trace, begins_s, rtt_s, window, slow_start=slow_start), rtt_s
+        link = self._capacity(trace, begins_s, rtt_s, window, slow_start=slow_start)
+        if not self.options.links:
+            return link, rtt_s
+        times = self.played(trace).mean_rate / trace.mean_rate * PAYLOAD_SHARE
+        others = (
+            Capacity(each.scaled(times), begins_s, rtt_s, slow_start=slow_start, window=window)
+            for each in self.options.links
+        )
+        return JointCapacity([link, *others]), rtt_s
 
     def _capacity(self, trace: Trace, start_s: float, rtt_s: float, window: float, *, slow_start: bool) -> Capacity:
         _, carried, sums = self._scaled(trace)
@@ -320,7 +333,7 @@ class Experiment:
             played = trace
             if self.options.scale_to_mean is not None:
                 wanted = self.options.scale_to_mean * self.catalog.fp16_bytes / self.options.deadline_s
-                played = trace.scaled(wanted / trace.mean_rate)
+                played = trace.scaled(wanted / sum(each.mean_rate for each in (trace, *self.options.links)))
             carried = played.scaled(PAYLOAD_SHARE)
             self._last = (trace, played, carried, running_sums(carried))
         return self._last[1:]
@@ -423,16 +436,10 @@ class Experiment:
             lookup_s: seconds of the deadline that have passed when the play begins.
             share: makes of an estimator of the link one of the play's share; None if the play is alone.
         """
-        options = self.options
-        estimator = new_estimator(policy, options.estimator)
-        if not shipped(estimator):
-            from kvabr.client.cpu_limit import limited_estimator, limited_play  # noqa: PLC0415  # loads the client
-
-            estimator = limited_estimator(estimator, limited_play)
-        if options.prior is not None:
-            estimator.prime(options.prior)
+        options, links = self.options, len(capacity.links)
+        estimators = [self._estimator(policy, links) for _ in capacity.links]
         if lines is not None:
-            title = getattr(estimator, "name", type(estimator).__name__)
+            title = getattr(estimators[0], "name", type(estimators[0]).__name__)
             lines.append(
                 opening(
                     self.ladder,
@@ -448,13 +455,14 @@ class Experiment:
             )
 
         if share is not None:
-            estimator = share(estimator)
+            estimators = list(map(share, estimators))
 
         def carried(seconds: float) -> float:
             return capacity.between(session.view.now, session.view.now + seconds)
 
         def tried(plan: PlannedPlay) -> float:
-            trial = self._session(policy, new_estimator(policy), Future(carried, lambda _: plan), None, lookup_s)
+            own = [new_estimator(policy) for _ in capacity.links]
+            trial = self._session(policy, own, Future(carried, lambda _: plan), None, lookup_s)
             self._simulate(trial, capacity, rtt_s)
             return valued(self.catalog, options.config, options.deadline_s, trial.record)[1]
 
@@ -462,11 +470,28 @@ class Experiment:
             planner = cast("Planner", policy_class(policy))
             return planner.foresee(view, self.clairvoyant.frontier, capacity, rtt_s + FIRST_BYTE_S, tried)
 
-        session = self._session(policy, estimator, Future(carried, plan), lines, lookup_s)
+        session = self._session(policy, estimators, Future(carried, plan), lines, lookup_s)
         return session
 
+    def _estimator(self, policy: str, links: int) -> Estimator:
+        """Return a fresh estimator of one of so many links, which knows what earlier plays told."""
+        options = self.options
+        estimator = new_estimator(policy, options.estimator)
+        if not shipped(estimator):
+            from kvabr.client.cpu_limit import limited_estimator, limited_play  # noqa: PLC0415  # loads the client
+
+            estimator = limited_estimator(estimator, limited_play)
+        if options.prior is not None:
+            estimator.prime(replace(options.prior, rate=options.prior.rate / links))
+        return estimator
+
     def _session(
-        self, policy: str, estimator: Estimator, oracle: Future, lines: list[PlayEvent] | None, lookup_s: float
+        self,
+        policy: str,
+        estimators: Sequence[Estimator],
+        oracle: Future,
+        lines: list[PlayEvent] | None,
+        lookup_s: float,
     ) -> Session:
         options = self.options
         limited: CallLimit = at_once
@@ -479,7 +504,7 @@ class Experiment:
             self.ladder,
             self.time_for(lookup_s),
             policy,
-            estimator,
+            estimators,
             goal=options.blend or (PrefixGoal() if options.prefix else WHOLE),
             cost=options.cost,
             mode=options.mode,
@@ -490,6 +515,7 @@ class Experiment:
             expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
             limited=limited,
+            offers=[None] * len(estimators),
         )
 
     def outcome(

@@ -17,6 +17,7 @@ The model:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -49,6 +50,7 @@ _ROUNDING_BYTES = 0.1
 """Most bytes that may be taken for rounding, however large the sum: less than the simulator's quarter of a byte.
 
 On a long and fast trace the sums reach 10 TB, where the share alone is a byte: a transfer would never end."""
+_AT_LEAST_S = 1e-6
 LOOKUP_ROUND_TRIPS = 3.0
 """Round trips from dialling to the catalog's first byte: QUIC's handshake, SETUP, the request."""
 
@@ -94,6 +96,11 @@ class Capacity:
         self._ramp_end = self._ramp_bytes = self._ramp_base = 0.0
         if slow_start and rtt_s > 0:
             self._draw_ramp(rtt_s, window)
+
+    @property
+    def links(self) -> Sequence[Capacity]:
+        """The links of a play's sources; this one alone, unless it stands for several."""
+        return (self,)
 
     def rate(self, t: float) -> float:
         """Return the rate at ``t``, bytes per second."""
@@ -191,3 +198,38 @@ class Capacity:
             t += rtt_s
         self._ramp, self._ramp_end, self._ramp_bytes = segments, t, level
         self._ramp_base = self._carried(self._offset + t) - self._origin
+
+
+class JointCapacity(Capacity):
+    """Several links of one play, each to a source of its own: what they carry adds up."""
+
+    def __init__(self, links: Sequence[Capacity]) -> None:
+        """Take the links, of which each is used by itself."""
+        self._links = tuple(links)
+
+    @property
+    def links(self) -> Sequence[Capacity]:
+        return self._links
+
+    def rate(self, t: float) -> float:
+        return sum(link.rate(t) for link in self._links)
+
+    def between(self, t0: float, t1: float) -> float:
+        return sum(link.between(t0, t1) for link in self._links)
+
+    def when(self, t0: float, nbytes: float) -> float:
+        times, carried = self.points(min(link.when(t0, nbytes) for link in self._links) + _AT_LEAST_S)
+        target = float(np.interp(t0, times, carried)) + nbytes
+        # In an outage it is the first time that counts.
+        index = min(int(np.searchsorted(carried, target - _ROUNDING_BYTES)), len(times) - 1)
+        if index == 0 or carried[index] <= carried[index - 1]:
+            return max(t0, float(times[index]))
+        part = (target - carried[index - 1]) / (carried[index] - carried[index - 1])
+        return max(t0, float(times[index - 1] + min(max(part, 0.0), 1.0) * (times[index] - times[index - 1])))
+
+    def series(self, until_s: float) -> list[tuple[float, float]]:
+        times = sorted({time for link in self._links for time, _ in link.series(until_s)})
+        return [(time, self.rate(time)) for time in times]
+
+    def wraps_within(self, seconds: float) -> bool:
+        return any(link.wraps_within(seconds) for link in self._links)

@@ -132,6 +132,7 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "deadline_s": options.deadline_s,
             "rtt_s": options.rtt_s,
             "scale_to_mean": options.scale_to_mean,
+            **({"links": [link.name for link in options.links]} if options.links else {}),
             "engine_mode": options.mode,
             "recompute": None if options.cost is None else options.cost.to_json(),
             "time_price": options.config.time_price,

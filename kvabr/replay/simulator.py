@@ -153,8 +153,52 @@ class Machine:
                     aim.tokens_recomputed(now, ahead=action.passage is not None)
 
 
+class _Pipe:
+    """The link of one source, and the flows on it."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        """Begin without flows."""
+        self.capacity = capacity
+        self.coming: deque[_Flow] = deque()
+        """Flows whose first byte cannot come yet, the earliest first."""
+        self._open: list[tuple[int, int, _Flow]] = []
+        """Heap of the others by priority and order of request; it may hold completed flows."""
+        self.served: _Flow | None = None
+        """The open flow that gets the capacity now."""
+
+    def push(self, flow: _Flow) -> None:
+        """Take a flow whose first byte can come at once."""
+        heappush(self._open, (flow.priority, flow.request, flow))
+
+    def first(self, now: float) -> _Flow | None:
+        """Return the open flow that gets the capacity now: lowest priority number, then first requested."""
+        coming, opened = self.coming, self._open
+        while coming and coming[0].opens_s <= now + EPSILON:
+            self.push(coming.popleft())
+        while opened:
+            flow = opened[0][2]
+            if flow.received < flow.size - _WHOLE and flow.closes_s > now + EPSILON:
+                return flow
+            heappop(opened)
+        return None
+
+    def next_s(self, now: float, then: float) -> float:
+        """Return when something changes on the link next, ``then`` at the latest."""
+        served = self.served
+        if served is not None:
+            # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
+            least = served.size - served.received
+            then = min(then, served.closes_s, self.capacity.when(now, max(0.0, least - 0.25)))
+        for flow in self.coming:
+            if flow.opens_s >= then:
+                break
+            if served is None or flow.priority < served.priority:
+                return flow.opens_s
+        return then
+
+
 class Simulator:
-    """Drives one `Session` over one `Capacity`."""
+    """Drives one `Session` over one `Capacity`, or over one for each of its sources."""
 
     def __init__(
         self,
@@ -175,7 +219,7 @@ class Simulator:
         Args:
             session: a fresh session.
             catalog: the session's catalog.
-            capacity: the link.
+            capacity: the link, or several.
             rtt_s: round trip, seconds.
             first_byte_s: seconds that both ends need to handle a request.
             cost: what the engine's prefill costs; None for no engine.
@@ -188,14 +232,11 @@ class Simulator:
         self._published_s = [time_s + rtt_s / 2 for time_s in published_s]
         """When the player hears of each group, and its base begins to arrive."""
         self._heard = 0
-        self._session, self._capacity, self._rtt_s = session, capacity, rtt_s
+        self._session, self._rtt_s = session, rtt_s
+        self._pipes = [_Pipe(link) for link in capacity.links]
         self._first_byte_s = rtt_s + first_byte_s
-        self._flows: dict[int, _Flow] = {}
+        self._flows: dict[int, tuple[_Flow, _Pipe]] = {}
         """Requests whose progress is reported to the session, by number."""
-        self._coming: deque[_Flow] = deque()
-        """Flows whose first byte cannot come yet, the earliest first."""
-        self._open: list[tuple[int, int, _Flow]] = []
-        """Heap of the others by priority and order of request; it may hold completed flows."""
         self._machine = Machine(session, catalog, cost, decode_scale, decoders, decode_latency_s)
         self.use = LinkUse()
         """Accounts for the link's bytes."""
@@ -211,11 +252,12 @@ class Simulator:
         session.start(now)
         self._obey(now)
         while not session.over:
-            served = self._served(now)
-            then = self._next(now, served)
-            self._carry(now, then, served)
+            for pipe in self._pipes:
+                pipe.served = pipe.first(now)
+            then = self._next(now)
+            self._carry(now, then)
             now = then
-            self._tell(now, served)
+            self._tell(now)
             self._obey(now)
         return session.record
 
@@ -226,15 +268,17 @@ class Simulator:
         for action in actions:
             if isinstance(action, FetchGroup):
                 flow = _Flow(action.request, action.bytes, action.priority, now + self._first_byte_s)
-                self._flows[action.request] = flow
+                pipe = self._pipes[action.source]
+                self._flows[action.request] = flow, pipe
                 if action.pushed:
                     flow.opens_s = now
-                    heappush(self._open, (flow.priority, flow.request, flow))
+                    pipe.push(flow)
                 else:
-                    self._coming.append(flow)
+                    pipe.coming.append(flow)
             elif isinstance(action, Decode | Recompute | ChooseTokens | RecomputeTokens):
                 self._machine.begin(action, now)
-            elif isinstance(action, Cancel) and (cut := self._flows.pop(action.request, None)) is not None:
+            elif isinstance(action, Cancel) and (found := self._flows.pop(action.request, None)) is not None:
+                cut, _ = found
                 cut.cancelled = True
                 cut.closes_s = now + self._rtt_s
                 if cut.opens_s >= cut.closes_s - EPSILON:
@@ -243,59 +287,40 @@ class Simulator:
     def _close(self, actions: Sequence[Action]) -> None:
         """Count what was in flight when the play ended."""
         for action in actions:
-            if isinstance(action, Cancel) and (flow := self._flows.get(action.request)) is not None:
-                self.use.cut_bytes += flow.received
-                self.use.cut_told_bytes += flow.told
+            if isinstance(action, Cancel) and (found := self._flows.get(action.request)) is not None:
+                self.use.cut_bytes += found[0].received
+                self.use.cut_told_bytes += found[0].told
 
-    def _served(self, now: float) -> _Flow | None:
-        """Return the open flow that gets the capacity now: lowest priority number, then first requested."""
-        coming, opened = self._coming, self._open
-        while coming and coming[0].opens_s <= now + EPSILON:
-            flow = coming.popleft()
-            heappush(opened, (flow.priority, flow.request, flow))
-        while opened:
-            flow = opened[0][2]
-            if flow.received < flow.size - _WHOLE and flow.closes_s > now + EPSILON:
-                return flow
-            heappop(opened)
-        return None
-
-    def _next(self, now: float, served: _Flow | None) -> float:
+    def _next(self, now: float) -> float:
         """Return the time of the next event."""
         then = self._session.next_timer()
         assert then is not None  # noqa: S101  # the play is not over
         then = min(then, self._machine.next_s(), *self._published_s[self._heard : self._heard + 1])
-        if served is not None:
-            # Aim a quarter of a byte short, so that a rounding error cannot put the end behind an outage.
-            least = served.size - served.received
-            then = min(then, served.closes_s, self._capacity.when(now, max(0.0, least - 0.25)))
-        for flow in self._coming:
-            if flow.opens_s >= then:
-                break
-            if served is None or flow.priority < served.priority:
-                then = flow.opens_s
-                break
+        for pipe in self._pipes:
+            then = pipe.next_s(now, then)
         return max(then, now)
 
-    def _carry(self, now: float, then: float, served: _Flow | None) -> None:
+    def _carry(self, now: float, then: float) -> None:
         if then <= now:
             return
-        if served is not None:
-            carried = self._capacity.between(now, then)
-            served.received = min(served.size, served.received + carried)
-            if served.cancelled:
-                self.use.ghost_bytes += carried
-        elif self._flows:
-            until = min(then, self._session.view.deadline_s)
-            if until > now:
-                self.use.waiting_bytes += self._capacity.between(now, until)
+        for pipe in self._pipes:
+            if (served := pipe.served) is not None:
+                carried = pipe.capacity.between(now, then)
+                served.received = min(served.size, served.received + carried)
+                if served.cancelled:
+                    self.use.ghost_bytes += carried
+            elif self._flows:
+                until = min(then, self._session.view.deadline_s)
+                if until > now:
+                    self.use.waiting_bytes += pipe.capacity.between(now, until)
 
-    def _tell(self, now: float, served: _Flow | None) -> None:
+    def _tell(self, now: float) -> None:
         """Report to the session what has happened by ``now``."""
         session = self._session
         timer = session.next_timer()
         due = timer is not None and timer <= now + EPSILON
-        self._tell_transfers(now, served, due=due)
+        for pipe in self._pipes:
+            self._tell_transfers(now, pipe, due=due)
         self._machine.tell(now)
         while self._heard < len(self._published_s) and self._published_s[self._heard] <= now + EPSILON:
             self._heard += 1
@@ -303,19 +328,18 @@ class Simulator:
         if due:
             session.timer(now)
 
-    def _tell_transfers(self, now: float, served: _Flow | None, *, due: bool) -> None:
-        session = self._session
-        following = self._served(now)
+    def _tell_transfers(self, now: float, pipe: _Pipe, *, due: bool) -> None:
+        session, served, following = self._session, pipe.served, pipe.first(now)
         # The first bytes of the next flow come right after the last of the one before.
         for flow in (served, following):
             if flow is None or flow.seen or flow.cancelled:
                 continue
-            if flow.received > 0 or (flow is following and self._capacity.rate(now) > 0):
+            if flow.received > 0 or (flow is following and pipe.capacity.rate(now) > 0):
                 flow.seen = True
                 session.first_byte(flow.request, now)
         if due:
-            for flow in self._flows.values():
-                if flow.received and flow is not served:
+            for flow, where in self._flows.values():
+                if flow.received and flow is not served and where is pipe:
                     self._tell_progress(flow, now)
         if served is not None and not served.cancelled:
             if served.received >= served.size - _WHOLE:

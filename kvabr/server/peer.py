@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
-from kvabr.link.quic.backend import QuicLibrary
-from kvabr.link.quic.endpoint import Endpoint
+from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
 from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
@@ -44,8 +43,8 @@ class Peer(Endpoint):
     starts_at_once = False
     """SETUP goes only to peers that are let in, so that others learn of their refusal while they connect."""
 
-    def __init__(self, library: QuicLibrary, server: Host[Peer]) -> None:
-        super().__init__(library)
+    def __init__(self, server: Host[Peer]) -> None:
+        super().__init__()
         self._server = server
         self.log = server.log
         self._access = Access(server.source)
@@ -53,7 +52,7 @@ class Peer(Endpoint):
         self._room: Room | None = None
         """Its part in the budgets, once the handshake is done."""
         self._queue = SendQueue(
-            self._send, self._unsent, lambda: self.lib.window(self.quic), self.may_send, self._allowance
+            self._send, self._unsent, self._ahead, self.may_send, self._allowance, lambda: self.transport.piece
         )
         self._feeding = False
         self._requests_left = RateLimiter(server.limits.requests_per_s)
@@ -86,7 +85,7 @@ class Peer(Endpoint):
             self.log.warning("connection refused", why="too many connections")
             self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
             return None
-        self._room = self._server.budgets.enter(self.lib.address(self.quic))
+        self._room = self._server.budgets.enter(self.transport.address)
         if self._room is None:
             self._server.metrics.connections_total.labels("too many of one address").inc()
             self.log.warning("connection refused", why="too many connections from one address")
@@ -225,11 +224,11 @@ class Peer(Endpoint):
 
     def say_goodbye(self) -> None:
         """Close the connection."""
-        if not self._over and self.driver is not None:
+        if not self._over:
             self.shut(SessionCode.GOAWAY_TIMEOUT if self.busy else SessionCode.NO_ERROR, "the server closes")
 
     def _too_slow(self) -> None:
-        if not self._over and self.driver is not None:
+        if not self._over:
             self.log.warning("connection closed", why="no SETUP in time")
             self.shut(SessionCode.CONTROL_MESSAGE_TIMEOUT, "no SETUP came in time")
 
@@ -438,24 +437,28 @@ class Peer(Endpoint):
         self.log.debug("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
-    def _send(self, job: Sending, piece: Piece) -> bool:
+    def _send(self, job: Sending, pieces: Sequence[Piece]) -> bool:
         try:
-            self.quic.send_stream_data(job.stream, piece, job.finished)
-        except self.broken:
+            for at, piece in enumerate(pieces, 1):
+                self.transport.write(job.stream, piece, fin=job.finished and at == len(pieces))
+        except self.transport.broken:
             return False
         if not job.sent:
             self._server.metrics.first_byte_seconds.observe(time.monotonic() - job.requested_s)
-        self._server.metrics.bytes_sent_total.inc(len(piece))
+        self._server.metrics.bytes_sent_total.inc(sum(map(len, pieces)))
         return True
 
     def _unsent(self) -> int:
-        return self.lib.unsent(self.quic, chain(self._queue.streams, self.underway))
+        return self.transport.unsent(chain(self._queue.streams, self.underway))
+
+    def _ahead(self) -> int:
+        return self.transport.ahead()
 
     def _allowance(self, unsent: int) -> int:
-        """Return how many bytes QUIC may be given by the budgets, and note what it has."""
+        """Return how many bytes the transport may be given by the budgets, and note what it has."""
         if self._room is None:
             return 0
-        self._room.note(unsent + self.lib.in_flight(self.quic))
+        self._room.note(unsent + self.transport.in_flight())
         return self._room.allowance()
 
     def _done(self, job: Sending | None, *, complete: bool) -> None:
@@ -483,6 +486,5 @@ class Peer(Endpoint):
             self._server.idle.set()
 
     def _forget_delivered(self) -> None:
-        quic, library = self.quic, self.lib
-        self.underway = {stream for stream in self.underway if not library.delivered(quic, stream)}
+        self.underway = {stream for stream in self.underway if not self.transport.delivered(stream)}
         self._note_idle()

@@ -80,7 +80,7 @@ class Relay:
         """Prepare an empty cache, or open the one on disk.
 
         Args:
-            upstream: the connection to the origin; it should redial by itself, as `kvabr.link.quic.connect` does. It is
+            upstream: the connection to the origin; it should redial by itself, as `kvabr.link.moqt.connect` does. It is
                 not closed with the relay.
             log: receives events.
             metrics: receives counts; the downloads' metrics are registered with it.

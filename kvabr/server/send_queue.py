@@ -1,7 +1,8 @@
-"""The send queue of one connection: answers in the order of their priorities, handed to QUIC piece by piece.
+"""The send queue of one connection: answers in the order of their priorities, handed to the transport piece by piece.
 
-QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams. So they get
-little at a time, always of the most urgent answer that has something to send: that is what makes priorities hold.
+QUIC libraries keep what they are given until it is acknowledged, and share the path evenly among streams; TCP sends
+what it is given in order. So they get little at a time, always of the most urgent answer that has something to send:
+that is what makes priorities hold.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvabr.link.transport import MOST_AHEAD_BYTES
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.wire import KeyValue
 from kvabr.server.budgets import Room
@@ -20,10 +22,6 @@ from kvabr.types.digests import BLAKE3, SHA256, kind_of, raw
 from kvabr.types.errors import TransportError
 from kvabr.types.naming import PROPERTY_GROUP_BLAKE3, PROPERTY_GROUP_BYTES, PROPERTY_GROUP_DIGEST
 
-MOST_AHEAD_BYTES, LEAST_AHEAD_BYTES = 256 << 10, 16 << 10
-"""Bytes that QUIC is given ahead of what it has sent: one congestion window, within these bounds. A window is all that
-it can send before it asks again; more would let less urgent data in first on a slow link."""
-_PIECE = 64 << 10
 _DIGESTS = {SHA256: PROPERTY_GROUP_DIGEST, BLAKE3: PROPERTY_GROUP_BLAKE3}
 
 Piece = bytes | memoryview
@@ -69,7 +67,7 @@ class Sending:
     room: Room | None = None
     """Where open groups are accounted for."""
     sent: int = 0
-    """Bytes that QUIC has been given."""
+    """Bytes that the transport has been given."""
     finished: bool = False
     """Whether the last piece was the end."""
 
@@ -114,14 +112,14 @@ class Sending:
             self._next = next(self._parts, None)
         return True
 
-    def piece(self) -> Piece:
-        """Return the next bytes of the stream, at most about `_PIECE`, once it is `ready`; raises as that."""
+    def piece(self, most: int) -> Piece:
+        """Return the next bytes of the stream, at most about ``most``, once it is `ready`; raises as that."""
         part = self._next
         piece: Piece = b""
         if isinstance(part, bytes):
             piece, self._next = part, next(self._parts, None)
         elif part is not None:
-            end = min(part.end, part.begin + _PIECE, self._opened.available)
+            end = min(part.end, part.begin + most, self._opened.available)
             piece = self._opened.read(part.begin, end)
             if self.room is not None:
                 self.room.read(self)
@@ -198,23 +196,25 @@ class SendQueue:
 
     def __init__(
         self,
-        send: Callable[[Sending, Piece], bool],
+        send: Callable[[Sending, Sequence[Piece]], bool],
         unsent: Callable[[], int],
-        window: Callable[[], int],
+        ahead: Callable[[], int],
         may_send: Callable[[int], bool] = lambda _: True,
         allowance: Callable[[int], int] = lambda _: MOST_AHEAD_BYTES,
+        piece: Callable[[], int] = lambda: 64 << 10,
     ) -> None:
         """Create an empty queue.
 
         Args:
-            send: gives QUIC a piece of an answer; returns False if its stream is gone.
-            unsent: bytes that QUIC was given and has not sent.
-            window: congestion window, bytes.
+            send: gives the transport pieces of an answer; returns False if its stream is gone.
+            unsent: bytes that the transport was given and has not sent.
+            ahead: bytes that it should have ahead of what it has sent.
             may_send: whether the peer allows a stream already.
-            allowance: bytes that QUIC may be given now, by the server's budgets; is told what was not sent yet.
+            allowance: bytes that it may be given now, by the server's budgets; is told what was not sent yet.
+            piece: bytes that it is given at a time, at most.
         """
-        self._send, self._unsent, self._window, self._may_send = send, unsent, window, may_send
-        self._allowance = allowance
+        self._send, self._unsent, self._ahead, self._may_send = send, unsent, ahead, may_send
+        self._allowance, self._piece = allowance, piece
         self._jobs: dict[int, Sending] = {}
         self._order: list[Sending] | None = None
 
@@ -250,7 +250,7 @@ class SendQueue:
         return job
 
     def feed(self) -> tuple[list[Sending], list[tuple[Sending, Exception]]]:
-        """Give QUIC what it can use now: the most urgent answer first, among equals the oldest request.
+        """Give the transport what it can use now: the most urgent answer first, among equals the oldest request.
 
         Returns and removes answers that are complete, and those that broke off, with their errors.
         """
@@ -259,29 +259,32 @@ class SendQueue:
         if not self._jobs:
             return done, broken
         unsent = self._unsent()
-        room = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self._window())) - unsent
-        room = min(room, self._allowance(unsent))
+        room = min(self._ahead() - unsent, self._allowance(unsent))
         while room > 0 and (room_taken := self._send_next(done, broken)) is not None:
             room -= room_taken
         return done, broken
 
     def _send_next(self, done: list[Sending], broken: list[tuple[Sending, Exception]]) -> int | None:
-        """Send a piece of the answer whose turn it is, and return its bytes; None if no answer can be sent."""
+        """Send some pieces of the answer whose turn it is, and return their bytes; None if no answer can be sent."""
         if self._order is None:
             self._order = sorted(self._jobs.values(), key=lambda job: job.turn)
         for job in self._order:
             try:
                 if not self._may_send(job.stream) or not job.ready:
                     continue
-                piece = job.piece()
-                alive = self._send(job, piece)
+                most = self._piece()
+                pieces, size = list[Piece](), 0
+                while size < most and not job.finished and (not pieces or job.ready):
+                    pieces.append(job.piece(most - size))
+                    size += len(pieces[-1])
+                alive = self._send(job, pieces)
             except Exception as error:  # noqa: BLE001  # a damaged asset must not take the connection with it
                 broken.append((job, error))
                 self.remove(job.key)
                 return 0
-            job.sent += len(piece)
+            job.sent += size
             if job.finished or not alive:
                 done.append(job)
                 self.remove(job.key)
-            return len(piece)
+            return size
         return None

@@ -1,4 +1,4 @@
-"""The server of origins and relays: MoQT over QUIC, by qh3 or aioquic, and its life as a process."""
+"""The server of origins and relays: MoQT over QUIC and over QMux on TCP, and its life as a process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ import errno
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kvabr.link.quic.backend import NoTokens, Quic, RetryTokens, installed_libraries, library, load_certificates
-from kvabr.link.quic.endpoint import protocol_class
+from kvabr.link.quic.backend import (
+    REQUESTS_CONNECTION_WINDOW,
+    REQUESTS_STREAM_WINDOW,
+    NoTokens,
+    Quic,
+    RetryTokens,
+    installed_libraries,
+    library,
+    load_certificates,
+)
+from kvabr.link.quic.transport import protocol_class
+from kvabr.link.tcp.listener import TcpListener
+from kvabr.link.tcp.tls import server_context
+from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
 from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.server.budgets import Host
 from kvabr.server.certificates import ServerTls
@@ -26,6 +39,8 @@ from kvabr.types.errors import KvabrError, TransportError
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
+Tcp = Literal["tls", "plain", "off"]
+"""What a server accepts on TCP; see `Server`."""
 _HALF_OPEN = 64
 """Handshakes at a time before new clients must validate their address; also how many connections beyond the limit are
 let in far enough to be told that there are too many."""
@@ -37,6 +52,8 @@ TICK_S = 0.1
 """Seconds between checks whether tokens have expired."""
 WATCH_S, MOST_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
 """Seconds between checks of the assets: at least, at most, and the share of the time that checking may take."""
+_TRIES = 16
+"""Free ports to try until one is free for UDP and TCP."""
 INTERRUPTED = 130
 """Exit status after a second signal."""
 
@@ -55,6 +72,7 @@ class Server(Host[Peer]):
         metrics: Metrics,
         *,
         quic: Quic = "aioquic",
+        tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
     ) -> None:
         """Prepare; nothing is bound before `start`.
@@ -62,12 +80,14 @@ class Server(Host[Peer]):
         Args:
             source: what to serve, and who may read it: an origin's `PublishedAssets`, or a `Relay`.
             host: name or address to bind.
-            port: UDP port to bind; 0 takes a free one.
+            port: UDP and TCP port to bind; 0 takes a free one.
             tls: certificate and key, already checked by `kvabr.server.certificates.check`.
             limits: what peers may take.
             log: receives events.
             metrics: receives counts.
             quic: QUIC library; ``auto`` takes the fastest that is installed. `TransportError` if this one is not.
+            tcp: ``tls``, ``plain`` to accept connections without TLS as well, which anyone on the path can read, or
+                ``off``.
             drafts: drafts to speak, preferred first.
         """
         super().__init__(source, limits, log, metrics)
@@ -81,7 +101,12 @@ class Server(Host[Peer]):
         """``aioquic`` or ``qh3``."""
         self._lib = library(self.backend)
         self._drafts = drafts
+        self.tcp = tcp
         self._transport: asyncio.DatagramTransport | None = None
+        self._listener: TcpListener | None = None
+        self._security = TcpSecurity(None)
+        self._streams: weakref.WeakSet[QmuxTransport] = weakref.WeakSet()
+        """Connections over TCP that may have their socket still."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
 
@@ -89,18 +114,18 @@ class Server(Host[Peer]):
         """Bind the address and serve; `TransportError` if the address is in use, or not one of this machine."""
         configuration = self._configured()
         loop = self._loop = asyncio.get_running_loop()
-        sock: socket.socket | None = None
+        socks: list[socket.socket] = []
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            sock = socket.socket(family, socket.SOCK_DGRAM)
-            sock.setblocking(False)
-            sock.bind(address)
+            socks = _bound(family, address, tcp=self.tcp != "off")
             cls = protocol_class(self._lib, lambda _: self._admit())
-            self._transport, self._server = await self._lib.open_server(sock, configuration, cls)
+            self._transport, self._server = await self._lib.open_server(socks[0], configuration, cls)
+            if self.tcp != "off":
+                self._listener = TcpListener(socks[1], self._accepted)
             self._tick()
         except OSError as error:
-            if sock is not None:
+            for sock in socks:
                 sock.close()
             where = f"{self.host}:{self.port}"
             if error.errno == errno.EADDRINUSE:
@@ -140,9 +165,13 @@ class Server(Host[Peer]):
             self._ticking.cancel()
         for peer in list(self.peers):
             peer.say_goodbye()
+        if self._listener is not None:
+            self._listener.close()
         await asyncio.sleep(_GOODBYE_S if self.peers else 0)
         for peer in list(self.peers):
             peer.ended("the server closes", 0)
+        for stream in list(self._streams):
+            stream.drop()
         transport.close()
 
     async def __aenter__(self) -> Self:
@@ -170,10 +199,13 @@ class Server(Host[Peer]):
 
     def make_peer(self) -> Peer:
         """Return the endpoint of a new connection."""
-        return Peer(self._lib, self)
+        return Peer(self)
 
     def _configured(self) -> Any:
         alpn = [draft.alpn for draft in self._drafts]
+        if self.tcp != "off":
+            context = server_context(self.tls.certfile, self.tls.keyfile, alpn)
+            self._security = TcpSecurity(context, self.tcp == "plain")
         configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
         load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
         return configuration
@@ -198,6 +230,24 @@ class Server(Host[Peer]):
         self._guard()
         return peer
 
+    def _accepted(self, sock: socket.socket) -> None:
+        if len(self.peers) >= self.limits.connections + _HALF_OPEN:
+            sock.close()
+            return
+        peer = self._admit()
+        windows = REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW
+        try:
+            stream = QmuxTransport(
+                sock, peer, self._security, [draft.alpn for draft in self._drafts],
+                client=False, idle_s=self.limits.idle_s, windows=windows,
+            )  # fmt: skip
+        except OSError:  # it has gone already
+            sock.close()
+            peer.ended("the connection was lost", 0)
+            return
+        self._streams.add(stream)
+        stream.start()
+
     def _guard(self) -> None:
         """Decide what new clients must prove before any state is kept for them."""
         if self._server is None:
@@ -209,6 +259,27 @@ class Server(Host[Peer]):
             self._lib.demand_proof(self._server, self._retry_tokens)
         else:
             self._lib.demand_proof(self._server, None)
+
+
+def _bound(family: int, address: Any, *, tcp: bool) -> list[socket.socket]:
+    """Return a socket for UDP, and one for TCP on the same port, bound; raises `OSError`."""
+    for left in range(_TRIES - 1, -1, -1):
+        socks = [socket.socket(family, socket.SOCK_DGRAM)]
+        try:
+            socks[0].setblocking(False)
+            socks[0].bind(address)
+            if tcp:
+                socks.append(socket.socket(family, socket.SOCK_STREAM))
+                socks[1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                socks[1].bind(socks[0].getsockname())
+        except OSError:
+            for sock in socks:
+                sock.close()
+            if address[1] or not left:
+                raise  # only a port that is free for UDP alone is worth another try
+        else:
+            return socks
+    raise AssertionError("unreachable")
 
 
 class Watcher:

@@ -237,6 +237,8 @@ class RequestSent(TransferEvent):
     name: ClassVar[str] = "request"
     bytes: int
     """Size of the group's frame, from the catalog."""
+    source: int = 0
+    """Which of the play's sources is asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvabr.abr import Ladder
 from kvabr.abr.cache_first import CacheFirst, cache_first
+from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.requests import StallDetector
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, Deliver, FetchGroup
+from kvabr.player.session_types import Decode, Deliver, FetchGroup, Recompute
 from kvabr.player.throughput_sampler import ThroughputSampler
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
 
@@ -141,3 +145,42 @@ def test_a_transfer_that_waits_for_others_does_not_stand_still():
         watch.waited(transfers.values(), now)
         assert watch.stalled(transfers, 0.01, now + 0.1) == []
     assert watch.stalled(transfers, 0.01, 1.5)
+
+
+@pytest.mark.parametrize("mode", ["hole", "suffix"])
+def test_an_engine_leaves_what_is_at_hand(mode):
+    """The link would take longer than the engine, but nothing needs to come over it."""
+    offer = catalog(8, layered=True)
+    kept = {name: range(8) for name in ("base", "layer-1", "layer-2")}
+    chosen = cache_first(load_policy("anytime")(), offer, lambda _, track: kept.get(track, ()))
+    known = DualEwma()
+    known.prime(Prior(1e6, 0.02))
+    play = Session(Ladder(offer), 2.0, chosen, known, cost=PrefillCost(0.0, 0.3 / (8 * 128)), mode=mode)
+    play.start(0.0)
+    requests, computed = [], []
+    actions = play.actions()
+    while actions:  # nothing has been read from the store yet
+        requests += [action.request for action in actions if isinstance(action, FetchGroup)]
+        computed += [action for action in actions if isinstance(action, Recompute)]
+        actions = play.actions()
+    assert len(requests) == sum(map(len, kept.values()))
+    assert sum(each.last - each.first for each in computed) <= 1  # what it has time for while others are decoded
+    for request in list(play.view.in_flight):
+        play.done(request, 0.002, "kept")
+    assert play.view.in_flight.required_bytes == play.view.outstanding_bytes == 0
+
+
+def test_what_is_no_longer_at_hand_comes_over_the_link():
+    offer = catalog(2)
+    kept = {"FP16": {0, 1}}
+    play, _ = playing(offer, kept)
+    play.start(0.0)
+    flying = play.view.in_flight
+    assert [transfer.remaining for transfer in flying.values()] == [0, 0]
+    size = flying[0].bytes
+    play.progress(0, 1000, 0.1)
+    assert (flying[0].remaining, flying.required_bytes) == (size - 1000,) * 2
+    assert play.view.outstanding_bytes == size - 1000
+    play.done(0, 0.2)
+    play.done(1, 0.2, "kept")
+    assert flying.required_bytes == play.view.outstanding_bytes == 0

@@ -26,8 +26,8 @@ import structlog
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
-from kvabr.link.quic.connect import connect, dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import connect, dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics

@@ -125,7 +125,7 @@ class _Server(LyingServer):
         self.state = state
 
     def make_peer(self):
-        return _Peer(self._lib, self)
+        return _Peer(self)
 
 
 def _with(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:

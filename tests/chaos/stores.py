@@ -25,7 +25,7 @@ from kvabr.client.origins import dialling
 from kvabr.client.peers import PeerLike
 from kvabr.client.result import Played
 from kvabr.codec.fit import fit
-from kvabr.link.quic.connect import connect
+from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import ServerTls, check, development
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import KvabrError

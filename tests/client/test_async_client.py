@@ -337,7 +337,7 @@ async def test_closing_twice_ends_a_play_once():
 @virtual
 async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
     class Dialling(AbstractAsyncContextManager):
-        peer = "slow to close"
+        peers = ("slow to close",)
 
         async def __aenter__(self):
             return link

@@ -16,8 +16,8 @@ from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError
-from kvabr.link.quic.connect import connect
-from kvabr.link.quic.connection import MAX_HELD, MAX_IN_FLIGHT
+from kvabr.link.moqt.connect import connect
+from kvabr.link.moqt.connection import MAX_HELD, MAX_IN_FLIGHT
 from kvabr.moqt.wire import DRAFTS
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
+import socket
+
 import pytest
+from safetensors.torch import load_file
 
 from kvabr.abr.estimators.tracking import Tracking
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
+from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.client.play import Play
+from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
-from kvabr.types.events import RequestSent
+from kvabr.types.errors import PlayError
+from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
-from tests.toymodel import SPEC
+from tests.memory_transport import Fault
+from tests.toymodel import prompt
 
-
-def by_parity(group, track):
-    """A static split, which is enough to show that groups come from both."""
-    del track
-    return group % 2
-
-
-async def play(client, peers, deadline, source_of=by_parity, **options):
-    """Play what the first of some peers finds from all of them, as a client does from one."""
-    how = PlayOptions(**options)
-    async with client._runner.play([client._peer(peer) for peer in peers], deadline, how, source_of) as turn:
-        one = Play(turn, client._profiles, client._history, client._speeds, client._costs, None, None, TOKENS)
-        found, _ = await client._peer(peers[0]).find(one.connection, TOKENS, SPEC)
-        return one.over(await one.whole(await one.prepare(found)))
+LONG = prompt(160).tokens
 
 
 @pytest.fixture
@@ -43,23 +39,42 @@ def origins(root, tmp_path):
         each.close()
 
 
+def of(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
 @pytest.mark.parametrize("quic", ["aioquic", "qh3"])
 async def test_a_play_from_two_origins(origins, short, quic):
     sent = []
-    async with AsyncClient() as client:
+    options = PlayOptions(policy="fixed:FP16", log=sent.append)
+    async with AsyncClient(options=options) as client:
         peers = [client.peer(each.url, fingerprint=each.fingerprint, quic=quic, timeout_s=LIMIT_S) for each in origins]
-        log = lambda event: sent.append(event) if isinstance(event, RequestSent) else None  # noqa: E731
-        played = await play(client, peers, LIMIT_S, policy="fixed:FP16", log=log)
+        for peer in peers:
+            await client.connect(peer)
+        played = await client.play(TOKENS, deadline=LIMIT_S, peer=peers)
         received = [(await client.connect(peer)).stats().bytes_received for peer in peers]
-        told = [(await client.connect(peer)).peer for peer in peers]
     assert played.met
     assert played.coverage == ("FP16",) * 5
     assert close(played.kv, error=1e-5)
-    sizes = short.track("FP16").bytes
-    assert received[1] == sizes[1] + sizes[3]
-    assert received[0] > sizes[0] + sizes[2] + sizes[4]  # the catalog came from there, too
-    assert sorted(event.group for event in sent) == [0, 1, 2, 3, 4]
-    assert all(client._history.of(peer) is not None for peer in told)  # each link was estimated by itself
+    assert min(received) > min(short.track("FP16").bytes)  # more than the catalog
+    assert sorted(event.group for event in of(sent, RequestSent)) == [0, 1, 2, 3, 4]
+
+
+async def test_an_origin_that_is_not_there_delays_nothing(origins):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
+        options = PlayOptions(policy="fixed:FP16")
+        async with AsyncClient(urls, fingerprint=origins[0].fingerprint, timeout_s=LIMIT_S, options=options) as client:
+            played = await client.play(TOKENS, deadline=2 * LIMIT_S)
+    assert played.coverage == ("FP16",) * 5
+    assert played.ttft_s < LIMIT_S  # it did not wait until dialling had failed
+
+
+async def test_without_any_origin_the_play_says_why():
+    async with AsyncClient(["moqt://127.0.0.1:9/", "moqt://127.0.0.1:11/"], insecure=True, timeout_s=0.3) as client:
+        with pytest.raises(PlayError, match=r"127\.0\.0\.1:(9|11)"):
+            await client.play(TOKENS, deadline=2.0)
 
 
 @virtual
@@ -69,16 +84,81 @@ async def test_two_links_bring_what_one_of_them_would_not_in_time(origin, short)
     alone = []
     for links in (1, 2):
         async with origin(rate=size / 3) as one, origin(rate=size / 3) as other, AsyncClient() as client:
-            played = await play(client, [one, other][:links], 2.0, source_of=by_parity if links == 2 else first)
+            played = await client.play(TOKENS, deadline=2.0, peer=[one, other][:links])
             assert played.met
             assert close(played.kv)
             alone.append(played.loss)
     assert alone[1] < alone[0]
 
 
-def first(group, track):
-    del group, track
-    return 0
+@virtual
+async def test_a_faster_source_brings_more(origin, long):
+    size = long.track("FP16").total_bytes
+    options = PlayOptions(policy="fixed:FP16")
+    slow, fast = (origin(rate=rate, rtt_s=0.02, folder="long") for rate in (size / 8, size / 2))
+    async with slow, fast, AsyncClient(options=options) as client:
+        played = await client.play(LONG, deadline=20.0, peer=[slow, fast])
+        got = [each.stats().bytes_received for each in (slow, fast)]
+    assert played.coverage == ("FP16",) * 10
+    assert got[1] > 2 * got[0]
+    assert played.ttft_s < 2.4  # alone, the faster takes 2 seconds, and both together 1.6
+
+
+@virtual
+@pytest.mark.parametrize("how", ["silent", "lost"])
+async def test_the_death_of_a_source_leaves_no_hole(origin, long, how):
+    """At any moment, whichever source it is."""
+    size = long.track("FP16").total_bytes
+    dice = random.Random(0)
+    for number in range(24):
+        rates = [size / dice.uniform(1, 3) for _ in range(2)]
+        one, other = (origin(rate=rate, rtt_s=0.02, folder="long") for rate in rates)
+        async with one, other, AsyncClient() as client:
+            victim = (one, other)[number % 2]
+
+            def kill(victim=victim):
+                if how == "lost":
+                    victim.lose()
+                else:
+                    victim.path.rate = 1e-3
+
+            asyncio.get_running_loop().call_later(dice.uniform(0.03, 1.0), kill)
+            played = await client.play(LONG, deadline=4.0, peer=[one, other])
+        assert played.met
+        assert None not in played.coverage
+        assert close(played.kv, LONG, error=0.1)
+
+
+@virtual
+async def test_a_source_that_lacks_groups_or_sends_others_is_made_up_for(origin, long):
+    events = []
+
+    def refuses(ask):
+        return Fault(refuse=RequestCode.DOES_NOT_EXIST) if ask.track == "FP16" and ask.group % 3 == 0 else None
+
+    def corrupts(ask):
+        return Fault(corrupt_at=200) if ask.track == "FP16" else None
+
+    for faults, most in ((refuses, 5), (corrupts, 10)):
+        events.clear()
+        options = PlayOptions(policy="fixed:FP16", log=events.append)
+        bad, good = (origin(rtt_s=0.02, rate=1e6, folder="long", **how) for how in ({"faults": faults}, {}))
+        async with bad, good, AsyncClient(options=options) as client:
+            played = await client.play(LONG, deadline=10.0, peer=[bad, good])
+        assert played.coverage == ("FP16",) * 10
+        assert close(played.kv, LONG, error=1e-5)
+        assert 1 <= len(of(events, RequestFailed)) + len(of(events, RequestCancelled)) <= most
+
+
+@virtual
+async def test_a_source_with_another_asset_is_left_out(origin):
+    """It has a shorter one, which begins alike; groups of the longer are only at one of them."""
+    options = PlayOptions(policy="fixed:FP16")
+    other, right = (origin(rtt_s=0.02, folder=folder) for folder in ("short", "long"))
+    async with other, right, AsyncClient(options=options) as client:
+        played = await client.play(LONG, deadline=5.0, peer=[other, right])
+    assert played.coverage == ("FP16",) * 10
+    assert other.requests < 10
 
 
 def test_a_source_that_falls_silent_has_stalled_whatever_another_brings():
@@ -97,22 +177,33 @@ def test_a_source_that_falls_silent_has_stalled_whatever_another_brings():
 
 def test_each_source_is_sampled_by_itself(short):
     """A source that brings nothing does not lower the estimate of another, and rates add up."""
-    session = new_session(Ladder(short), 2.0, "fixed:FP16", [Tracking(), Tracking()], source_of=by_parity)
+    session = new_session(Ladder(short), 2.0, "fixed:FP16", [Tracking(), Tracking()], offers=[None, None])
     session.start(0.0)
     asked = [action for action in session.actions() if isinstance(action, FetchGroup)]
     assert {action.source for action in asked} == {0, 1}
-    for action in asked:
-        assert action.source == action.group % 2
-    for step in range(1, 11):
-        now = 0.1 * step
+    for step in range(1, 4):
+        now = 0.05 * step
         for action in (one for one in asked if one.source == 0):
             session.progress(action.request, step * 20, now)
         session.timer(now)
     only = session.view.rate
     assert only > 0
-    for step in range(1, 11):
-        now = 1.0 + 0.05 * step
+    for step in range(1, 4):
+        now = 0.15 + 0.05 * step
         for action in (one for one in asked if one.source == 1):
             session.progress(action.request, step * 20, now)
         session.timer(now)
     assert session.view.rate > 1.2 * only
+
+
+def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, capsys):
+    out, log = tmp_path / "out.safetensors", tmp_path / "log.jsonl"
+    gone = origins[0].url
+    origins[0].kill()
+    (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
+    words = ["fetch", gone, "--source", origins[1].url, "--prompt", str(tmp_path / "prompt.json"), "--insecure"]
+    words += ["--deadline", "60", "--timeout", "2", "--out", str(out), "--log", str(log), "-p", "fixed:FP16"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert close(load_file(out)["kv"], error=1e-5)
+    requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
+    assert {line["source"] for line in requests} == {1}

@@ -10,8 +10,8 @@ from kvabr.cli.main import main
 from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.engines.settings import EngineSettings, open_client
-from kvabr.link.quic.connect import connect
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import connect
+from kvabr.link.moqt.options import DialOptions
 from kvabr.types.errors import UnauthorizedError, UsageError
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from kvabr.link.quic.connect import connect as dial
+from kvabr.link.moqt.connect import connect as dial
 from kvabr.publish.encoder import publish
 from kvabr.server.certificates import ServerTls
 from kvabr.server.grants import Grants

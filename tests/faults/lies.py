@@ -23,17 +23,17 @@ def many_objects(answer):
 def two_streams(answer):
     answer.one_object(answer.frame[:100], end=False)
     stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + write_varint(answer.number), False)
+    answer.peer.transport.write(stream, b"\x05" + write_varint(answer.number))
 
 
 def of_nobody(answer):
     stream = answer.peer.session.responder._channel.open_uni()
-    answer.peer.quic.send_stream_data(stream, b"\x05" + write_varint(4000), False)
+    answer.peer.transport.write(stream, b"\x05" + write_varint(4000))
 
 
 def bad_control(answer):
     session = answer.peer.session
-    answer.peer.quic.send_stream_data(session._channel.control_stream, b"\x3f\x00\x00", False)
+    answer.peer.transport.write(session._channel.control_stream, b"\x3f\x00\x00")
 
 
 def broken_off(answer):

@@ -7,8 +7,9 @@ import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 
+from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.quic.backend import library, load_certificates
-from kvabr.link.quic.endpoint import Endpoint, protocol_class
+from kvabr.link.quic.transport import protocol_class
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
@@ -43,7 +44,7 @@ class Answer:
     def write(self, data: bytes, *, end: bool = False) -> None:
         if self.stream is None:
             self.accept()
-        self.peer.quic.send_stream_data(self.stream, data, end)
+        self.peer.transport.write(self.stream, data, fin=end)
 
     def one_object(self, payload: bytes, *, group: int | None = None, size: int | None = None, end: bool = True):
         """Write a payload as one object."""
@@ -82,7 +83,7 @@ class LyingServer(Server):
         self.lie, self.once, self.told = lie, once, 0
 
     def make_peer(self):
-        return LyingPeer(self._lib, self)
+        return LyingPeer(self)
 
 
 @asynccontextmanager
@@ -97,8 +98,8 @@ async def lying(root, tls, fingerprint, lie: Lie, *, once: bool = True):
 class RudeEnd(Endpoint):
     """One end of a connection: ``greet`` gets it after the handshake, ``heard`` each event of its session."""
 
-    def __init__(self, lib, *, greet=None, heard=None, client=False) -> None:
-        super().__init__(lib)
+    def __init__(self, *, greet=None, heard=None, client=False) -> None:
+        super().__init__()
         self._greet, self._heard, self._client = greet, heard, client
         self.shaken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
@@ -130,7 +131,7 @@ async def rude_server(tls, *, greet=None, heard=None, alpn=tuple(draft.alpn for 
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.setblocking(False)
     sock.bind(("127.0.0.1", 0))
-    made = protocol_class(lib, lambda _: RudeEnd(lib, greet=greet, heard=heard))
+    made = protocol_class(lib, lambda _: RudeEnd(greet=greet, heard=heard))
     transport, _ = await lib.open_server(sock, configuration, made)
     try:
         yield sock.getsockname()
@@ -147,7 +148,7 @@ async def rude_client(address, *, draft=DRAFTS[0], greet=None, name="aioquic", w
     configuration.verify_mode = 0
     if window is not None:
         configuration.max_data = configuration.max_stream_data = window
-    end = RudeEnd(lib, greet=greet, client=True)
+    end = RudeEnd(greet=greet, client=True)
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     sock.setblocking(False)
     sock.bind(("127.0.0.1", 0))

@@ -54,7 +54,7 @@ class ChaoticServer(Server):
     share = 0.0
 
     def make_peer(self):
-        return ChaoticPeer(self._lib, self)
+        return ChaoticPeer(self)
 
 
 @pytest.mark.parametrize("seed", range(3))

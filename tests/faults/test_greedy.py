@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvabr.link.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_WINDOW
+from kvabr.link.transport import StreamTransport
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
-from kvabr.server import send_queue
 from kvabr.store import asset_folder
 from kvabr.types.errors import TransportError
 from tests.assets import open_files
@@ -37,7 +37,7 @@ async def connected(stack, served, **how):
 async def test_clients_that_begin_everything_and_finish_nothing(root, tls, fingerprint, catalog, library, monkeypatch):
     """They raise the priority of each request in turn, and some read nothing more."""
     monkeypatch.setattr(asset_folder, "LOADED_BYTES", 1000)  # so that every frame is read from an open file,
-    monkeypatch.setattr(send_queue, "_PIECE", 5000)  # and sent in pieces
+    monkeypatch.setattr(StreamTransport, "piece", 5000)  # and sent in pieces
     async with serving(root, tls, fingerprint, library=library, **LITTLE) as served, AsyncExitStack() as stack:
         budgets, seen = served.server.budgets, []
         ends = [await connected(stack, served) for _ in range(6)]
@@ -50,8 +50,8 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
         watching = asyncio.create_task(watch())
         numbers = {end: [ask(end, catalog, group=number % 6) for number in range(40)] for end in ends}
         for deaf in ends[:3]:
-            deaf.driver.transmit()
-            asyncio.get_running_loop().remove_reader(deaf.driver._transport.get_extra_info("socket").fileno())
+            deaf.transport.flush()
+            asyncio.get_running_loop().remove_reader(deaf.transport.driver._transport.get_extra_info("socket").fileno())
         for turn in range(40):
             for end in ends:
                 end.session.requester.update(numbers[end][turn], Parameters(priority=127 - turn))
@@ -78,7 +78,7 @@ async def test_too_many_requests_in_all_leave_everybody_some(root, tls, fingerpr
             for end in ends:
                 for _ in range(60):
                     ask(end, catalog)
-                end.driver.transmit()
+                end.transport.flush()
             await until(lambda: all(refusals(end) for end in ends))
             assert all("the server is busy" in refusal.reason for end in ends for refusal in refusals(end))
             await others_are_served(served)
@@ -106,8 +106,8 @@ async def test_a_server_keeps_little_of_what_it_cannot_read_yet(root, tls, finge
     """A client may leave gaps in what it sends, and QUIC keeps what comes behind them."""
     async with serving(root, tls, fingerprint, library=library) as served, AsyncExitStack() as stack:
         end = await connected(stack, served)
-        assert end.quic._remote_max_data <= REQUESTS_CONNECTION_WINDOW == 1 << 20
-        assert end.quic._remote_max_stream_data_bidi_remote <= REQUESTS_STREAM_WINDOW == 1 << 18
+        assert end.transport.quic._remote_max_data <= REQUESTS_CONNECTION_WINDOW == 1 << 20
+        assert end.transport.quic._remote_max_stream_data_bidi_remote <= REQUESTS_STREAM_WINDOW == 1 << 18
         await others_are_served(served)
 
 
@@ -118,8 +118,8 @@ async def test_streams(root, tls, fingerprint, library):
         end = await connected(stack, served)
         for begin in (end.session._channel.open_bidi, end.session._channel.open_uni):
             for _ in range(120):
-                end.quic.send_stream_data(begin(), b"\x40", False)
-        end.driver.transmit()
+                end.transport.write(begin(), b"\x40")
+        end.transport.flush()
         await others_are_served(served)
-        most = end.quic._remote_max_streams_bidi, end.quic._remote_max_streams_uni
+        most = end.transport.quic._remote_max_streams_bidi, end.transport.quic._remote_max_streams_uni
         assert most == {"aioquic": (128, 128), "qh3": (100, 103)}[library]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvabr.link.transport import MOST_AHEAD_BYTES
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.messages import RequestUpdate, SubscribeNamespace
@@ -20,7 +21,6 @@ from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
-from kvabr.server import send_queue as sending
 from kvabr.server import server as quicserver
 from kvabr.server.peer import Peer
 from kvabr.store.asset import Asset
@@ -47,7 +47,7 @@ async def others_are_served(served):
 
 
 def ask(end, catalog, track="FP16", group=0):
-    """Ask for a group, without the courtesies of a `QuicConnection`."""
+    """Ask for a group, without the courtesies of a `MoqtConnection`."""
     where = Location(group, 0)
     number = end.session.fetch(catalog.namespace.fields(), track.encode(), where, where, Parameters())
     end.settle()
@@ -79,7 +79,7 @@ async def test_a_flood_of_requests(root, tls, fingerprint, catalog, library, dra
         async with rude_client(served.address, draft=draft) as end:
             for number in range(400):
                 ask(end, catalog, group=number % 6)
-            end.driver.transmit()
+            end.transport.flush()
             most = 0
 
             async def watch():
@@ -105,7 +105,7 @@ async def test_more_requests_a_second_than_allowed(root, tls, fingerprint, catal
         async with rude_client(served.address) as end:
             for _ in range(100):
                 ask(end, catalog, "no such track")
-            end.driver.transmit()
+            end.transport.flush()
             await until(lambda: len(refusals(end)) == 100)
             codes = [refusal.code for refusal in refusals(end)]
             assert codes.count(RequestCode.DOES_NOT_EXIST) == 20
@@ -126,7 +126,7 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
             while total < 600:
                 numbers = [ask(end, catalog, group=dice.randrange(6)) for _ in range(50)]
                 if dice.random() < 0.5:
-                    end.driver.transmit()
+                    end.transport.flush()
                     await asyncio.sleep(dice.random() * 0.02)
                 for number in numbers:
                     end.session.requester.cancel(number)
@@ -138,7 +138,7 @@ async def test_thousands_of_requests_that_are_cancelled(root, tls, fingerprint, 
             assert served.metrics.value("kvabr_requests_total", kind="Fetch") > 60
             assert served.metrics.value("kvabr_requests_in_flight") == 0
             number = ask(end, catalog)  # the connection is as good as new
-            end.driver.transmit()
+            end.transport.flush()
             await until(lambda: any(getattr(event, "request_id", None) == number for event in end.events[-20:]))
         await served.empty()
 
@@ -149,13 +149,13 @@ async def test_a_client_that_does_not_read(root, tls, fingerprint, catalog, libr
     async with starting as served, rude_client(served.address) as end:
         for number in range(60):
             ask(end, catalog, group=number % 6)
-        end.driver.transmit()
+        end.transport.flush()
         loop = asyncio.get_running_loop()
-        loop.remove_reader(end.driver._transport.get_extra_info("socket").fileno())
+        loop.remove_reader(end.transport.driver._transport.get_extra_info("socket").fileno())
         (peer,) = served.server.peers
         await until(lambda: peer.busy)
         await others_are_served(served)
-        assert peer._unsent() <= sending.MOST_AHEAD_BYTES + (64 << 10)
+        assert peer._unsent() <= MOST_AHEAD_BYTES + (64 << 10)
         await served.empty()
 
 
@@ -184,8 +184,8 @@ async def test_garbage_on_streams(root, tls, fingerprint, library):
         ends = []
         for stream, data in GARBAGE.values():
             end = await stack.enter_async_context(rude_client(served.address, greet=lambda *_: None))
-            end.quic.send_stream_data(stream, data, False)
-            end.driver.transmit()
+            end.transport.write(stream, data)
+            end.transport.flush()
             ends.append(end)
         # Some of it is not wrong yet: it might go on.
         await until(lambda: all(peer._over or (peer.session and held(peer.session)) for peer in served.server.peers))
@@ -252,12 +252,12 @@ async def test_a_request_before_setup_waits_for_it(root, tls, fingerprint, catal
     async with serving(root, tls, fingerprint) as served:
         async with rude_client(served.address, greet=lambda end, draft: hold(end, draft, held)) as end:
             number = ask(end, catalog, "Int4")
-            end.driver.transmit()
+            end.transport.flush()
             await until(lambda: any(peer.session and peer.session._early for peer in served.server.peers))
             assert not end.events
             for command in held:
                 end._carry_out(command)
-            end.driver.transmit()
+            end.transport.flush()
             await until(lambda: any(getattr(event, "request_id", None) == number for event in end.events))
             assert not refusals(end)
         await served.empty()
@@ -282,7 +282,7 @@ async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
                 number = end.session.fetch(catalog.namespace.fields(), b"Int4", HERE, HERE, Parameters())
                 (command,) = end.session.take_commands()
                 end._carry_out(replace(command, data=raw_fetch(draft, number, *name)))
-                end.driver.transmit()
+                end.transport.flush()
                 await until(lambda: end.over.done() or refusals(end))
                 if name in fits:
                     assert refusals(end)[0].code == RequestCode.DOES_NOT_EXIST
@@ -308,16 +308,16 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
         async with rude_client(served.address) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))
             (peer,) = served.server.peers
-            asyncio.get_running_loop().remove_reader(end.driver._transport.get_extra_info("socket").fileno())
+            asyncio.get_running_loop().remove_reader(end.transport.driver._transport.get_extra_info("socket").fileno())
             channel = end.session._channel
             stream = channel.open_bidi()
             channel.write(stream, SubscribeNamespace(channel.take_id(), ()))
             for _ in range(600):
                 channel.write(stream, RequestUpdate(channel.take_id()))
             end.settle()
-            end.driver.transmit()
-            await until(lambda: peer.quic._close_event is not None)
-            assert peer.quic._close_event.reason_phrase == "answers are not read"
+            end.transport.flush()
+            await until(lambda: peer.transport.quic._close_event is not None)
+            assert peer.transport.quic._close_event.reason_phrase == "answers are not read"
             await until(lambda: peer not in served.server.peers)
         await others_are_served(served)
         await served.empty()

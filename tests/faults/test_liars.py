@@ -172,7 +172,7 @@ async def test_a_server_that_closes_at_once(tls, fingerprint):
 
 async def test_a_server_whose_setup_is_garbage(tls, fingerprint):
     def greet(end, draft):
-        end.quic.send_stream_data(3, b"\xff\xfe\xfd" * 20, False)
+        end.transport.write(3, b"\xff\xfe\xfd" * 20)
 
     async with rude_server(tls, greet=greet) as address:
         for said in await for_both(lambda library: failing(dialled(address, fingerprint, library))):

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvabr.client.result import NothingCached
-from kvabr.link.quic.connect import connect
+from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import ServerTls, facts_of
 from kvabr.server.grants import Grant, Grants
 from kvabr.types.errors import NotFoundError, PlayError, TransportError

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 
 from kvabr.client import lookup
-from kvabr.link.quic.options import check_pinned, fingerprint_of, why_refused
+from kvabr.link.moqt.options import check_pinned, fingerprint_of, why_refused
 from kvabr.server.changes import Changes, changes_track, position_in
 from kvabr.server.grants import token_in_path
 from kvabr.server.relay_catalogs import check_small

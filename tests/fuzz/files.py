@@ -19,7 +19,7 @@ from kvabr.cli.options import CommandParser
 from kvabr.client import decode_speeds, engine_costs, shared_bandwidth
 from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import read_rows
-from kvabr.link.quic.options import read_token
+from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
 from kvabr.store.asset import Prompt

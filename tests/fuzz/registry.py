@@ -6,6 +6,7 @@ from tests.fuzz.buckets import BUCKETS
 from tests.fuzz.documents import CATALOGS, NAMES
 from tests.fuzz.files import FILES, TRACES
 from tests.fuzz.groups import GROUPS, PROFILES
+from tests.fuzz.qmux import QMUX
 from tests.fuzz.responses import LISTINGS, RESPONSES
 from tests.fuzz.sessions import SESSIONS
 from tests.fuzz.stored import STORED
@@ -16,6 +17,7 @@ TARGETS: dict[str, Target] = {
     "messages": MESSAGES,
     "objects": OBJECTS,
     "sessions": SESSIONS,
+    "qmux": QMUX,
     "catalogs": CATALOGS,
     "names": NAMES,
     "responses": RESPONSES,

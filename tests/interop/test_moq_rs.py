@@ -10,8 +10,8 @@ import pytest
 import structlog
 import torch
 
-from kvabr.link.quic.connect import dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.player.assembler import Assembler
 from kvabr.replay.verify import load_profile
@@ -37,7 +37,7 @@ async def our_origin(asset, library, drafts=DRAFTS):
     with development() as tls:
         found = PublishedAssets(asset.path)
         arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
-        async with Server(*arguments, quic=library, drafts=drafts) as server:
+        async with Server(*arguments, quic=library, tcp="plain", drafts=drafts) as server:
             yield server
 
 
@@ -89,10 +89,12 @@ def exact(asset, track):
 
 
 @pytest.mark.parametrize("alpn", ALPNS)
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("library", [*LIBRARIES, "tcp"])
 async def test_its_client_fetches_from_our_origin(asset, library, alpn):
+    over = "tcp://127.0.0.1" if library == "tcp" else "moqt://localhost"
+    library = "aioquic" if library == "tcp" else library
     async with asyncio.timeout(300), our_origin(asset, library, (by_alpn(alpn),)) as server:
-        url = f"moqt://localhost:{server.address[1]}/"
+        url = f"{over}:{server.address[1]}/"
         async with moq.Client(url, tls_verify=False, bind="127.0.0.1:0") as client:
             broadcast = await routed(client, path_of(asset.catalog.namespace))
             for track in asset.catalog.tracks:

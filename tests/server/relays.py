@@ -10,8 +10,8 @@ import hashlib
 import structlog
 import structlog.testing
 
-from kvabr.link.quic.connect import connect, dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import connect, dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import check
 from kvabr.server.grants import EVERYTHING, Grant
 from kvabr.server.limits import ServerLimits

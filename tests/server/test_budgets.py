@@ -90,7 +90,7 @@ def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
         pieces = b""
         while not answer.finished:
             assert answer.ready
-            pieces += answer.piece()
+            pieces += answer.piece(64 << 10)
         assert len(b"".join(part for _, _, part in objects(pieces))) == 30
         answer.close()
     assert kept.total.memory == len(kept.total.open) == 0
@@ -132,7 +132,7 @@ async def test_what_must_be_loaded_waits_for_room_in_order():
     for number, answer in enumerate(answers):
         answer.on_more = lambda number=number: told.append(number)
         assert answer.ready == (number < 2)  # whose headers can be sent
-    answers[1].piece()
+    answers[1].piece(64 << 10)
     assert [len(answer.publication.loaded) for answer in answers] == [1, 1, 0, 0, 0]
     assert len(kept) == 3
     answers[3].close()

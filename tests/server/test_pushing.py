@@ -150,7 +150,7 @@ async def test_a_group_that_is_not_wanted(tls):
         track.append(data(0, 5_000_000))
         (received,) = (await served.soon(Received))[:1]
         served.end._carry_out(Stop(received.stream, 1))
-        served.end.driver.transmit()
+        served.end.transport.flush()
         await served.soon(Ended)
         assert served.told(Ended)[0].reset is not None
         track.append(data(1))

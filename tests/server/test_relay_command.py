@@ -12,7 +12,7 @@ from asyncio.subprocess import PIPE
 import pytest
 
 from kvabr.cli.relay import parse_size
-from kvabr.link.quic.connect import asset_of, connect
+from kvabr.link.moqt.connect import asset_of, connect
 from kvabr.server.certificates import check
 from kvabr.server.grants import Grants
 from kvabr.types.errors import UsageError

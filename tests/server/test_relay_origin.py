@@ -9,7 +9,7 @@ import pytest
 import structlog
 import structlog.testing
 
-from kvabr.link.quic.connect import connect
+from kvabr.link.moqt.connect import connect
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING, Grants

@@ -14,8 +14,8 @@ import pytest
 import structlog
 import structlog.testing
 
-from kvabr.link.quic.connect import dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
 from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits

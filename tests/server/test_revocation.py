@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvabr.link.quic.connect import connect
-from kvabr.server import send_queue
+from kvabr.link.moqt.connect import connect
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
@@ -57,7 +56,7 @@ MINE, OTHER = "the token of this test", "a token of somebody else"
 @pytest.fixture
 def stuck(monkeypatch):
     """Requests are accepted, and nothing is sent."""
-    monkeypatch.setattr(send_queue, "MOST_AHEAD_BYTES", 0)
+    monkeypatch.setattr("kvabr.link.quic.transport.MOST_AHEAD_BYTES", 0)
 
 
 def log_of(server, token=""):

@@ -39,7 +39,8 @@ class Quic:
     def __init__(self):
         self.streams, self.ended, self.queued, self.dead = {}, [], 0, set()
 
-    def send(self, job, piece):
+    def send(self, job, pieces):
+        piece = b"".join(pieces)
         if job.stream in self.dead:
             return False
         self.streams.setdefault(job.stream, bytearray()).extend(piece)

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvabr.link.quic.connect import asset_of, dial
-from kvabr.link.quic.options import DialOptions
+from kvabr.link.moqt.connect import asset_of, dial
+from kvabr.link.moqt.options import DialOptions
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError

@@ -9,9 +9,12 @@ import pytest
 from kvabr.client import host_carrier, live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.link.quic import backend, connection, endpoint
-from kvabr.link.quic import options as dialling
+from kvabr.link.moqt import connection, endpoint
+from kvabr.link.moqt import options as dialling
+from kvabr.link.quic import backend
+from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
+from kvabr.qmux import frames
 from kvabr.server import (
     budgets,
     changes,
@@ -64,7 +67,8 @@ ROWS = {
     "`handshake-s`, `idle-s`": [f"{DEFAULTS.handshake_s:g}, {DEFAULTS.idle_s:g} s"],
     "handshakes before addresses": [f"{servers._HALF_OPEN}"],
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
-    "streams that a peer may have open": ["128 with aioquic, 100 with qh3"],  # see `test_streams`
+    "streams that a peer may have open": [f"{tcp.STREAMS}, 100 with qh3"],  # see `test_streams`
+    "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
     "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
     "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],

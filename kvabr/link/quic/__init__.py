@@ -1,1 +1,1 @@
-"""MoQT over QUIC: endpoint, connection and reconnect, on qh3 or aioquic."""
+"""QUIC's streams, by qh3 or aioquic."""

@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from kvabr.client.passages import find_passages
-from kvabr.link.quic.connect import connect
+from kvabr.link.moqt.connect import connect
 from kvabr.publish.frames import FrameEncoder
 from kvabr.server.certificates import ServerTls, check, make
 from kvabr.server.limits import ServerLimits

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.lookup import fetch_catalog
-from kvabr.link.quic.connect import Connecting, connect
+from kvabr.link.moqt.connect import Connecting, connect
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment

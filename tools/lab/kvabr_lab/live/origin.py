@@ -70,7 +70,7 @@ async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -
     )
     library, metrics = PublishedAssets(asset, None, log), Metrics()
     with certificates.development() as tls:
-        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend)
+        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend, tcp="plain")
         watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
         async with watcher, server:
             pipe.send((server.address, certificates.check(tls).fingerprint))

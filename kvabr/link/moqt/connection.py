@@ -1,4 +1,4 @@
-"""A `Connection` over QUIC in Python, by aioquic or qh3, in MoQT. `kvabr.link.quic.connect.dial` makes it.
+"""A `Connection` in MoQT, over QUIC or TCP. `kvabr.link.moqt.connect.dial` makes it.
 
 Each transfer is one FETCH: its objects become the bytes of the transfer, its end becomes that of the transfer. As many
 are under way as the peer's limit of streams allows; the others wait in a `RequestQueue`.
@@ -11,9 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
-from kvabr.link.quic.backend import QuicLibrary
-from kvabr.link.quic.endpoint import Endpoint
-from kvabr.link.quic.options import DialOptions, check_pinned, why_refused
+from kvabr.link.moqt.endpoint import Endpoint
+from kvabr.link.moqt.options import DialOptions, check_pinned, why_refused
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of, reason_of
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
@@ -41,7 +40,7 @@ _CLOSING_S = 0.25
 _BAD_CERTIFICATE = range(0x100 + 42, 0x100 + 49)
 """QUIC error codes of the TLS alerts about certificates (RFC 8446, section 6.2)."""
 MAX_IN_FLIGHT = 64
-"""Maximum requests in flight; more wait, the most urgent first. Both libraries allow about 100 streams."""
+"""Maximum requests in flight; more wait, the most urgent first. Servers allow about 100 streams."""
 MAX_HELD = 28
 """Maximum further requests that the peer holds until their groups are published."""
 _NOT_THERE = (RequestCode.DOES_NOT_EXIST, RequestCode.INVALID_RANGE)
@@ -57,7 +56,7 @@ _SAME = {
 """What resets of streams mean in the codes of requests, where the same number means something else."""
 
 
-class QuicFetch:
+class MoqtFetch:
     """A transfer that a connection has asked for, or will ask for."""
 
     def __init__(self, transfer: GroupTransfer, fields: tuple[bytes, ...]) -> None:
@@ -129,22 +128,22 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[int, QuicFetch] = {}
+        self._asked: dict[int, MoqtFetch] = {}
         self._held: set[int] = set()
         """Those that the peer may be holding until their groups are published."""
         self._silent: set[int] = set()
         """Those whose silence says nothing about the path."""
-        self._places: dict[QuicFetch, int] = {}
+        self._places: dict[MoqtFetch, int] = {}
         """Requests that wait, and the numbers of their entries in the heaps that count."""
-        self._heaps: dict[bool, list[tuple[int, int, QuicFetch]]] = {False: [], True: []}
+        self._heaps: dict[bool, list[tuple[int, int, MoqtFetch]]] = {False: [], True: []}
         """Heaps of the requests that wait, by whether the peer may hold them."""
         self._entries = 0
 
-    def __iter__(self) -> Iterator[QuicFetch]:
+    def __iter__(self) -> Iterator[MoqtFetch]:
         return iter((*self._asked.values(), *self.waiting))
 
     @property
-    def waiting(self) -> list[QuicFetch]:
+    def waiting(self) -> list[MoqtFetch]:
         """Requests that wait, in the order in which they came."""
         return list(self._places)
 
@@ -158,17 +157,17 @@ class RequestQueue:
         """How many requests under way should bring something soon."""
         return len(self._asked) - len(self._silent)
 
-    def under_way(self, number: int) -> QuicFetch | None:
+    def under_way(self, number: int) -> MoqtFetch | None:
         """Return a request by the number under which the peer was asked; None if it is over."""
         return self._asked.get(number)
 
-    def wait(self, fetch: QuicFetch) -> None:
+    def wait(self, fetch: MoqtFetch) -> None:
         """Let a request wait, or take in its new priority."""
         self._entries += 1
         self._places[fetch] = self._entries
         heappush(self._heaps[fetch.transfer.held], (fetch.transfer.priority, self._entries, fetch))
 
-    def begin(self, number: int, fetch: QuicFetch) -> None:
+    def begin(self, number: int, fetch: MoqtFetch) -> None:
         """Note under which number the peer was asked."""
         self._asked[number] = fetch
         if fetch.transfer.held:
@@ -176,7 +175,7 @@ class RequestQueue:
         if fetch.transfer.held or fetch.request.standing:
             self._silent.add(number)
 
-    def heard(self, number: int, fetch: QuicFetch) -> bool:
+    def heard(self, number: int, fetch: MoqtFetch) -> bool:
         """Note that something came; return whether that shows that the peer has not held the request any more."""
         if number not in self._held or fetch.transfer.held:
             return False
@@ -185,13 +184,13 @@ class RequestQueue:
             self._silent.discard(number)
         return True
 
-    def end(self, number: int) -> QuicFetch | None:
+    def end(self, number: int) -> MoqtFetch | None:
         """Remove a request under way, and return it; None if it is over."""
         self._held.discard(number)
         self._silent.discard(number)
         return self._asked.pop(number, None)
 
-    def leave(self, fetch: QuicFetch) -> None:
+    def leave(self, fetch: MoqtFetch) -> None:
         """Remove a request that waits."""
         self._places.pop(fetch, None)
 
@@ -215,9 +214,9 @@ class RequestQueue:
         mine, most = (len(self._held), MAX_HELD) if held else (asked - len(self._held), MAX_IN_FLIGHT)
         return mine < most and asked < MAX_IN_FLIGHT + MAX_HELD
 
-    def next(self) -> QuicFetch | None:
+    def next(self) -> MoqtFetch | None:
         """Take the request that waits and may be sent now; None if there is none."""
-        first: tuple[int, int, QuicFetch] | None = None
+        first: tuple[int, int, MoqtFetch] | None = None
         for held, heap in self._heaps.items():
             while heap and self._places.get(heap[0][2]) != heap[0][1]:
                 heappop(heap)
@@ -230,18 +229,17 @@ class RequestQueue:
         return first[2]
 
 
-class QuicConnection(Endpoint, PeerConnection):
+class MoqtConnection(Endpoint, PeerConnection):
     """A connection to one publisher or relay."""
 
-    def __init__(self, library: QuicLibrary, options: DialOptions) -> None:
-        super().__init__(library)
-        self.backend = library.name
+    def __init__(self, backend: str, options: DialOptions) -> None:
+        super().__init__()
+        self.backend = backend
         self.protocol = ""
         self._options = options
-        self.transport: asyncio.DatagramTransport | None = None
-        """Closed with the connection."""
+        self._over = False
         self._requests = RequestQueue()
-        self._fetches: dict[GroupTransfer, QuicFetch] = {}
+        self._fetches: dict[GroupTransfer, MoqtFetch] = {}
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
@@ -262,7 +260,7 @@ class QuicConnection(Endpoint, PeerConnection):
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""
         rtt = self.round_trip()
-        return ConnectionStats(rtt, self._received, self.lib.lost(self.quic))
+        return ConnectionStats(rtt, self._received, self.transport.lost())
 
     async def answers(self, within_s: float) -> bool:
         """See `Connection.answers`."""
@@ -274,16 +272,16 @@ class QuicConnection(Endpoint, PeerConnection):
 
     async def close(self) -> None:
         """See `Connection.close`."""
-        if self.transport is None:
+        if self._over:
             return
-        transport, self.transport = self.transport, None
+        self._over = True
         if self._lost is None:
             self.ended("closed by this side", 0)
             self.shut(SessionCode.NO_ERROR, "")
             if self.session is not None:
                 with contextlib.suppress(TimeoutError):  # otherwise the peer notices by its idle timeout
-                    await asyncio.wait_for(self.driver.wait_closed(), _CLOSING_S)
-        transport.close()
+                    await asyncio.wait_for(self.transport.wait_closed(), _CLOSING_S)
+        self.transport.drop()
 
     # ------------------------------------------------------------------ Carrier
 
@@ -299,7 +297,7 @@ class QuicConnection(Endpoint, PeerConnection):
             self._lose(transfer, "the peer is going away; connect anew")
         else:
             fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
-            fetch = self._fetches[transfer] = QuicFetch(transfer, fields)
+            fetch = self._fetches[transfer] = MoqtFetch(transfer, fields)
             if self._requests.has_room(held=transfer.held):
                 self._ask(fetch)
                 self.settle_and_send()
@@ -329,7 +327,7 @@ class QuicConnection(Endpoint, PeerConnection):
 
     def round_trip(self) -> float | None:
         """Return the smoothed round trip, seconds, if it is known."""
-        return self.lib.round_trip(self.quic) if self.driver is not None else None
+        return self.transport.round_trip()
 
     # ------------------------------------------------------------------ Endpoint
 
@@ -339,11 +337,11 @@ class QuicConnection(Endpoint, PeerConnection):
         self.shaken = True
         if options.fingerprint is not None:
             try:
-                check_pinned(self.lib.peer_certificate(self.quic), options.fingerprint)
+                check_pinned(self.transport.peer_certificate(), options.fingerprint)
             except TransportError as error:
                 self._fail(str(error))
-                self.quic.close(error_code=SessionCode.NO_ERROR)
-                self.driver.transmit()
+                self.transport.close(SessionCode.NO_ERROR, "")
+                self.transport.flush()
                 return None
         self.protocol = draft.alpn
         setup = SetupOptions(
@@ -377,7 +375,7 @@ class QuicConnection(Endpoint, PeerConnection):
     def ended(self, reason: str, code: int) -> None:
         """See `Endpoint.ended`."""
         if not self.shaken and code in _BAD_CERTIFICATE:
-            der = self.refused = self.lib.peer_certificate(self.quic)
+            der = self.refused = self.transport.peer_certificate()
             why = why_refused(der, self._options.host)
             # Each library words the same cause differently; `Connecting` names a cause once.
             reason = why if der is not None else f"{why} ({reason})"
@@ -388,6 +386,28 @@ class QuicConnection(Endpoint, PeerConnection):
             self._lost_kind = UnauthorizedError
         self._fail(reason)
 
+    def room(self, stream: int, most: int) -> memoryview | None:
+        """See `Endpoint.room`: the buffer of the transfer, so that payload is read to where it stays."""
+        found = None if self.session is None else self.session.requester.expected(stream)
+        fetch = None if found is None else self._requests.under_way(found[0])
+        if found is None or fetch is None or fetch.transfer.over:
+            return None
+        transfer = fetch.transfer
+        size = min(most, found[1], transfer.request.limit - transfer.received)
+        return transfer.room(size) if size > 0 else None
+
+    def took(self, stream: int, count: int) -> None:
+        """See `Endpoint.took`."""
+        assert self.session is not None  # noqa: S101  # there was room
+        found = self.session.requester.expected(stream)
+        assert found is not None  # noqa: S101  # as above
+        self.session.requester.took(stream, count)
+        fetch = self._requests.under_way(found[0])
+        assert fetch is not None  # noqa: S101  # as above
+        self._count(count)
+        fetch.transfer.took(count, self.watch.limit)
+        self._noted(found[0], fetch)
+
     def alive(self) -> None:
         """See `Endpoint.alive`."""
         self.watch.alive()
@@ -395,7 +415,7 @@ class QuicConnection(Endpoint, PeerConnection):
 
     # ------------------------------------------------------------------ internals
 
-    def _ask(self, fetch: QuicFetch) -> None:
+    def _ask(self, fetch: MoqtFetch) -> None:
         session = self.session
         assert session is not None  # noqa: S101  # connections are returned once SETUP has arrived
         request = fetch.request
@@ -428,7 +448,7 @@ class QuicConnection(Endpoint, PeerConnection):
         for fetch in waiting:
             self._lose(fetch.transfer, "the peer is going away; connect anew")
 
-    def _finished(self, number: int, tell: Callable[[QuicFetch], None]) -> None:
+    def _finished(self, number: int, tell: Callable[[MoqtFetch], None]) -> None:
         fetch = self._requests.end(number)
         if fetch is not None:
             self._fetches.pop(fetch.transfer, None)
@@ -440,11 +460,16 @@ class QuicConnection(Endpoint, PeerConnection):
     def _take(self, event: Received) -> None:
         if (fetch := self._requests.under_way(event.request_id)) is None:
             return
-        count = sum(len(item) for item in event.items if isinstance(item, memoryview))
+        self._count(sum(len(item) for item in event.items if isinstance(item, memoryview)))
+        fetch.take(event.items, self.watch.limit)
+        self._noted(event.request_id, fetch)
+
+    def _count(self, count: int) -> None:
         self._received += count
         self.watch.received(count)
-        fetch.take(event.items, self.watch.limit)
-        if self._requests.heard(event.request_id, fetch):  # what the peer held is published
+
+    def _noted(self, number: int, fetch: MoqtFetch) -> None:
+        if self._requests.heard(number, fetch):  # what the peer held is published
             self._tell_watch()
             if self._requests.waits:
                 self._next_soon()
@@ -464,9 +489,9 @@ class QuicConnection(Endpoint, PeerConnection):
 
     def _probe(self) -> None:
         if self._lost is None:
-            with contextlib.suppress(*self.broken):  # the connection is ending
-                self.quic.send_ping(id(self) & 0xFFFF)
-                self.driver.transmit()
+            with contextlib.suppress(*self.transport.broken):  # the connection is ending
+                self.transport.ping()
+                self.transport.flush()
 
     def _lose(self, transfer: GroupTransfer, reason: str) -> None:
         self._fetches.pop(transfer, None)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.quic.connection import MAX_HELD, MAX_IN_FLIGHT, QuicFetch, RequestQueue
+from kvabr.link.moqt.connection import MAX_HELD, MAX_IN_FLIGHT, MoqtFetch, RequestQueue
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
@@ -15,7 +15,7 @@ def download(group, priority=0, *, held=False):
     request = GroupRequest(SPACE, "AC-L0", group, 1000, wait_s=1.0 if held else 0.0)
     transfer = GroupTransfer(request)
     transfer.priority = priority
-    return QuicFetch(transfer, ())
+    return MoqtFetch(transfer, ())
 
 
 class Plain:

@@ -1,4 +1,4 @@
-"""Connect to an origin or a relay: parse its URL, choose a QUIC library, dial its addresses, stay connected."""
+"""Connect to an origin or a relay: parse its URL, choose a transport, dial its addresses, stay connected."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeVar, Unpack, get_args
 from urllib.parse import unquote, urlsplit
 
-from kvabr.link.quic.backend import LibraryName, Quic, QuicLibrary, installed_libraries, library
-from kvabr.link.quic.connection import QuicConnection
-from kvabr.link.quic.endpoint import protocol_class
-from kvabr.link.quic.options import (
+from kvabr.link.moqt.connection import MoqtConnection
+from kvabr.link.moqt.options import (
     DRAFTS,
     DialArguments,
     DialOptions,
     Names,
+    TransportChoice,
     fingerprint_of,
     read_token,
     trust,
     trusted_itself,
+    why_refused,
     with_defaults,
 )
+from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, Quic, QuicLibrary, installed_libraries, library
+from kvabr.link.quic.transport import protocol_class
+from kvabr.link.tcp.tls import certificate_at, client_context
+from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
@@ -40,6 +44,17 @@ FRAGMENT_TYPE = "kvcache"
 HEAD_START_S = 0.25
 """Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
+
+SHORT_S = 0.005
+"""Seconds within which a TCP connection must be there for the path to count as short."""
+Over = Literal["quic", "tcp", "tcp-plain"]
+_OVER: tuple[Over, ...] = ("quic", "tcp")
+"""What ``auto`` chooses from; without TLS only what was asked for."""
+KnownRate = Callable[[str], float]
+"""Tells what plays to a peer have seen before, bytes per second; 0: nothing is known."""
+TCP: tuple[Literal["tcp", "tcp-plain"], ...] = ("tcp", "tcp-plain")
+TransportName = LibraryName | Literal["tcp", "tcp-plain"]
+"""A transport that can be dialled: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
 C = TypeVar("C")
@@ -92,6 +107,7 @@ def connect(
     drafts: tuple[str, ...] = DRAFTS,
     names: Names = "draft",
     needed: bool = True,
+    known: KnownRate = lambda _: 0.0,
     **how: Unpack[DialArguments],
 ) -> Connecting:
     """Return a context manager that connects to an origin or a relay, for ``async with``.
@@ -104,6 +120,7 @@ def connect(
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
         needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
             in `Connection.trouble`, and dials again with each request.
+        known: what plays to a peer (`Connection.peer`) have seen before.
         how: see `DialArguments`.
 
     Raises:
@@ -116,6 +133,11 @@ def connect(
         raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
     if quic not in get_args(Quic):
         raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
+    transport = how["transport"]
+    if transport not in get_args(TransportChoice):
+        raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
+    if transport == "tcp-plain" and (how["fingerprint"] is not None or how["ca"] is not None):
+        raise UsageError("there is no certificate without TLS: leave out fingerprint= and ca=, or use transport='tcp'")
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
@@ -124,18 +146,27 @@ def connect(
     pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
     roots = None if how["ca"] is None else Path(how["ca"])
     options = DialOptions(host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names)
-    return Connecting(options, quic, needed=needed)
+    return Connecting(options, quic, transport, known, needed=needed)
+
+
+def peer_name(where: str, over: Over) -> str:
+    """Return the name of a peer (`Connection.peer`): QUIC and TCP to one host are two links, which differ in speed."""
+    return where if over == "quic" else f"{where} tcp"
 
 
 class Connecting:
     """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
-    def __init__(self, options: DialOptions, quic: Quic, *, needed: bool = True) -> None:
-        self._options, self._quic, self._needed = options, quic, needed
-        self.peer = f"{options.host}:{options.port}"
+    def __init__(
+        self, options: DialOptions, quic: Quic, transport: TransportChoice, known: KnownRate, *, needed: bool = True
+    ) -> None:
+        self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
+        self._known = known
+        where = f"{options.host}:{options.port}"
+        self.peers = tuple(peer_name(where, over) for over in get_args(Over))
         self._connection: RedialledConnection | None = None
-        self._works: LibraryName | None = None
-        """The library that reached the peer."""
+        self._works: TransportName | None = None
+        """The transport that reached the peer."""
 
     async def __aenter__(self) -> PeerConnection:
         first: PeerConnection
@@ -145,7 +176,9 @@ class Connecting:
             if self._needed:
                 raise
             first = UnreachedConnection(str(error))
-        self._connection = RedialledConnection(first, self._dial, peer=self.peer)
+        over: Over = "tcp" if first.backend in TCP else "quic"
+        where = f"{self._options.host}:{self._options.port}"
+        self._connection = RedialledConnection(first, self._dial, peer=peer_name(where, over))
         return self._connection
 
     async def __aexit__(
@@ -154,14 +187,60 @@ class Connecting:
         if self._connection is not None:
             await self._connection.close()
 
+    async def _auto(self) -> PeerConnection:
+        """Dial over TCP where the path is short, or TCP was better before; else over QUIC, and TCP if that is silent.
+
+        QUIC needs two round trips less until the first request, and a lost packet holds up one stream alone; TCP takes
+        a fraction of the processor's time.
+        """
+        better, began_s = self._better(), asyncio.get_running_loop().time()
+        if better != "quic":
+            try:
+                return await self._dial_over("tcp", SHORT_S if better is None else HEAD_START_S)
+            except UnauthorizedError:
+                raise
+            except TransportError:  # nobody there on TCP, or somebody else
+                if asyncio.get_running_loop().time() - began_s >= self._options.timeout_s:
+                    raise
+        made: list[MoqtConnection] = []
+
+        async def attempt(over: Over) -> MoqtConnection:
+            made.append(await self._dial_over(over))
+            return made[-1]
+
+        chosen: MoqtConnection | None = None
+        try:
+            chosen = await first_of(_OVER, attempt, HEAD_START_S)
+        finally:
+            for connection in made:  # both may have answered at the same time
+                if connection is not chosen:
+                    await connection.close()
+        return chosen
+
+    def _better(self) -> Over | None:
+        """Return what carried more before, to this peer; None if that is not known of both."""
+        if self._works is not None:
+            return "tcp" if self._works in TCP else "quic"
+        where = f"{self._options.host}:{self._options.port}"
+        rates = {over: self._known(peer_name(where, over)) for over in _OVER}
+        if not all(rates.values()):
+            return None
+        return "tcp" if rates["tcp"] > rates["quic"] else "quic"
+
     async def _dial(self) -> PeerConnection:
         if (file := self._options.token_file) is not None:
             with contextlib.suppress(UsageError):  # the token that was read last may still be good
                 self._options = replace(self._options, token=read_token(file))
+        if self._transport == "auto" and self._quic == "auto":
+            return await self._auto()
+        return await self._dial_over("quic" if self._transport == "auto" else self._transport)
+
+    async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
+        """Connect over one of them, with QUIC by whichever library can talk to the peer."""
         causes: dict[str, None] = {}
-        for name in installed_libraries(self._works or self._quic):
+        for name in self._names(over):
             try:
-                connection = await dial(self._options, name)
+                connection = await dial(self._options, name, connect_s)
             except (NoAnswerError, UnauthorizedError):
                 raise  # another library would fare no better
             except TransportError as error:
@@ -171,10 +250,20 @@ class Connecting:
                 return connection
         raise TransportError("; ".join(causes))
 
+    def _names(self, over: Over) -> Sequence[TransportName]:
+        if over != "quic":
+            return (over,)
+        works = next((name for name in LIBRARIES if name == self._works), None)
+        return installed_libraries(works or self._quic)
 
-async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> QuicConnection:
-    """Connect once, to whichever address of the host answers first, and wait for its SETUP, or raise TransportError."""
-    lib = library(library_name)
+
+async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
+    """Connect once, to whichever address of the host answers first, and wait for its SETUP, or raise TransportError.
+
+    ``connect_s``: seconds within which a TCP connection must be there, before TLS; None: as long as all may take.
+    """
+    if name in LIBRARIES:
+        library(name)  # say that it is not installed before anything is dialled
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
     end_s = loop.time() + options.timeout_s
@@ -193,14 +282,14 @@ async def dial(options: DialOptions, library_name: LibraryName = "aioquic") -> Q
     if not alpn:
         raise TransportError(f"{where}: {', '.join(options.drafts)}: this kvabr speaks {', '.join(sorted(known))}")
 
-    made: list[QuicConnection] = []
+    made: list[MoqtConnection] = []
 
-    async def attempt(address: tuple[int, Any]) -> QuicConnection:
-        made.append(await _dial_address(lib, options, alpn, address, max(0.0, end_s - loop.time())))
+    async def attempt(address: tuple[int, Any]) -> MoqtConnection:
+        made.append(await _dial_address(name, options, alpn, address, max(0.0, end_s - loop.time()), connect_s))
         return made[-1]
 
     addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-    chosen: QuicConnection | None = None
+    chosen: MoqtConnection | None = None
     try:
         chosen = await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)
     except TransportError as error:
@@ -253,13 +342,13 @@ def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
     return said[0] if said else errors[0] if len(errors) == len(tasks) else None
 
 
-async def _dial_address(
-    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any], timeout_s: float
-) -> QuicConnection:
+async def _dial_quic(
+    lib: QuicLibrary, options: DialOptions, alpn: list[str], address: tuple[int, Any]
+) -> MoqtConnection:
     family, where = address
     configuration = lib.configure(client=True, alpn=alpn, server_name=options.host)
     trust(configuration, options, lib.name)
-    connection = QuicConnection(lib, options)
+    connection = MoqtConnection(lib.name, options)
     cls = protocol_class(lib, lambda _: connection)
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -269,24 +358,71 @@ async def _dial_address(
     except OSError as error:
         sock.close()
         raise TransportError(f"cannot open a socket ({error})") from error
-    connection.transport = transport
+    protocol.streams.socket = transport
+    protocol.connect(where)
+    return connection
+
+
+async def _dial_tcp(
+    options: DialOptions, alpn: list[str], address: tuple[int, Any], connect_s: float, *, plain: bool
+) -> MoqtConnection:
+    family, where = address
+    context = None if plain else client_context(options, alpn)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        protocol.connect(where)
-        await asyncio.wait_for(asyncio.shield(connection.ready), timeout_s)
+        sock.setblocking(False)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
+        connection = MoqtConnection("tcp-plain" if plain else "tcp", options)
+        security = TcpSecurity(context, plain, options.host)
+        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S)
+    except TimeoutError as error:
+        sock.close()
+        raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
+    except OSError as error:
+        sock.close()
+        raise NoAnswerError(f"no TCP connection ({error.strerror or error}); does the server listen there?") from error
+    except BaseException:
+        sock.close()
+        raise
+    transport.start()
+    return connection
+
+
+async def _dial_address(
+    name: TransportName,
+    options: DialOptions,
+    alpn: list[str],
+    address: tuple[int, Any],
+    timeout_s: float,
+    connect_s: float | None,
+) -> MoqtConnection:
+    clock = asyncio.get_running_loop().time
+    end_s = clock() + timeout_s
+    if name == "tcp" or name == "tcp-plain":  # noqa: PLR1714  # a type checker understands this
+        connection = await _dial_tcp(options, alpn, address, connect_s or timeout_s, plain=name == "tcp-plain")
+    else:
+        connection = await _dial_quic(library(name), options, alpn, address)
+    try:
+        await asyncio.wait_for(asyncio.shield(connection.ready), max(0.0, end_s - clock()))
     except TimeoutError as error:
         await connection.close()
         within = f"within {options.timeout_s:.3g} s"
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
+        over = "TCP" if name in TCP else "UDP"
         raise NoAnswerError(
-            f"no answer {within}; is a server running there, and may UDP pass? timeout_s= (--timeout) allows more"
+            f"no answer {within}; is a server running there, and may {over} pass? timeout_s= (--timeout) allows more"
         ) from error
     except (TransportError, OSError, ssl.SSLError) as error:
         await connection.close()
+        why, transport = str(error), connection.transport
+        if isinstance(transport, QmuxTransport) and isinstance(transport.failure, ssl.SSLCertVerificationError):
+            connection.refused = await certificate_at(address[1], options.host, max(0.0, end_s - clock()))
+            why = why_refused(connection.refused, options.host)
         if (itself := trusted_itself(connection.refused, options)) is not None:
-            return await _dial_address(lib, replace(options, fingerprint=itself), alpn, address, timeout_s)
+            return await _dial_address(name, replace(options, fingerprint=itself), alpn, address, timeout_s, connect_s)
         kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
-        raise kind(str(error)) from error
+        raise kind(why) from error
     except BaseException:
         await connection.close()
         raise

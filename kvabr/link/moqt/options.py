@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 Names = Literal["draft", "split"]
 """How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
 
+TransportChoice = Literal["auto", "quic", "tcp", "tcp-plain"]
+"""How to reach a peer; see `DialArguments`."""
+
 MAX_TOKEN_BYTES = 4096
 
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
@@ -42,12 +45,15 @@ class DialArguments(TypedDict, total=False):
     """Do not verify the certificate. Anyone who can redirect packets can then read the token and the cache."""
     quic: Quic
     """QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer."""
+    transport: TransportChoice
+    """``quic``; ``tcp``, QMux over TLS; ``tcp-plain``, the same without TLS, which the server must allow: anyone on the
+    path can then read the token and the cache; or ``auto``."""
     timeout_s: float
     """Seconds that connecting may take; 5 by default."""
 
 
 _DEFAULTS = DialArguments(
-    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", timeout_s=5.0
+    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", transport="auto", timeout_s=5.0
 )
 
 
@@ -60,7 +66,7 @@ def with_defaults(how: DialArguments) -> DialArguments:
 
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it; see `DialArguments`, and `kvabr.link.quic.connect.connect`."""
+    """One peer, and how to connect to it; see `DialArguments`, and `kvabr.link.moqt.connect.connect`."""
 
     host: str
     port: int
@@ -119,15 +125,20 @@ def trust(configuration: Any, options: DialOptions, library: str) -> None:
         if library == "qh3":
             configuration.verify_hostname = False
     elif options.ca is not None:
-        try:
-            pem = options.ca.read_bytes()
-        except OSError as error:
-            raise TransportError(f"{options.ca}: cannot be read ({error.strerror})") from error
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
-        except (ssl.SSLError, ValueError) as error:
-            raise TransportError(f"{options.ca}: contains no PEM certificate that can be read") from error
+        check_ca(options.ca)
         configuration.load_verify_locations(cafile=str(options.ca))
+
+
+def check_ca(path: Path) -> None:
+    """Raise TransportError unless a file has certificates that can be trusted."""
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise TransportError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise TransportError(f"{path}: contains no PEM certificate that can be read") from error
 
 
 def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:

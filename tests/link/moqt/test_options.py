@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvabr.link.quic.options import check_pinned, fingerprint_of, why_refused
+from kvabr.link.moqt.options import check_pinned, fingerprint_of, why_refused
 from kvabr.server.certificates import make
 from kvabr.types.errors import TransportError, UsageError
 

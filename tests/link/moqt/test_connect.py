@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvabr.client.blocking import Client
+from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.link.quic.backend import LIBRARIES, installed_libraries
-from kvabr.link.quic.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.server.certificates import make
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, TransportError, UsageError
@@ -127,7 +127,7 @@ async def test_a_play_over_quic(served, quic):
 async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
     async with connect(served.url, ca=served.pem, timeout_s=LIMIT_S) as origin:
         assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
-    async with connect(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as origin:
+    async with connect(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, transport="quic") as origin:
         assert origin.backend == next(name for name in LIBRARIES if importlib.util.find_spec(name))
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert installed_libraries("auto") == ("aioquic",)

@@ -1,0 +1,1 @@
+"""MoQT on any `StreamTransport`: endpoint, connection, dial and reconnect."""

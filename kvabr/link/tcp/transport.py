@@ -1,0 +1,559 @@
+"""QMux on a TCP socket as a `StreamTransport`, with TLS or without.
+
+All of it runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload
+of a group is read straight into the buffer of its transfer (`Endpoint.room`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import ssl
+import struct
+import termios
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from kvabr.link.moqt.endpoint import Endpoint
+from kvabr.link.tcp.channel import SocketChannel, TlsChannel
+from kvabr.link.tcp.tls import PREFIX
+from kvabr.link.transport import LEAST_AHEAD_BYTES, StreamTransport
+from kvabr.moqt.codes import SessionCode, name_of
+from kvabr.moqt.wire import by_alpn
+from kvabr.qmux.connection import (
+    Buffer,
+    Event,
+    ParametersReceived,
+    Ponged,
+    QmuxConnection,
+    StopReceived,
+    StreamData,
+    StreamReset,
+    Terminated,
+)
+from kvabr.qmux.frames import TransportParameters
+
+MOST_AHEAD_BYTES = 1 << 20
+RECORD_BYTES = MOST_AHEAD_BYTES + 64
+"""The longest record that is accepted. Nothing is kept of one: its data is passed on as it comes."""
+AHEAD_S = 0.004
+"""Seconds of the path's rate that may wait in this process, and as much in the kernel: urgent data waits for that."""
+STREAM_WINDOW, CONNECTION_WINDOW = 16 << 20, 64 << 20
+"""Flow control windows of a client, bytes. They bound nothing that is kept, as all of it is consumed at once."""
+STREAMS = 128
+"""Streams of each kind that a peer may have open."""
+_TURN_BYTES = 1 << 20
+"""Bytes that one turn of the event loop reads or writes, about."""
+_DIRECT_BYTES = 16 << 10
+"""Payload for which reading to where it stays is worth a system call."""
+_SCRATCH_BYTES = 512 << 10
+_REQUESTS_BYTES = 16 << 10
+"""The same of a server, which receives nothing but requests."""
+_INFO_S = 0.01
+"""Seconds for which what the kernel tells of a connection is believed."""
+_FADES = 0.9
+"""What of a rate is left when it is looked at again, so that a moment without the processor does not make it small."""
+_LINGER_S = 1.0
+"""Seconds to wait for the other end after a close."""
+_TLS_HANDSHAKE = 0x16
+"""First byte of a TLS connection (RFC 8446, section 5.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TcpSecurity:
+    """How one end of a connection is encrypted, if it is."""
+
+    context: ssl.SSLContext | None
+    """None: only plain connections."""
+    plain: bool = False
+    """Whether an unencrypted connection is accepted, or made by a client without context."""
+    host: str | None = None
+    """A client's name of the server."""
+
+
+class _TcpInfo:
+    """What Linux tells of a connection (``struct tcp_info``)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._until_s = sock, 0.0
+        self.round_trip: float | None = None
+        self.rate = 0
+        """What the path has carried lately, bytes per second; 0 if it is not known."""
+        self.retransmitted = 0
+
+    def read(self, now_s: float) -> None:
+        """Look again, unless that was done a moment ago."""
+        if now_s < self._until_s:
+            return
+        self._until_s = now_s + _INFO_S
+        with contextlib.suppress(OSError, AttributeError):
+            data = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+            if len(data) >= 104:
+                (rtt_us,) = struct.unpack_from("=I", data, 68)
+                (self.retransmitted,) = struct.unpack_from("=I", data, 100)
+                self.round_trip = rtt_us / 1e6 or None
+            if len(data) >= 168:
+                (mss,), (window,) = struct.unpack_from("=I", data, 16), struct.unpack_from("=I", data, 80)
+                (delivered,) = struct.unpack_from("=Q", data, 160)  # too high where acknowledgements come in bunches
+                fresh = min(delivered, int(mss * window / max(rtt_us, 1) * 1e6))
+                self.rate = max(fresh, int(_FADES * self.rate))
+
+
+class QmuxTransport(StreamTransport):
+    """One connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: Endpoint,
+        security: TcpSecurity,
+        drafts: Iterable[str],
+        *,
+        client: bool,
+        idle_s: float,
+        windows: tuple[int, int] = (STREAM_WINDOW, CONNECTION_WINDOW),
+    ) -> None:
+        """Take a connected socket, non-blocking; `start` begins. ``windows`` are those of a stream and of all."""
+        self._loop = asyncio.get_running_loop()
+        self._sock, self._endpoint, self._security, self._client = sock, endpoint, security, client
+        self._drafts = tuple(drafts)
+        self.name = "tcp"
+        endpoint.transport = self
+        self._address = str(sock.getpeername()[0])
+        self._info = _TcpInfo(sock)
+        stream, connection = windows
+        plain = client and security.context is None
+        self._parameters = TransportParameters(
+            max_idle_timeout=int(idle_s * 1000),
+            max_data=connection,
+            max_stream_data_bidi_local=stream,
+            max_stream_data_bidi_remote=stream,
+            max_stream_data_uni=stream,
+            max_streams_bidi=STREAMS,
+            max_streams_uni=STREAMS,
+            max_record_size=RECORD_BYTES,
+        )
+        self._idle_s = idle_s
+        self._conn: QmuxConnection | None = None
+        """Once TLS is there, or turns out not to be."""
+        self._channel = SocketChannel(sock)
+        self._greeted = plain
+        """Whether it is known if the peer speaks TLS."""
+        self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
+        """Bytes that one turn of the event loop reads."""
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
+        self._out: deque[Buffer] = deque()
+        """What goes out next."""
+        self._writes = False
+        """Whether the socket is watched for room."""
+        self._busy = self._again = False
+        """Whether `flush` is under way, and was called again meanwhile."""
+        self._ahead = LEAST_AHEAD_BYTES
+        self._low_water = 0
+        self._active_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = self._ended = self._shut = False
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+
+    def start(self) -> None:
+        """Begin with TLS, or with QMux."""
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._loop.add_reader(self._sock.fileno(), self._ready)
+        self._timer = self._loop.call_later(self._idle_s, self._look_idle)
+        if self._client:
+            self._ready()
+
+    # ------------------------------------------------------------------ StreamTransport
+
+    def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
+        """See `StreamTransport.write`."""
+        self._qmux.send(stream, data, fin=fin)
+
+    def reset(self, stream: int, code: int) -> None:
+        """See `StreamTransport.reset`."""
+        self._qmux.reset(stream, code)
+
+    def stop(self, stream: int, code: int) -> None:
+        """See `StreamTransport.stop`."""
+        self._qmux.stop(stream, code)
+
+    def close(self, code: int, reason: str) -> None:
+        """See `StreamTransport.close`."""
+        if self._conn is None:
+            self._finish(f"closed before TLS was there: {reason}" if reason else "closed by this side")
+        else:
+            self._conn.close(code, reason)
+
+    def ping(self) -> None:
+        """See `StreamTransport.ping`."""
+        self._qmux.ping()
+
+    def flush(self) -> None:
+        """See `StreamTransport.flush`."""
+        if self._conn is None or self._closed:
+            return
+        if self._busy:
+            self._again = True
+            return
+        self._busy, self._again = True, False
+        try:
+            self._flush(self._conn)
+        finally:
+            self._busy = False
+            if self._again:
+                self._loop.call_soon(self._more)
+
+    async def wait_closed(self) -> None:
+        """See `StreamTransport.wait_closed`."""
+        await asyncio.shield(self._gone)
+
+    def drop(self) -> None:
+        """See `StreamTransport.drop`."""
+        if self._closed:
+            return
+        self._closed = True
+        for stop in (self._loop.remove_reader, self._loop.remove_writer):
+            stop(self._sock.fileno())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._sock.close()
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def may_open(self, stream: int) -> bool:
+        """See `StreamTransport.may_open`."""
+        return self._conn is not None and self._conn.may_open(stream)
+
+    def backlog(self, stream: int) -> int:
+        """See `StreamTransport.backlog`."""
+        return 0 if self._conn is None else self._conn.backlog(stream)
+
+    def unsent(self, streams: Iterable[int]) -> int:
+        """See `StreamTransport.unsent`."""
+        del streams
+        mine = sum(map(len, self._out)) + self._channel.unsent
+        return mine if self._conn is None else mine + self._conn.unsent
+
+    def ahead(self) -> int:
+        """Return what the path carries in a few milliseconds."""
+        return self._ahead
+
+    @property
+    def piece(self) -> int:
+        """See `StreamTransport.piece`."""
+        return self._ahead
+
+    def in_flight(self) -> int:
+        """Return the bytes that the kernel has and the peer's has not."""
+        if self._closed:
+            return 0
+        try:
+            return int(struct.unpack("i", fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0])
+        except OSError:
+            return 0
+
+    def delivered(self, stream: int) -> bool:
+        """Return whether all of a stream was given to the kernel, which counts as delivered in QMux (section 4)."""
+        return self._closed or self._conn is None or not (self._conn.sending(stream) or self._waits)
+
+    def round_trip(self) -> float | None:
+        """See `StreamTransport.round_trip`."""
+        if not self._closed:
+            self._info.read(self._loop.time())
+        return self._info.round_trip
+
+    def lost(self) -> int | None:
+        """See `StreamTransport.lost`."""
+        self.round_trip()
+        return self._info.retransmitted
+
+    @property
+    def address(self) -> str:
+        """See `StreamTransport.address`."""
+        return self._address
+
+    def peer_certificate(self) -> bytes | None:
+        """See `StreamTransport.peer_certificate`."""
+        return self._channel.certificate
+
+    @property
+    def _qmux(self) -> QmuxConnection:
+        if self._conn is None or self._closed:
+            raise ValueError("there is no connection")
+        return self._conn
+
+    # ------------------------------------------------------------------ TLS
+
+    def _ready(self) -> None:
+        self._endpoint.safely(self._step)
+
+    def _step(self) -> None:
+        if self._closed or (self._conn is None and not self._shake()):
+            return
+        assert self._conn is not None  # noqa: S101  # as `_shake` says
+        self._read(self._conn)
+
+    def _shake(self) -> bool:
+        """Go on with TLS, and return whether it is there, or not needed; begin QMux then."""
+        try:
+            if not self._greeted and not self._meet():
+                return False
+            done = self._channel.shake()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (OSError, ValueError) as error:
+            self._end(_why(error), SessionCode.INTERNAL_ERROR, error)
+            return False
+        self._watch_room(bool(self._channel.unsent))
+        if done:
+            self._begin()
+        return done
+
+    def _meet(self) -> bool:
+        """Find out whether the peer speaks TLS; return False if it has gone, or may not speak as it does."""
+        security = self._security
+        if not self._client:
+            first = self._sock.recv(1, socket.MSG_PEEK)
+            if not first:
+                self._end("the peer has closed the connection", 0)
+                return False
+            if first[0] != _TLS_HANDSHAKE:
+                if not security.plain:
+                    self._refuse_plain()
+                    return False
+                self._greeted = True
+                return True
+        if security.context is None:
+            self._end("the peer speaks TLS, this end does not", SessionCode.INTERNAL_ERROR)
+            return False
+        self._greeted = True
+        self._channel = TlsChannel(self._sock, security.context, server=not self._client, host=security.host)
+        return True
+
+    def _refuse_plain(self) -> None:
+        """Tell a peer without TLS that it needs it."""
+        refusal = QmuxConnection(client=False, parameters=self._parameters)
+        refusal.close(SessionCode.UNAUTHORIZED, "this port speaks TLS: connect with transport=tcp, not tcp-plain")
+        with contextlib.suppress(OSError):
+            self._sock.send(b"".join(refusal.data_to_send(1)))
+            self._sock.shutdown(socket.SHUT_WR)
+        self._end("a connection without TLS", SessionCode.INTERNAL_ERROR)
+
+    def _begin(self) -> None:
+        parameters = self._parameters
+        if not isinstance(self._channel, TlsChannel):
+            self.name = "tcp-plain"
+            parameters = replace(parameters, protocols=self._drafts)
+        self._conn = QmuxConnection(client=self._client, parameters=parameters)
+        self.flush()
+
+    def _protocol(self, peer: TransportParameters) -> str | None:
+        """Return the MoQT draft that both ends have agreed on."""
+        if isinstance(self._channel, TlsChannel):
+            chosen = self._channel.protocol
+            return None if chosen is None else chosen.removeprefix(PREFIX)
+        server, client = (peer.protocols, self._drafts) if self._client else (self._drafts, peer.protocols)
+        return next((name for name in server if name in client and by_alpn(name) is not None), None)
+
+    # ------------------------------------------------------------------ reading
+
+    def _read(self, conn: QmuxConnection) -> None:
+        left, ended = self._turn, False
+        while left > 0 and not self._closed:
+            try:
+                count = self._read_some(conn)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                conn.lost(_why(error))
+                ended = True
+                break
+            if not count:
+                conn.lost("the peer has closed the connection")
+                ended = True
+                break
+            left -= count
+        if self._closed:
+            return
+        self._active_s = self._loop.time()
+        self._handle(conn)
+        self._endpoint.settle()
+        self.flush()
+        if ended:
+            self._finish("")
+        elif left <= 0 and self._channel.pending:
+            self._loop.call_soon(self._ready)  # the socket would not say so
+
+    def _read_some(self, conn: QmuxConnection) -> int:
+        """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
+        into, scratch = self._room(conn), self._scratch
+        count = self._channel.receive([scratch] if into is None else [into, scratch])
+        direct = 0 if into is None else min(count, len(into))
+        if direct:
+            assert conn.expected is not None  # noqa: S101  # there was room
+            stream = conn.expected[0]
+            conn.took(direct)
+            self._endpoint.took(stream, direct)
+        if count > direct:
+            conn.receive(scratch[: count - direct])
+            self._handle(conn)
+        return count
+
+    def _room(self, conn: QmuxConnection) -> memoryview | None:
+        if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
+            return None
+        return self._endpoint.room(*expected)
+
+    def _handle(self, conn: QmuxConnection) -> None:
+        """Pass on events; what they refer to is used up before anything else is read."""
+        events = conn.take_events()
+        for event in events:
+            self._tell(event)
+        if events:
+            self._endpoint.settle()
+
+    def _tell(self, event: Event) -> None:
+        endpoint = self._endpoint
+        match event:
+            case StreamData():
+                endpoint.received(event.stream, event.data, fin=event.fin)
+            case StreamReset():
+                endpoint.was_reset(event.stream, event.code)
+            case StopReceived():
+                endpoint.was_stopped(event.stream, event.code)
+            case ParametersReceived(parameters):
+                self._idle_s = min(self._idle_s, parameters.max_idle_timeout / 1000 or self._idle_s)
+                endpoint.handshake_done(self._protocol(parameters))
+            case Ponged():
+                endpoint.alive()
+            case Terminated():
+                self._terminated(event)
+
+    def _terminated(self, event: Terminated) -> None:
+        said = f": {event.reason}" if event.reason else ""
+        if event.application:
+            why = (
+                f"closed with {name_of(event.code, SessionCode)}{said}" if event.code else f"the connection ended{said}"
+            )
+            code = event.code
+        else:
+            why = f"QMux error 0x{event.code:x}{said}" if event.code else event.reason
+            code = SessionCode.INTERNAL_ERROR
+        self._tell_end(why, code)
+
+    # ------------------------------------------------------------------ writing
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something waits for the socket."""
+        return bool(self._out) or self._channel.unsent > 0
+
+    def _flush(self, conn: QmuxConnection) -> None:
+        left = _TURN_BYTES
+        try:
+            while not self._closed and self._channel.push():
+                if not self._out:
+                    self._endpoint.feed()
+                    self._out.extend(conn.data_to_send(self._ahead))
+                if not self._out:
+                    break
+                if left <= 0:
+                    self._loop.call_soon(self._more)
+                    break
+                left -= self._channel.send(self._out)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            conn.lost(_why(error))
+            self._handle(conn)
+            self._finish("")
+            return
+        if self._closed:
+            return
+        self._active_s = self._loop.time()
+        self._watch_room(self._waits)
+        self._handle(conn)
+        if conn.terminated is not None and not self._waits:
+            self._shut_down()
+        self._adapt()
+
+    def _more(self) -> None:
+        if not self._closed:
+            self._endpoint.safely(self.flush)
+
+    def _adapt(self) -> None:
+        """Keep as much ahead as the path carries in a few milliseconds, here and in the kernel."""
+        self._info.read(self._loop.time())
+        ahead = min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._info.rate * AHEAD_S)))
+        if not self._low_water or not 0.5 < ahead / self._ahead < 2:
+            self._ahead = ahead
+            with contextlib.suppress(OSError, AttributeError):
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, ahead)
+                self._low_water = ahead
+
+    def _watch_room(self, wanted: bool) -> None:
+        if wanted and not self._writes:
+            self._loop.add_writer(self._sock.fileno(), self._room_again)
+        elif self._writes and not wanted:
+            self._loop.remove_writer(self._sock.fileno())
+        self._writes = wanted
+
+    def _room_again(self) -> None:
+        self._endpoint.safely(self._step if self._conn is None else self.flush)
+
+    # ------------------------------------------------------------------ the end
+
+    def _look_idle(self) -> None:
+        left = self._active_s + self._idle_s - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look_idle)
+        else:
+            self._finish("nothing came for too long")
+
+    def _shut_down(self) -> None:
+        """Send no more, and wait a moment for the peer to do the same (section 7.2)."""
+        if self._shut or self._closed:
+            return
+        self._shut = True
+        self._channel.finish()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_LINGER_S, self.drop)
+
+    def _finish(self, reason: str) -> None:
+        """The connection is over, and the socket of no more use."""
+        self._tell_end(reason, 0)
+        self.drop()
+
+    def _end(self, reason: str, code: int, error: Exception | None = None) -> None:
+        """End before QMux has begun."""
+        self.failure = error
+        self._tell_end(reason, code)
+        self.drop()
+
+    failure: Exception | None = None
+    """Why TLS could not be established."""
+
+    def _tell_end(self, reason: str, code: int) -> None:
+        if not self._ended:
+            self._ended = True
+            self._endpoint.ended(reason, code)
+
+
+def _why(error: Exception) -> str:
+    """Return what went wrong with a socket, as text."""
+    if isinstance(error, ssl.SSLEOFError):
+        return "the peer has closed the connection"
+    if isinstance(error, ssl.SSLError):
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
+            return "the peer does not speak TLS there; without encryption it must be asked for: transport=tcp-plain"
+        return f"TLS failed ({(error.reason or str(error)).replace('_', ' ').lower()})"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return "the peer has reset the connection"
+    return f"the connection was lost ({getattr(error, 'strerror', None) or error})"

@@ -1,0 +1,652 @@
+"""The state machine of one QMux connection.
+
+Theory of operation. The owner passes in what it reads from the byte stream (`receive`), takes events (`take_events`),
+and writes what `data_to_send` returns. Each end begins with its transport parameters; stream data is held back until
+those of the peer have arrived.
+
+1. Stream data comes in order, so nothing is reassembled: an event carries a view of the bytes that were passed in.
+2. While a STREAM frame is incomplete, `expected` says which stream the next bytes belong to. The owner may read them
+   straight to where they are wanted, and note them by `took`.
+3. Received data counts as consumed, and windows are opened again when half of one is used up: the owner must bound what
+   it keeps.
+4. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
+
+Section numbers without a document are those of draft-ietf-quic-qmux-01.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvabr.qmux.frames import (
+    INTEGERS,
+    MAX_FRAME_BYTES,
+    MAX_STREAMS,
+    MAX_VARINT,
+    STREAM_FIN,
+    STREAM_LENGTH,
+    STREAM_OFFSET,
+    FrameType,
+    QmuxFault,
+    QuicCode,
+    TransportParameters,
+    Truncated,
+    close_frame,
+    frame,
+    read_text,
+    read_varint,
+    write_varint,
+)
+
+Buffer = bytes | memoryview
+_MOST_HEAD = MAX_FRAME_BYTES + 32
+"""Bytes of an incomplete frame without stream data that are kept."""
+_STREAM_HEAD = 32
+"""More bytes than the size of a record and the head of a STREAM frame have together."""
+_LEAST_RECORD = 1 << 10
+"""Stream data for which a record of its own is worth while, bytes, while more may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParametersReceived:
+    """The peer's transport parameters have arrived: the connection is established."""
+
+    parameters: TransportParameters
+
+
+@dataclass(frozen=True, slots=True)
+class StreamData:
+    """Bytes of a stream, a view of what was passed to `QmuxConnection.receive`, and whether they are the last."""
+
+    stream: int
+    data: Buffer
+    fin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReset:
+    """The peer sends no more on a stream."""
+
+    stream: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopReceived:
+    """The peer wants no more of a stream of ours; it is reset."""
+
+    stream: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ponged:
+    """The peer has answered a ping."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminated:
+    """The connection is over."""
+
+    code: int
+    reason: str
+    application: bool
+    """Whether the code is the application's, else one of QUIC's."""
+
+
+Event = ParametersReceived | StreamData | StreamReset | StopReceived | Ponged | Terminated
+
+
+class _Stream:
+    """One open stream."""
+
+    __slots__ = (
+        "fin", "number", "pending", "queued", "receive_limit", "received", "receives", "send_limit", "sends", "sent",
+    )  # fmt: skip
+
+    def __init__(self, number: int, receive_limit: int, send_limit: int, *, receives: bool, sends: bool) -> None:
+        self.number = number
+        self.receive_limit, self.received, self.receives = receive_limit, 0, receives
+        self.send_limit, self.sent, self.sends = send_limit, 0, sends
+        self.pending: deque[Buffer] = deque()
+        self.queued = 0
+        """Bytes in ``pending``."""
+        self.fin = False
+        """Whether nothing follows ``pending``."""
+
+
+class QmuxConnection:
+    """One end of a connection; the module docstring explains how to drive it."""
+
+    def __init__(self, *, client: bool, parameters: TransportParameters) -> None:
+        """Prepare to send ``parameters``, those of this end."""
+        self.client, self._ours = client, parameters
+        self.peer: TransportParameters | None = None
+        """Those of the peer, once they have arrived."""
+        self.terminated: Terminated | None = None
+        self._events: list[Event] = []
+        self._streams: dict[int, _Stream] = {}
+        # Receiving.
+        self._head = bytearray()
+        """An incomplete frame, or size of a record."""
+        self._record_left = 0
+        """Bytes of the current record that have not been parsed; 0: the size of the next one follows."""
+        self._expected: _Stream | None = None
+        """The stream of the frame that is incomplete."""
+        self._data_left = 0
+        self._data_fin = False
+        self._receive_limit, self._received = parameters.max_data, 0
+        self._peer_opened = [0, 0]
+        """How many streams the peer has opened: bidirectional, unidirectional."""
+        self._peer_may_open = [parameters.max_streams_bidi, parameters.max_streams_uni]
+        self._last_ping = -1
+        # Sending.
+        self._frames: list[bytes] = []
+        """Frames without stream data that wait, those of connections before those of streams."""
+        self._pong: int | None = None
+        self._pings = 0
+        self._opened = [0, 0]
+        self._may_open = [0, 0]
+        self._send_limit, self._sent = 0, 0
+        self._ready: deque[_Stream] = deque()
+        """Streams that have something to send, first come first."""
+        self._blocked: dict[int, _Stream] = {}
+        """Those that wait until the peer opens their windows."""
+        self.unsent = 0
+        """Bytes of streams that wait to be sent."""
+        self._begun = self._closing = False
+
+    # ------------------------------------------------------------------ what comes in
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call; the views in them are valid until the next call of `receive`."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def expected(self) -> tuple[int, int] | None:
+        """The stream that the next bytes belong to, and how many of them; None if a head comes next."""
+        return None if self._expected is None or not self._data_left else (self._expected.number, self._data_left)
+
+    def took(self, count: int) -> None:
+        """Note that ``count`` of the bytes that were `expected` have been read, and kept; an event tells the end."""
+        stream = self._expected
+        assert stream is not None  # noqa: S101  # the caller has looked
+        assert 0 < count <= self._data_left  # noqa: S101  # as above
+        self._took(stream, count)
+        if not self._data_left:
+            self._expected = None
+            if self._data_fin:
+                self._events.append(StreamData(stream.number, b"", True))
+                self._receiving_ends(stream)
+
+    def receive(self, data: Buffer) -> None:
+        """Take bytes from the peer; what it does wrong ends the connection."""
+        if self.terminated is not None:
+            return
+        try:
+            self._parse(memoryview(data))
+        except QmuxFault as fault:
+            self._events.append(self._end(fault.code, str(fault), application=False, tell=True))
+
+    def lost(self, reason: str) -> None:
+        """Note that the byte stream has ended, or was closed by the peer."""
+        if self.terminated is None:
+            self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, tell=False))
+
+    def _parse(self, view: memoryview) -> None:
+        at, end = 0, len(view)
+        head = self._head
+        while at < end and self.terminated is None:
+            if self._data_left:
+                at += self._deliver(view[at : at + self._data_left])
+                continue
+            kept = len(head)
+            if kept:
+                head += view[at : at + _MOST_HEAD]
+            source, begin = (head, 0) if kept else (view, at)
+            try:
+                after = self._item(source, begin)
+            except Truncated:
+                if not kept:
+                    head += view[at:]
+                if len(head) > _MOST_HEAD:
+                    raise QmuxFault(
+                        QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes"
+                    ) from None
+                return
+            at = at + after - kept if kept else after
+            head.clear()
+
+    def _item(self, data: memoryview | bytearray, at: int) -> int:
+        """Parse the size of a record, or a frame without its stream data; return the offset behind it."""
+        available = len(data)
+        if not self._record_left:
+            size, after = read_varint(data, at, available)
+            if size > self._ours.max_record_size:
+                most = self._ours.max_record_size
+                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"a record of {size} bytes, {most} are allowed")
+            self._record_left = size
+            return after
+        end = min(available, at + self._record_left)
+        try:
+            after = self._frame(data, at, end)
+        except Truncated:
+            if end - at == self._record_left:
+                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, "a record ends inside a frame") from None
+            raise
+        self._record_left -= after - at
+        return after
+
+    def _frame(self, data: memoryview | bytearray, at: int, end: int) -> int:
+        kind, after = read_varint(data, at, end)
+        if (kind == FrameType.TRANSPORT_PARAMETERS) != (self.peer is None):
+            what = "the first frame must be the transport parameters, and no other"
+            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, what)
+        if kind & ~0x7 == FrameType.STREAM:
+            return self._stream_head(kind, data, after, end, self._record_left - (after - at))
+        if kind == FrameType.PADDING:
+            return end - len(bytes(data[after:end]).lstrip(b"\0"))
+        if (count := INTEGERS.get(kind)) is not None:  # type: ignore[call-overload]
+            values = []
+            for _ in range(count):
+                value, after = read_varint(data, after, end)
+                values.append(value)
+            if (handler := self._HANDLERS.get(kind)) is not None:
+                handler(self, *values)
+            return after
+        if kind == FrameType.TRANSPORT_PARAMETERS:
+            body, after = read_text(data, after, end)
+            self._begin(TransportParameters.decode(body))
+            return after
+        if kind in (FrameType.CONNECTION_CLOSE, FrameType.APPLICATION_CLOSE):
+            code, after = read_varint(data, after, end)
+            if kind == FrameType.CONNECTION_CLOSE:
+                _, after = read_varint(data, after, end)
+            body, after = read_text(data, after, end)
+            said = body[:1000].decode("utf-8", "replace")
+            self._events.append(self._end(code, said, application=kind == FrameType.APPLICATION_CLOSE, tell=False))
+            return after
+        raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, f"a frame of type 0x{kind:x}")
+
+    def _stream_head(self, kind: int, data: memoryview | bytearray, at: int, end: int, record_left: int) -> int:
+        begin = at
+        number, at = read_varint(data, at, end)
+        offset = 0
+        if kind & STREAM_OFFSET:
+            offset, at = read_varint(data, at, end)
+        if kind & STREAM_LENGTH:
+            size, at = read_varint(data, at, end)
+            if size > record_left - (at - begin):
+                raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, "a record ends inside a frame")
+        else:
+            size = record_left - (at - begin)
+        stream = self._receiving(number)
+        if offset != stream.received:
+            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"stream {number} goes on at {offset}, not {stream.received}")
+        if offset + size > stream.receive_limit or self._received + size > self._receive_limit:
+            raise QmuxFault(QuicCode.FLOW_CONTROL_ERROR, f"more data on stream {number} than its window allows")
+        if size:
+            self._expected, self._data_left, self._data_fin = stream, size, bool(kind & STREAM_FIN)
+        elif kind & STREAM_FIN or not stream.received:
+            self._events.append(StreamData(number, b"", bool(kind & STREAM_FIN)))
+            if kind & STREAM_FIN:
+                self._receiving_ends(stream)
+        return at
+
+    def _deliver(self, part: memoryview) -> int:
+        stream = self._expected
+        assert stream is not None  # noqa: S101  # there is data left
+        self._took(stream, len(part))
+        fin = not self._data_left and self._data_fin
+        self._events.append(StreamData(stream.number, part, fin))
+        if not self._data_left:
+            self._expected = None
+        if fin:
+            self._receiving_ends(stream)
+        return len(part)
+
+    def _took(self, stream: _Stream, count: int) -> None:
+        self._data_left -= count
+        self._record_left -= count
+        stream.received += count
+        self._received += count
+        ours = self._ours
+        if self._receive_limit - self._received < ours.max_data // 2:
+            self._receive_limit = self._received + ours.max_data
+            self._frames.append(frame(FrameType.MAX_DATA, self._receive_limit))
+        window = self._window(stream.number, ours, mine=self._mine(stream.number))
+        if stream.receive_limit - stream.received < window // 2 and not (self._data_fin and not self._data_left):
+            stream.receive_limit = stream.received + window
+            self._frames.append(frame(FrameType.MAX_STREAM_DATA, stream.number, stream.receive_limit))
+
+    def _receiving(self, number: int) -> _Stream:
+        """Return the stream that the peer sends on; it may have been opened just now."""
+        stream = self._streams.get(number)
+        if stream is None and not self._mine(number):
+            stream = self._peer_opens(number)
+        if stream is None or not stream.receives:
+            raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"data on stream {number}, on which the peer must not send")
+        return stream
+
+    def _peer_opens(self, number: int) -> _Stream | None:
+        """Open a stream of the peer, and those with lower numbers (RFC 9000, section 3.2); None if it is over."""
+        one_way, count = number >> 1 & 1, number // 4
+        if count >= self._peer_may_open[one_way]:
+            most = self._peer_may_open[one_way]
+            raise QmuxFault(QuicCode.STREAM_LIMIT_ERROR, f"stream {number} is beyond the limit of {most} streams")
+        for index in range(self._peer_opened[one_way], count + 1):
+            self._add(4 * index + (number & 3))
+        self._peer_opened[one_way] = max(self._peer_opened[one_way], count + 1)
+        return self._streams.get(number)
+
+    def _add(self, number: int) -> _Stream:
+        mine = self._mine(number)
+        peer = self.peer or TransportParameters()
+        one_way = bool(number & 2)
+        stream = self._streams[number] = _Stream(
+            number,
+            self._window(number, self._ours, mine=mine),
+            self._window(number, peer, mine=not mine),
+            receives=not (one_way and mine),
+            sends=not one_way or mine,
+        )
+        return stream
+
+    def _window(self, number: int, parameters: TransportParameters, *, mine: bool) -> int:
+        """Return the window that the end which declares ``parameters`` gives a stream; ``mine``: it opened it."""
+        if number & 2:
+            return parameters.max_stream_data_uni
+        return parameters.max_stream_data_bidi_local if mine else parameters.max_stream_data_bidi_remote
+
+    def _mine(self, number: int) -> bool:
+        return number % 2 == (not self.client)
+
+    def _receiving_ends(self, stream: _Stream) -> None:
+        stream.receives = False
+        self._forget_if_over(stream)
+
+    def _forget_if_over(self, stream: _Stream) -> None:
+        if stream.receives or stream.sends or self._streams.pop(stream.number, None) is None:
+            return
+        if not self._mine(stream.number):  # one is over, so the peer may open another
+            one_way = stream.number >> 1 & 1
+            first = self._ours.max_streams_uni if one_way else self._ours.max_streams_bidi
+            self._peer_may_open[one_way] += 1
+            granted = self._peer_may_open[one_way]
+            if (granted - first) % max(1, first // 2) == 0:
+                self._frames.append(
+                    frame(FrameType.MAX_STREAMS_UNI if one_way else FrameType.MAX_STREAMS_BIDI, granted)
+                )
+
+    # ------------------------------------------------------------------ frames without data
+
+    def _begin(self, parameters: TransportParameters) -> None:
+        self.peer = parameters
+        self._send_limit = parameters.max_data
+        self._may_open = [parameters.max_streams_bidi, parameters.max_streams_uni]
+        for stream in self._streams.values():
+            stream.send_limit = self._window(stream.number, parameters, mine=not self._mine(stream.number))
+        self._events.append(ParametersReceived(parameters))
+
+    def _sending(self, number: int) -> _Stream | None:
+        """Return a stream that this end sends on, of which the peer speaks; None if that is over."""
+        one_way = number >> 1 & 1
+        if self._mine(number):
+            if number // 4 >= self._opened[one_way]:
+                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"stream {number} has not been opened")
+        elif one_way:
+            raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"stream {number} is the peer's alone")
+        elif number // 4 >= self._peer_opened[0]:
+            self._peer_opens(number)
+        stream = self._streams.get(number)
+        return stream if stream is not None and stream.sends else None
+
+    def _reset_received(self, number: int, code: int, final_size: int) -> None:
+        stream = self._streams.get(number)
+        if stream is None and self._mine(number):
+            if number & 2 or number // 4 >= self._opened[0]:
+                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, on which nothing may come")
+            return
+        if stream is None and (stream := self._peer_opens(number)) is None:
+            return
+        if not stream.receives:
+            if self._mine(number) and number & 2:
+                raise QmuxFault(QuicCode.STREAM_STATE_ERROR, f"reset of stream {number}, on which nothing may come")
+            return
+        more = final_size - stream.received
+        if more < 0:
+            raise QmuxFault(QuicCode.FINAL_SIZE_ERROR, f"stream {number} ends before what has come of it")
+        if final_size > stream.receive_limit or self._received + more > self._receive_limit:
+            raise QmuxFault(QuicCode.FLOW_CONTROL_ERROR, f"stream {number} ends beyond its window")
+        self._received += more
+        if self._receive_limit - self._received < self._ours.max_data // 2:
+            self._receive_limit = self._received + self._ours.max_data
+            self._frames.append(frame(FrameType.MAX_DATA, self._receive_limit))
+        self._events.append(StreamReset(number, code))
+        self._receiving_ends(stream)
+
+    def _stop_received(self, number: int, code: int) -> None:
+        if self._sending(number) is not None:
+            self._events.append(StopReceived(number, code))
+            self.reset(number, code)  # RFC 9000, section 3.5
+
+    def _max_data(self, limit: int) -> None:
+        if limit > self._send_limit:
+            self._send_limit = limit
+            self._unblock()
+
+    def _max_stream_data(self, number: int, limit: int) -> None:
+        stream = self._sending(number)
+        if stream is not None and limit > stream.send_limit:
+            stream.send_limit = limit
+            self._unblock()
+
+    def _max_streams(self, one_way: int, limit: int) -> None:
+        if limit > MAX_STREAMS:
+            raise QmuxFault(QuicCode.FRAME_ENCODING_ERROR, "a limit of streams exceeds 2^60")
+        self._may_open[one_way] = max(self._may_open[one_way], limit)
+
+    def _stream_blocked(self, number: int, _: int) -> None:
+        if number not in self._streams and not self._mine(number):
+            self._peer_opens(number)
+
+    def _ping_received(self, number: int) -> None:
+        if number <= self._last_ping:
+            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"ping {number} after {self._last_ping}")
+        self._last_ping = self._pong = number
+
+    def _pong_received(self, number: int) -> None:
+        if number >= self._pings:
+            raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"an answer to ping {number}, which was not sent")
+        self._events.append(Ponged())
+
+    _HANDLERS: ClassVar[dict[int, Callable[..., None]]] = {
+        FrameType.RESET_STREAM: _reset_received,
+        FrameType.STOP_SENDING: _stop_received,
+        FrameType.MAX_DATA: _max_data,
+        FrameType.MAX_STREAM_DATA: _max_stream_data,
+        FrameType.MAX_STREAMS_BIDI: lambda self, limit: self._max_streams(0, limit),
+        FrameType.MAX_STREAMS_UNI: lambda self, limit: self._max_streams(1, limit),
+        FrameType.STREAM_DATA_BLOCKED: _stream_blocked,
+        FrameType.PING: _ping_received,
+        FrameType.PONG: _pong_received,
+    }
+    """What is done with frames that are nothing but integers; the others only inform."""
+
+    # ------------------------------------------------------------------ what goes out
+
+    def may_open(self, number: int) -> bool:
+        """Return whether a stream of this end is within the peer's limit."""
+        return number // 4 < self._may_open[number >> 1 & 1]
+
+    def sending(self, number: int) -> bool:
+        """Return whether something of a stream, or its end, has not been given out yet."""
+        stream = self._streams.get(number)
+        return stream is not None and stream.sends and (stream.fin or bool(stream.queued))
+
+    def backlog(self, number: int) -> int:
+        """Return the bytes of a stream that have not been given out yet."""
+        stream = self._streams.get(number)
+        return 0 if stream is None else stream.queued
+
+    def send(self, number: int, data: Buffer, *, fin: bool = False) -> None:
+        """Send on a stream, which is opened if it is a new one of this end.
+
+        Raises:
+            ValueError: this end may not send on that stream, or no longer.
+        """
+        stream = self._own(number)
+        if stream.fin:
+            raise ValueError(f"the end of stream {number} is sent already")
+        stream.fin = fin
+        if len(data):
+            stream.pending.append(data)
+            stream.queued += len(data)
+            self.unsent += len(data)
+        if (len(data) or fin) and number not in self._blocked and stream not in self._ready:
+            self._ready.append(stream)
+
+    def reset(self, number: int, code: int) -> None:
+        """End a stream of ours at once; what waits is dropped. Errors as of `send`."""
+        stream = self._own(number)
+        self._drop_pending(stream)
+        self._frames.append(frame(FrameType.RESET_STREAM, number, code, stream.sent))
+        stream.sends = False
+        self._forget_if_over(stream)
+
+    def stop(self, number: int, code: int) -> None:
+        """Ask the peer to send no more on a stream; nothing happens if it has ended."""
+        stream = self._streams.get(number)
+        if stream is not None and stream.receives:
+            self._frames.append(frame(FrameType.STOP_SENDING, number, code))
+
+    def ping(self) -> None:
+        """Have the peer answer."""
+        if self.peer is not None:
+            self._frames.append(frame(FrameType.PING, self._pings))
+            self._pings += 1
+
+    def close(self, code: int, reason: str) -> None:
+        """End the connection with a code of the application; the event follows."""
+        if self.terminated is None:
+            self._events.append(self._end(code, reason, application=True, tell=True))
+
+    def data_to_send(self, most: int) -> list[Buffer]:
+        """Return about ``most`` bytes that go out now, as buffers; of large data, those that were passed to `send`."""
+        out: list[Buffer] = []
+        if not self._begun:
+            self._begun = True
+            out.append(_record(self._ours.encode()))
+        room = most
+        if self.terminated is not None:
+            if self._closing:
+                self._closing = False
+                closed = self.terminated
+                out.append(_record(close_frame(closed.code, closed.reason, application=closed.application)))
+            return out
+        if self.peer is None:
+            return out
+        if self._pong is not None:
+            self._frames.append(frame(FrameType.PONG, self._pong))
+            self._pong = None
+        for record in self._records():
+            out.append(record)
+            room -= len(record)
+        while room > 0 and self._ready:
+            room -= self._data_record(self._ready[0], room, self.peer.max_record_size, out)
+        return out
+
+    def _records(self) -> list[bytes]:
+        """Return records of the frames that wait, each at most as long as any peer accepts."""
+        frames, self._frames = self._frames, []
+        records: list[bytes] = []
+        batch: list[bytes] = []
+        size = 0
+        for each in frames:
+            if batch and size + len(each) > _LEAST_RECORD:
+                records.append(_record(b"".join(batch)))
+                batch, size = [], 0
+            batch.append(each)
+            size += len(each)
+        if batch:
+            records.append(_record(b"".join(batch)))
+        return records
+
+    def _data_record(self, stream: _Stream, room: int, most_record: int, out: list[Buffer]) -> int:
+        """Append a record with data of a stream, and return its bytes."""
+        credit = min(stream.send_limit - stream.sent, self._send_limit - self._sent)
+        size = min(stream.queued, credit, max(room, _LEAST_RECORD), most_record - _STREAM_HEAD)
+        if size <= 0 and stream.queued:
+            self._ready.popleft()
+            self._blocked[stream.number] = stream
+            return 0
+        fin = stream.fin and size == stream.queued
+        kind = FrameType.STREAM | STREAM_LENGTH | (STREAM_OFFSET if stream.sent else 0) | (STREAM_FIN if fin else 0)
+        place = (stream.number, stream.sent) if stream.sent else (stream.number,)
+        head = frame(kind, *place, size)
+        out.append(write_varint(len(head) + size) + head)
+        left = size
+        while left:
+            part = stream.pending[0]
+            if len(part) <= left:
+                stream.pending.popleft()
+            else:
+                whole = memoryview(part)
+                part, stream.pending[0] = whole[:left], whole[left:]
+            out.append(part)
+            left -= len(part)
+        stream.sent += size
+        stream.queued -= size
+        self._sent += size
+        self.unsent -= size
+        if fin or not stream.queued:
+            self._ready.popleft()
+        if fin:
+            stream.sends = False
+            self._forget_if_over(stream)
+        return size + _STREAM_HEAD
+
+    def _own(self, number: int) -> _Stream:
+        """Return a stream that this end may send on, or raise ValueError."""
+        if self.terminated is not None:
+            raise ValueError("the connection is over")
+        stream = self._streams.get(number)
+        if stream is None and self._mine(number) and number // 4 >= self._opened[number >> 1 & 1]:
+            if not self.may_open(number):
+                raise ValueError(f"stream {number} is beyond the peer's limit")
+            for index in range(self._opened[number >> 1 & 1], number // 4 + 1):
+                stream = self._add(4 * index + (number & 3))
+            self._opened[number >> 1 & 1] = number // 4 + 1
+        if stream is None or not stream.sends:
+            raise ValueError(f"stream {number} is over")
+        return stream
+
+    def _drop_pending(self, stream: _Stream) -> None:
+        self.unsent -= stream.queued
+        stream.pending.clear()
+        stream.queued, stream.fin = 0, False
+        self._blocked.pop(stream.number, None)
+        if stream in self._ready:
+            self._ready.remove(stream)
+
+    def _unblock(self) -> None:
+        self._ready.extend(self._blocked.values())
+        self._blocked.clear()
+
+    def _end(self, code: int, reason: str, *, application: bool, tell: bool) -> Terminated:
+        self.terminated = Terminated(min(code, MAX_VARINT), reason, application)
+        self._closing = tell
+        self._ready.clear()
+        self._blocked.clear()
+        self._streams.clear()
+        self._expected, self._data_left = None, 0
+        self.unsent = 0
+        return self.terminated
+
+
+def _record(frames: bytes) -> bytes:
+    return write_varint(len(frames)) + frames

@@ -1,0 +1,341 @@
+"""MoQT over TCP: what only TCP has, and peers that misuse it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import ssl
+
+import pytest
+import structlog
+
+from kvabr.link.moqt.connect import connect, dial
+from kvabr.link.moqt.options import DialOptions
+from kvabr.moqt.wire import DRAFTS
+from kvabr.qmux.connection import QmuxConnection
+from kvabr.qmux.frames import FrameType, TransportParameters, frame
+from kvabr.server.certificates import check, development
+from kvabr.server.grants import Grant, Grants
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.relay import Relay
+from kvabr.server.server import Server
+from kvabr.transfer.interface import read_all
+from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
+from tests.assets import make_asset
+from tests.qmux.ends import begun, record, stream
+
+pytestmark = pytest.mark.process
+
+LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
+LIMIT_S = 300.0
+PARAMETERS = TransportParameters(
+    max_data=1 << 20, max_stream_data_bidi_local=1 << 18, max_stream_data_bidi_remote=1 << 18,
+    max_stream_data_uni=1 << 18, max_streams_bidi=100, max_streams_uni=100,
+    protocols=tuple(draft.alpn for draft in DRAFTS),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asset(tmp_path_factory):
+    return make_asset(tmp_path_factory.mktemp("assets") / "one", range(40), frame_bytes=300_000, levels=("FP16",))
+
+
+@pytest.fixture(scope="module")
+def tls():
+    with development() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def served(asset, tls, tcp="plain", *, host="127.0.0.1", grants=None, **limits):
+    arguments = (PublishedAssets(asset.path, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
+    async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
+        yield server
+
+
+def options(server, tls, **more):
+    trusted = {"fingerprint": check(tls).fingerprint, "timeout_s": LIMIT_S}
+    return DialOptions("localhost", server.address[1], **trusted | more)
+
+
+async def fetched(asset, server, tls):
+    """A group, by somebody else, while something else goes on."""
+    async with await dial(options(server, tls), "tcp") as connection:
+        return await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+
+
+async def said(reader):
+    """What a server says to a plain client until it closes: the events of it."""
+    peer = QmuxConnection(client=True, parameters=PARAMETERS)
+    peer.data_to_send(1)
+    events = []
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            peer.receive(data)
+            events += peer.take_events()
+    return peer.terminated, events
+
+
+async def nobody(server):
+    while server.peers:  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.005)
+
+
+async def test_a_peer_that_says_nothing_is_closed(asset, tls):
+    async with served(asset, tls, handshake_s=0.2) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        assert await reader.read() == b""
+        writer.close()
+        await nobody(server)
+
+
+async def test_a_peer_that_stops_inside_tls_is_closed(asset, tls):
+    async with served(asset, tls, handshake_s=0.2) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"\x16\x03\x01\x02\x00")
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        await nobody(server)
+
+
+NONSENSE = {
+    "no QMux": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
+    "no common protocol": record(TransportParameters(protocols=("moqt-99",)).encode()),
+    "no protocol": begun(),
+    "a record without end": begun() + b"\xbf\xff\xff\xff",
+    "a stream that does not exist": begun(PARAMETERS) + record(stream(1, b"x")),
+    "resets of everything": begun(PARAMETERS) + record(*(frame(FrameType.RESET_STREAM, n, 0, 0) for n in range(1, 99))),
+    "too many streams": begun(PARAMETERS) + record(stream(4 * 128, b"x")),
+    "a gap": begun(PARAMETERS) + record(stream(0, b"x", offset=7)),
+    "no SETUP": begun(PARAMETERS) + record(stream(2, b"\x3f\x00\x00")),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
+    async with served(asset, tls) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(NONSENSE[what])
+        closed, _ = await said(reader)
+        assert closed is not None
+        assert closed.code
+        assert closed.reason
+        writer.close()
+        await nobody(server)
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+
+
+async def test_windows_without_end_and_resets_are_bounded(asset, tls):
+    """Thousands of grants, and of streams that are opened and reset, cost nothing that stays."""
+    async with served(asset, tls) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(begun(PARAMETERS))
+        grants = [
+            record(frame(FrameType.MAX_DATA, (1 << 61) + n), frame(FrameType.MAX_STREAMS_UNI, 1 << 60))
+            for n in range(5000)
+        ]
+        writer.write(b"".join(grants))
+        for number in range(0, 400, 4):
+            writer.write(record(stream(number, b"\x40"), frame(FrameType.RESET_STREAM, number, 0, 1)))
+        writer.write(record(frame(FrameType.PING, 1)))
+        (peer,) = server.peers
+        while not (peer.transport._conn and peer.transport._conn._last_ping == 1):  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.005)
+        conn = peer.transport._conn
+        assert len(conn._streams) <= 130
+        assert len(conn._frames) < 10
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        writer.close()
+        await nobody(server)
+        reader.feed_eof()
+
+
+async def test_a_plain_client_on_a_port_with_tls_hears_why(asset, tls):
+    async with served(asset, tls, tcp="tls") as server:
+        with pytest.raises(TransportError, match="this port speaks TLS"):
+            await dial(options(server, tls, fingerprint=None), "tcp-plain")
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+
+
+async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
+    async def answer(reader, writer):
+        await reader.read(100)
+        writer.write(begun(PARAMETERS))
+        await writer.drain()
+
+    async with asyncio.timeout(LIMIT_S), await asyncio.start_server(answer, "127.0.0.1", 0) as plain:
+        port = plain.sockets[0].getsockname()[1]
+        with pytest.raises(TransportError, match=r"does not speak TLS there.*tcp-plain"):
+            await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
+
+
+async def test_a_server_without_tcp_is_named(asset, tls):
+    async with served(asset, tls, tcp="off") as server:
+        with pytest.raises(TransportError, match="no TCP connection"):
+            await dial(options(server, tls), "tcp")
+
+
+async def test_certificates_say_what_is_wrong(asset, tls):
+    async with served(asset, tls, host="0.0.0.0") as server:  # noqa: S104  # to be reached under another name
+        with pytest.raises(TransportError, match="not signed by a trusted authority"):
+            await dial(options(server, tls, fingerprint=None), "tcp")
+        async with await dial(options(server, tls, fingerprint=None, ca=tls.certfile), "tcp") as connection:
+            assert connection.backend == "tcp"
+        other = options(server, tls, fingerprint=None, ca=tls.certfile)
+        with pytest.raises(TransportError, match="for another name"):
+            await dial(DialOptions("127.0.0.2", other.port, ca=other.ca, timeout_s=LIMIT_S), "tcp")
+
+
+async def test_a_new_certificate_is_shown_to_new_connections(asset, tls):
+    async with served(asset, tls) as server:
+        assert await fetched(asset, server, tls)
+        with development() as renewed:
+            server.tls = renewed
+            server.renew_certificates()
+            assert await fetched(asset, server, renewed)
+
+
+async def test_another_protocol_in_tls_is_refused(asset, tls):
+    context = ssl.create_default_context(cafile=str(tls.certfile))
+    context.set_alpn_protocols(["h2"])
+    async with served(asset, tls) as server:
+        reader, writer = await asyncio.open_connection(*server.address, ssl=context, server_hostname="localhost")
+        writer.write(begun(PARAMETERS))
+        closed, _ = await said(reader)
+        assert "no common protocol" in closed.reason
+        writer.close()
+
+
+async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
+    """What waits for it is bounded, and ends with its idle time."""
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        connection.transport._loop.remove_reader(connection.transport._sock.fileno())
+        downloads = [connection.fetch(asset.catalog.namespace, "FP16", n % 10, limit=1 << 20) for n in range(60)]
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        for peer in server.peers:
+            assert peer._unsent() <= 3 << 20
+        for download in downloads:
+            download.cancel()
+
+
+async def test_a_reset_connection_is_told_to_every_reader(asset, tls):
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20)
+        (peer,) = server.peers
+        peer.feed = lambda: None
+        sock = peer.transport._sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        peer.transport.drop()
+        with pytest.raises(TransportError, match=r"connection|reset"):
+            await read_all(download)
+        assert connection.closed
+
+
+async def test_an_idle_connection_ends(asset, tls):
+    async with served(asset, tls, idle_s=0.3) as server, await dial(options(server, tls), "tcp") as connection:
+        await nobody(server)
+        while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+def test_a_certificate_cannot_be_expected_without_tls():
+    with pytest.raises(UsageError, match="no certificate without TLS"):
+        connect("moqt://localhost/", transport="tcp-plain", fingerprint="0" * 64)
+    with pytest.raises(UsageError, match="unknown transport"):
+        connect("moqt://localhost/", transport="sctp")
+
+
+@contextlib.asynccontextmanager
+async def joined(server, tls, **how):
+    url = f"moqt://localhost:{server.address[1]}/"
+    async with connect(url, fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **how) as connection:
+        yield connection
+
+
+async def test_a_short_path_is_for_tcp(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)  # a busy machine may take longer
+    async with served(asset, tls) as server, joined(server, tls) as connection:
+        assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
+        assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+
+
+async def test_a_long_path_is_for_quic(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", 1e-9)
+    async with served(asset, tls) as server, joined(server, tls) as connection:
+        assert connection.backend in ("qh3", "aioquic")
+        assert connection.peer == f"localhost:{server.address[1]}"
+
+
+async def test_a_named_library_means_quic(asset, tls):
+    async with served(asset, tls) as server, joined(server, tls, quic="aioquic") as connection:
+        assert connection.backend == "aioquic"
+
+
+async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
+    async with served(asset, tls, tcp="off") as server, joined(server, tls) as connection:
+        assert connection.backend in ("qh3", "aioquic")
+
+
+async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
+    """QUIC was better before, but nothing comes back now."""
+    async with served(asset, tls) as server:
+        server._transport.close()
+        async with joined(server, tls, known=lambda peer: 1e6 if peer.endswith("tcp") else 1e9) as connection:
+            assert connection.backend == "tcp"
+
+
+@pytest.mark.parametrize(("tcp", "quic", "taken"), [(2e9, 1e9, ("tcp",)), (1e9, 2e9, ("qh3", "aioquic"))])
+async def test_what_carried_more_before_is_taken(asset, tls, tcp, quic, taken):
+    def known(peer):
+        return tcp if peer.endswith("tcp") else quic
+
+    async with served(asset, tls) as server, joined(server, tls, known=known) as connection:
+        assert connection.backend in taken
+
+
+async def test_a_lost_connection_is_dialled_again(asset, tls):
+    async with served(asset, tls) as server, joined(server, tls, transport="tcp") as connection:
+        for _ in range(2):
+            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
+            for peer in list(server.peers):
+                peer.transport.drop()
+                peer.ended("on purpose", 0)
+            while not connection._current.closed:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
+
+
+async def test_tokens_open_and_close(asset, tls):
+    token = "a token that somebody gave"  # noqa: S105  # of this test
+    grants = Grants([Grant("one", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
+    async with served(asset, tls, grants=grants) as server:
+        with pytest.raises(UnauthorizedError, match="token"):
+            await dial(options(server, tls), "tcp")
+        async with await dial(options(server, tls, token=token), "tcp") as connection:
+            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+            server.source.regrant(Grants([]))
+            while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("over", ["tcp", "tcp-plain"])
+async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls, over):
+    trust = {} if over == "tcp-plain" else {"fingerprint": check(tls).fingerprint}
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(served(asset, tls))
+        url = f"moqt://localhost:{first.address[1]}/"
+        upstream = await stack.enter_async_context(connect(url, transport=over, timeout_s=LIMIT_S, **trust))
+        metrics = Metrics()
+        relay = await stack.enter_async_context(Relay(upstream, LOG, metrics))
+        arguments = (relay, "127.0.0.1", 0, tls, ServerLimits(), LOG, metrics)
+        second = await stack.enter_async_context(Server(*arguments, tcp="plain"))
+        trusted = {"fingerprint": None} if over == "tcp-plain" else {}
+        connection = await stack.enter_async_context(await dial(options(second, tls, **trusted), over))
+        for group in range(asset.catalog.groups):
+            data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=1 << 20))
+            assert data == asset.frame(group, "FP16")
+        assert upstream.backend == over
