@@ -419,11 +419,9 @@ class TimePlanner:
 
         works, nbytes, (flying, requests), lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
         if self._behind is not None:
-            by_track = np.zeros((2, len(lost), *options.loss.shape))
-            counts = np.broadcast_to(np.diff(np.append(starts, groups)), picked.loss.shape)
-            for each, of_group in zip(by_track, (picked.loss, counts), strict=True):
-                np.put_along_axis(each, picked.tracks[:, None], of_group[:, None], axis=1)
-            lost = (brought(by_track) * self._behind[:, None, :, stops]).sum(axis=(0, 2))
+            on = picked.tracks[:, None] == np.arange(len(self.names))[:, None]
+            counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[..., stops]
+            lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
