@@ -23,7 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.cost import PrefillCost
-from kvabr.types.loss import INHERITED
+from kvabr.types.loss import INHERITED, predicted_loss
 
 if TYPE_CHECKING:
     from kvabr.abr.time_planner import TimePlanner
@@ -62,10 +62,17 @@ _CALL_SHARE = 0.1
 """Length of a call at most, as a share of the deadline, if it need not be longer."""
 _UNKNOWN_WAIT_S = 0.04
 """Seconds until the first bytes come, where nothing is known of the peer."""
+_FINE = 1 / 6
+"""Share of the exact cache's bytes that a track takes which loses next to nothing."""
 _MOST_WAIT = 1.05
 """Cost of a wait for a better known rate at most, as a multiple of the least cost of the play."""
 _SLOW_START = 0.5
 """Share of what a wait costs that counts in slow start: each round trip tells more."""
+_DOUBT, _LEAST_DOUBT = 0.7, 0.03
+"""Share of the rate that earlier plays told which the link may have as well: at first, and at least."""
+_LATE_START, _DOUBT_SHARE, _MOST_DOUBLINGS = 1.5, 0.005, 64.0
+"""Multiple of the time that slow start takes to that rate after which it is doubted; least round trips in this, as a
+share of the deadline, as the rate is measured no more often; and how often slow start can double."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
@@ -122,6 +129,28 @@ def computed_before_a_lookup(cost: PrefillCost, tokens: int, ttfb_s: float) -> b
     return cost.seconds(0, tokens) <= (ttfb_s or _UNKNOWN_WAIT_S)
 
 
+def computed_on_any_link(
+    cost: PrefillCost, tokens: int, deadline_s: float, *, time_price: float, gpu_price: float
+) -> bool:
+    """Return whether an engine computes a whole prompt by the rule above, as long as nothing is known of the link.
+
+    What a play takes is guessed for the rates that the rule weighs, with a track that loses next to nothing.
+
+    Args:
+        cost: of the engine's prefill.
+        tokens: length of the prompt.
+        deadline_s: seconds in which the cache is wanted.
+        time_price: price of a second before the first token, nats per token.
+        gpu_price: price of a second of engine time.
+    """
+    computed_s = cost.seconds(0, tokens)
+    if time_price <= 0 or computed_s > deadline_s:
+        return False
+    computed_s *= 1.0 + gpu_price / time_price
+    played_s = [min(deadline_s, _UNKNOWN_WAIT_S + _FINE * deadline_s / load) for load in LOADS]
+    return sum(computed_s / min(computed_s, one) - one / min(computed_s, one) for one in played_s) <= 0.0
+
+
 class ComputePlanner:
     """Decides what the engine of one play computes."""
 
@@ -151,6 +180,10 @@ class ComputePlanner:
         """When the engine should be done with what it does and with these, seconds since the play began."""
         self._rates: deque[tuple[float, float]] = deque()
         """Times and rates of the last round trips."""
+        self._told = 0.0
+        """The rate that earlier plays told, bytes per second; 0.0: none."""
+        self._round_s = math.inf
+        """The shortest time to first byte so far: slow start doubles in it."""
         self._growing = self._slow = False
         """Whether the link may be in slow start; and whether it is much slower than it was."""
         self._best_rate, self._fast_s = 0.0, 0.0
@@ -276,7 +309,7 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + better) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        if len(rates) > 1:
+        if len(rates) > 1 and (self._growing or self._slow):
             waited_s = self._better_known_s(view)
             waiting = 1.0 + view.time_price * waited_s / least
             if self._suffix:
@@ -295,15 +328,24 @@ class ComputePlanner:
 
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
         """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
-        if view.rate >= _SLOW_SHARE * self._best_rate:
+        self._growing = self._grows(view)
+        told = 0.0 < view.rate == self._told
+        if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
-        self._slow, self._growing = view.rate < _SLOW_SHARE * self._best_rate, self._grows(view)
-        if self._slow and view.rate > 0:  # perhaps for a moment
-            return [view.rate, _RECOVERY * self._best_rate], None
-        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
+        self._slow = view.rate < _SLOW_SHARE * self._best_rate
+        if self._slow:  # perhaps for a moment
+            return [view.rate or _LEAST_DOUBT * self._best_rate, _RECOVERY * self._best_rate], None
+        self._round_s = min(self._round_s, view.ttfb_s or math.inf)
+        round_s = self._round_s if view.ttfb_s > 0 else _UNKNOWN_WAIT_S
         if view.rate > 0 and not self._growing:
-            begins = view.now < _RAMP_ROUNDS * round_s  # at the rate that earlier plays told
-            return [view.rate], (WINDOW / round_s, round_s) if begins else None
+            if not told:
+                return [view.rate], None
+            # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
+            doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
+            due = math.log2(max(1.0, view.rate / first))
+            late = _LATE_START * due - view.now / max(round_s, _DOUBT_SHARE * view.deadline_s)
+            less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
+            return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
@@ -312,8 +354,10 @@ class ComputePlanner:
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
-        if view.rate > 0:  # what is known at once is known from earlier plays
-            self._rates.append((view.now if self._rates or view.now > 0 else -math.inf, view.rate))
+        if view.rate > 0:
+            if not self._rates and view.now <= 0:
+                self._told = view.rate
+            self._rates.append((view.now if self._told != view.rate else -math.inf, view.rate))
         before_s = view.now - _RAMP_ROUNDS * view.ttfb_s
         while len(self._rates) > 1 and self._rates[1][0] <= before_s:
             self._rates.popleft()
@@ -525,4 +569,10 @@ class ComputePlanner:
         inherited = 0.0
         if other is not None and other != RECOMPUTED:
             inherited = INHERITED * view.loss(group, other) * (1.0 - self._near[group - 1 - before])
-        return self._worth(group, track) - inherited
+        gain = self._worth(group, track) - inherited
+        if gain > 0 and all(name == RECOMPUTED for name in islice(view.track_of, group + 1, None)):
+            # At the end of the prompt that brings out all errors before it, which a track close to the exact does not.
+            tracks = [name or view.ladder.cheapest for name in view.track_of]
+            computed = [*tracks[:group], RECOMPUTED, *tracks[group + 1 :]]
+            gain = min(gain, predicted_loss(view.catalog, tracks) - predicted_loss(view.catalog, computed))
+        return gain

@@ -43,7 +43,10 @@ class TailOffer:
     engine_s: float
     """Seconds by which they make the engine's call longer."""
 
-    def objective(self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1) -> float:
+    def objective(
+        self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1,
+        computed_s: float = math.inf,
+    ) -> float:  # fmt: skip
         """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
 
         Args:
@@ -52,15 +55,23 @@ class TailOffer:
             time_price: price of a second before the first token.
             gpu_price: price of a second of engine time.
             decoders: groups that are decoded at once.
+            computed_s: as in `tail_costs`.
         """
 
-        def cost(loss: float, seconds: float) -> float:
+        def cost(loss: float, seconds: float, front_s: float = 0.0) -> float:
             return objective(
-                loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s,
+                loss, seconds, left_s, met=seconds <= left_s, engine_s=self.engine_s + front_s,
                 time_price=time_price, gpu_price=gpu_price,
             )  # fmt: skip
 
-        least = min(cost(loss, self.engine_s + max(size / rate, s / decoders)) for size, s, loss in self._ways)
+        times = [(max(size / rate, s / decoders), loss) for size, s, loss in self._ways]
+        least = min(cost(loss, self.engine_s + seconds) for seconds, loss in times)
+        if math.isfinite(computed_s) and math.isfinite(gpu_price):
+            # The engine computes the front while the rest comes, until they meet; or everything.
+            whole_s = max(0.0, computed_s - self.engine_s)
+            shares = [(1.0, 0.0), *((seconds / (seconds + whole_s), loss) for seconds, loss in times if seconds > 0)]
+            fronts = ((share * whole_s, (1.0 - share) * loss) for share, loss in shares)
+            least = min(least, *(cost(loss, self.engine_s + front_s, front_s) for front_s, loss in fronts))
         # With all the time there is, a play mixes the tracks on either side of what the link carries.
         carried = rate * (left_s - self.engine_s)
         mixtures = (
@@ -146,6 +157,7 @@ def tail_costs(
     time_price: float,
     gpu_price: float,
     decoders: int = 1,
+    computed_s: float = math.inf,
 ) -> list[float]:
     """Return what a play with each of the offers should cost, nats per token.
 
@@ -156,6 +168,8 @@ def tail_costs(
         time_price: price of a second before the first token, nats per token.
         gpu_price: price of a second of engine time; with an infinite one a tail is never computed.
         decoders: groups that are decoded at once.
+        computed_s: seconds in which the engine computes all of the prefix, if it may also compute the front of it, or
+            everything, while the network loads the rest; infinite: it does not.
     """
     left_s = max(_LEAST_S, left_s)
     whole = offers[0].catalog
@@ -166,7 +180,10 @@ def tail_costs(
     costs = []
     for offer in offers:
         ways = (
-            offer.objective(one, left_s, time_price=time_price, gpu_price=gpu_price, decoders=decoders) for one in rates
+            offer.objective(
+                one, left_s, time_price=time_price, gpu_price=gpu_price, decoders=decoders, computed_s=computed_s
+            )
+            for one in rates
         )
         cost = sum(ways) / len(rates)
         refused = not math.isfinite(gpu_price) or (rate <= 0 and offer.engine_s > _BLIND_SHARE * left_s)

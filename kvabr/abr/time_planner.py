@@ -143,9 +143,10 @@ class TimePlanner:
         self._left_out = frozenset(catalog.computed)
         """Groups that no asset has: they are the engine's from the beginning."""
         self._behind: Array | None = None
-        """What the first groups lose if an engine computes all behind them, over what they lose otherwise, by track."""
+        """What each of the first groups loses if an engine computes all behind them: over what it loses otherwise, and
+        besides that, by track."""
         if view.front_first and view.cost is not None:
-            self._behind = np.array([factors_behind(catalog, name) for name in self.names])
+            self._behind = np.array([factors_behind(catalog, name) for name in self.names]).swapaxes(0, 1)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -398,11 +399,14 @@ class TimePlanner:
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
         if len(starts := edges[edges < groups]) < groups:  # groups of a long prompt are taken together
+            # Of those some may have better tracks already, and keep them.
+            stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
             options = _Options(
+                np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
                 *(
-                    np.add.reduceat(each, starts, axis=1)
-                    for each in (options.loss, options.bytes, options.moves * share, options.waste)
-                )
+                    np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
+                    for each in (options.bytes, options.moves * share, options.waste)
+                ),
             )
             held, share = np.add.reduceat(held, starts, axis=1), np.ones(len(starts))
         picked = self._pick(view, rate, link, decoding, options, share)
@@ -415,9 +419,9 @@ class TimePlanner:
 
         works, nbytes, (flying, requests), lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
         if self._behind is not None:
-            by_track = np.zeros((len(lost), *options.loss.shape))
-            np.put_along_axis(by_track, picked.tracks[:, None], picked.loss[:, None], axis=1)
-            lost = (brought(by_track) * self._behind[:, stops]).sum(axis=1)
+            on = picked.tracks[:, None] == np.arange(len(self.names))[:, None]
+            counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[..., stops]
+            lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
         arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders

@@ -40,13 +40,13 @@ from kvabr.client.options import (
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, find_among
-from kvabr.client.play import Play, computes_at_once, loadable, lookup_time, tail_choices
+from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
-from kvabr.client.shared_bandwidth import history_at
+from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -58,12 +58,20 @@ from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
-from kvabr.transfer.work import decoders
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
-from kvabr.types.errors import FormatError, PlayError, TransportError, UsageError, told_if_exhausted
+from kvabr.types.errors import (
+    FormatError,
+    KvabrError,
+    ModelError,
+    PlayError,
+    TransportError,
+    UsageError,
+    told_if_exhausted,
+)
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -273,11 +281,12 @@ class AsyncClient:
         check_prompt(tokens)
         ask = partial(find_among, self._some(peer), any_group_tokens=any_size, salt=options.salt, live=options.live)
 
-        dials = prompt is not None or not computes_at_once(options, cost, len(tokens))
-        async with self._play(deadline, options, peer, computing, cost, tokens, dials) as play:
+        alone = computing if prompt is None else None
+        at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peer)
+        if at_once is not None:
+            return at_once
+        async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             clock = play.clock
-            if prompt is None and play.computes_at_once():
-                return play.over(await play.compute())
             spec, prepared, limit = None, None, None
             try:
                 lookup_s = lookup_time(clock, cost, len(tokens))
@@ -565,6 +574,48 @@ class AsyncClient:
         await self.close()
 
     # -------------------------------------------------------------- internals
+
+    async def _computed(
+        self,
+        tokens: Sequence[int],
+        deadline: float,
+        options: PlayOptions,
+        model: KVSpec | str | None,
+        engine: Engine | None,
+        cost: PrefillCost | None,
+        peer: PeersLike,
+    ) -> tuple[Played | None, float]:
+        """Compute a prompt without waiting for a lookup, if that pays.
+
+        Return None if it does not, or the engine fails, and the seconds that are left to the deadline.
+        """
+        if engine is None or cost is None:
+            return None, deadline
+        link = KnownLink.of_all(self._history.best(one.known_as) for one in self._some(peer))
+        at_once = computes_at_once(options, cost, len(tokens), link)
+        timed = options.prefill_cost is not None or not self._costs.of(engine).empty
+        if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
+            return None, deadline
+        async with self._play(deadline, options, peer, engine, cost, tokens, dials=False) as play:
+            trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peer))]
+            try:
+                return play.over(await play.compute()), play.clock.left()
+            except ModelError:  # the network may have it
+                if play.clock.left() <= 0:
+                    raise
+            finally:
+                await cancel_all(trying)
+        return None, play.clock.left()
+
+    async def _try(
+        self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeersLike
+    ) -> None:
+        """Fetch a prompt's cache beside an engine that computes it, to learn what the link carries."""
+        options = replace(options, log=None, telemetry=None, watch=None)
+        with suppress(KvabrError):
+            found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
+            if found is not None:
+                await self.play_coded(found, deadline=deadline, options=options, peer=peer)
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):

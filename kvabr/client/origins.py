@@ -16,15 +16,13 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Unpack
 
-from kvabr.link.moqt.connect import KnownRate, asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.connect import Connecting, KnownRate, asset_of, connect, parse_namespace, parse_url
 from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
-
-Dialling = AbstractAsyncContextManager[PeerConnection]
 
 __all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -45,7 +43,7 @@ def check_url(url: str) -> None:
 
 def dialling(
     url: str, *, needed: bool = True, known: KnownRate = lambda _: 0.0, **how: Unpack[DialArguments]
-) -> Dialling:
+) -> Connecting | StoreDialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
@@ -73,6 +71,7 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
         """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
         self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
+        self.peers = (self._bucket.url,)
         self._connection: StoreConnection | None = None
 
     async def __aenter__(self) -> PeerConnection:
@@ -101,6 +100,10 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     ) -> None:
         if self._connection is not None:
             await self._connection.close()
+
+
+Dialling = Connecting | StoreDialling
+"""Enters a connection; its ``peers`` are the names that the connection may have as `Connection.peer`."""
 
 
 def _bucket_url(url: str) -> str:

@@ -43,6 +43,8 @@ class ClientPeer:
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
+        self.known_as = (source.peer,) if isinstance(source, PeerConnection) else source.peers
+        """What its connections may be called in a `PeerHistory`."""
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from kvabr.abr.compute_planner import computed_before_a_lookup
+from kvabr.abr.compute_planner import computed_before_a_lookup, computed_on_any_link
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.plugins import load_policy, policy_class, shipped
@@ -166,11 +166,6 @@ class Play:
         """Note what came of the play, and return it."""
         return self.turn.over(played)
 
-    def computes_at_once(self) -> bool:
-        """As `computes_at_once`, with what is known of the peers."""
-        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
-        return computes_at_once(self.options, self.cost, len(self.tokens), link.ttfb_s)
-
     async def prepare(self, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1) -> Prepared:
         """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
 
@@ -226,7 +221,7 @@ class Play:
         left_s = self.clock.left() - guard_s(self.clock.deadline_s)
         choices = partial(
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
-            decoders=self._decoders,
+            decoders=self._decoders, divides=self.engine is not None and policy_class(self.options.policy).divides,
         )  # fmt: skip
         return choose_tail(self.options.policy, *await self._in_time(choices), self._limit)
 
@@ -638,16 +633,25 @@ def computed(engine: Engine, tokens: Sequence[int]) -> tuple[torch.Tensor, ...]:
     return prefill_classes(engine, tokens) if room is None else (room.prefill(tokens, 0),)
 
 
-def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, ttfb_s: float = 0.0) -> bool:
-    """Return whether an engine is done before a lookup usually brings anything, so that the play waits for none.
+def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int, link: KnownLink) -> bool:
+    """Return whether an engine is done before a lookup usually brings anything, so that the play needs none."""
+    if cost is None or not _computes_all(options):
+        return False
+    return computed_before_a_lookup(cost, tokens, link.ttfb_s)
 
-    ``ttfb_s`` as for `computed_before_a_lookup`.
-    """
-    if cost is None or not policy_class(options.policy).divides:
+
+def computes_blindly(
+    options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
+) -> bool:
+    """Return whether nothing is known of the link, and an engine computes everything in any case, so that it begins."""
+    if cost is None or link.rate > 0 or not _computes_all(options):
         return False
-    if options.time_price <= 0 or not math.isfinite(options.gpu_price):
-        return False
-    return computed_before_a_lookup(cost, tokens, ttfb_s)
+    return computed_on_any_link(cost, tokens, deadline_s, time_price=options.time_price, gpu_price=options.gpu_price)
+
+
+def _computes_all(options: PlayOptions) -> bool:
+    """Return whether an engine computes a prompt that is there, where that costs less."""
+    return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
 def loadable(found: Found, options: PlayOptions) -> Found | None:
@@ -692,6 +696,7 @@ def tail_choices(
     skip: int = 0,
     block: int = 1,
     decoders: int = 1,
+    divides: bool = False,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
 
@@ -705,14 +710,20 @@ def tail_choices(
         skip: leading groups that it has.
         block: it takes whole blocks of this many tokens.
         decoders: groups that are decoded at once.
+        divides: the play has the engine compute everything where that costs less.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
+    computed_s = math.inf
     if cost is not None:
         left_s -= cost.seconds(catalog.first_token + catalog.tokens, following)
+        if divides:
+            before = catalog.tokens_before(skip)
+            computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
-        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders
-    )
+        offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
+        computed_s=computed_s,
+    )  # fmt: skip
     return offers, costs
 
 

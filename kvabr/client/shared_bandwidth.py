@@ -127,6 +127,10 @@ class PeerHistory(MachineFile[PeerRecord]):
         prior = self.of(peer)
         return 0.0 if prior is None or prior.weight < _LEAST_WEIGHT else prior.rate
 
+    def best(self, names: Iterable[str | None]) -> KnownLink:
+        """Return the fastest of the links to a peer that may have several names, see `link`."""
+        return max(map(self.link, names), default=KnownLink(0.0, 0.0))
+
     def heard(self, peer: str, rate: float, ttfb_s: float, now: float | None = None) -> None:
         """Record the end of a play; implausible values are ignored. Nothing is written before `save`."""
         at = time.time() if now is None else now
@@ -397,7 +401,9 @@ def estimating(connection: Connection, estimator: Estimator, history: PeerHistor
     peer = connection.peer
     known = None if peer is None else history.of(peer)
     with link_of(connection).joined(estimator, known) as share:
-        yield share
-    # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-    if peer is not None and share.heard:
-        history.heard(peer, share.link_rate(), share.ttfb())
+        try:
+            yield share
+        finally:
+            # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
+            if peer is not None and share.heard:
+                history.heard(peer, share.link_rate(), share.ttfb())

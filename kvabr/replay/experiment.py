@@ -368,6 +368,7 @@ class Experiment:
             return self
         options, config = self.options, self.options.config
         offers = [each.tail for each in self._offers.values() if each.tail is not None]
+        cost, divides = options.cost, policy_class(policy).divides and not options.prefix
         costs = tail_costs(
             offers,
             options.deadline_s - lookup_s,
@@ -375,6 +376,7 @@ class Experiment:
             time_price=config.time_price,
             gpu_price=config.gpu_price,
             decoders=options.decoders,
+            computed_s=cost.seconds(0, offers[0].catalog.tokens) if divides and cost is not None else math.inf,
         )
         offer = choose_tail(policy, offers, costs)
         return self._offers[offer.tokens]

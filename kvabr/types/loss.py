@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
-from kvabr.types.tails import losses_behind, share_points
+from kvabr.types.tails import even_share, losses_behind, share_points
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,10 +100,11 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
     )
 
 
-def factors_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
-    """Return what the first n groups lose on one track if an engine computes all others behind them.
+def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return what each of the first n groups loses on a track if an engine computes all others behind them.
 
-    As multiples of what they lose otherwise, for n from 0 to all. 1.0 where nothing is known of tails.
+    As a multiple of what it loses otherwise, and what is added to that, for n from 0 to all: see `losses_behind`. 1.0
+    and 0.0 where nothing is known of tails.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -111,7 +112,7 @@ def factors_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
     sums: npt.NDArray[np.float64] = np.append(0.0, np.cumsum(track.loss))
     factors = np.ones(sums.shape)
     if not (catalog.even and track.tails):
-        return factors
+        return factors, np.zeros(sums.shape)
     behind = catalog.tokens - np.array([catalog.tokens_before(count) for count in range(catalog.groups + 1)])
     left = sums[-1] * np.exp(np.interp(np.log1p(behind), *share_points(track.tails)))
     longest = track.tails[-1].tokens
@@ -122,7 +123,8 @@ def factors_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
     if far > 0:
         left = np.where(behind > longest, left * farther / far, left)
     np.divide(left, sums, out=factors, where=sums > 0)
-    return factors
+    even = np.array([even_share(tokens) for tokens in behind.tolist()])
+    return (1.0 - even) * factors, even * factors * sums / np.maximum(1, np.arange(len(sums)))
 
 
 class _LossyGroups:

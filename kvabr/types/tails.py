@@ -80,6 +80,11 @@ def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]
     return tuple(tail._replace(share=share_behind(tails, tokens + tail.tokens) / left) for tail in tails)
 
 
+def even_share(tail: float) -> float:
+    """Return the share of what groups lose behind a tail of so many tokens that is spread evenly over them."""
+    return _EVEN * min(1.0, math.log1p(tail) / math.log1p(TAILS[0]))
+
+
 def losses_behind(
     losses: Sequence[float], tails: Sequence[TailLoss], groups: int, tail: int, group_tokens: int
 ) -> tuple[float, ...]:
@@ -109,7 +114,7 @@ def losses_behind(
         far, farther = (sum(losses[: max(1, len(losses) - each // group_tokens)]) for each in (known, tail))
         wanted *= farther / far if far > 0 else 1.0
     if whole > wanted or (tail and whole > 0):
-        even = _EVEN * min(1.0, math.log1p(tail) / math.log1p(TAILS[0]))
+        even = even_share(tail)
         return tuple(min(MOST_LOSS, wanted * ((1 - even) * loss / whole + even / groups)) for loss in moved)
     moved[-1] = min(MOST_LOSS, moved[-1] + wanted - whole)
     return tuple(moved)

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from kvabr.abr import Ladder, Transfer, View
@@ -249,3 +250,21 @@ def test_a_prefix_is_cut_once_what_has_arrived_is_decoded():
     assert planner.rest(view, idle=True).kind == "wait"
     view.decode_backlog_s = 0.0
     assert planner.rest(view, idle=True).kind == "recompute"
+
+
+def test_where_some_groups_of_a_long_prompt_are_better_than_others_to_stop_costs_what_they_lose():
+    """Groups are taken together there; what they have is one of the choices all the same."""
+    offer = catalog(512, layered=True)
+    view = View(Ladder(offer), 4.0, cost=PrefillCost(0.0, 1e-3), gpu_price=0.0, time_price=1e-3)
+    view.rate = view.lower_bound = 1e6
+    layers = [track.name for track in offer.tracks if track.name == "base" or track.refines is not None]
+    for group in range(offer.groups):
+        view.track_of[group] = layers[group % len(layers)]
+        view.missing_groups.discard(group)
+        view.settled.add(group)
+    times = TimePlanner(view)
+    times.sync(view)
+    stops = np.array([0, offer.groups])
+    divided = times.divide(view, 1e6, 0, stops, np.array([0.0, 60.0]), np.zeros(2))
+    assert len(layers) > 1
+    assert divided.objective[0] <= times.lost() + 1e-9

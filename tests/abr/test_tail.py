@@ -80,6 +80,30 @@ def test_on_a_fast_link_bytes_are_sooner_than_a_slow_engine(catalog):
     assert slow.tokens > 0
 
 
+def test_what_is_computed_in_whole_is_not_cut_in_two(catalog):
+    """Where an engine that may compute the front as well computes everything, a tail gains nothing."""
+    engine = PrefillCost(0.03, 3e-5)
+    offers = tail_offers(catalog, engine, following=20)
+    whole_s = engine.seconds(0, catalog.tokens)
+    divided = [tail_costs(offers, 4.0, rate=rate, **prices(), computed_s=whole_s) for rate in (1e5, 1e6)]
+    assert [costs[0] for costs in divided] == pytest.approx([2e-3 * whole_s] * 2, rel=0.01)
+    assert all(choose_tail("anytime", offers, costs).tokens == 0 for costs in divided)
+    assert choose_tail("anytime", offers, tail_costs(offers, 4.0, rate=1e6, **prices())).tokens > 0
+
+
+def test_an_engine_that_computes_the_front_beside_the_network_takes_less(catalog):
+    engine = PrefillCost(0.0, 2.5e-4)
+    offers = tail_offers(catalog, engine, following=20)
+    whole_s = engine.seconds(0, catalog.tokens)
+    alone, divided = (
+        tail_costs(offers, 4.0, rate=3e6, **prices(), computed_s=seconds) for seconds in (math.inf, whole_s)
+    )
+    assert all(new <= min(old, 2e-3 * whole_s) + 1e-9 for old, new in zip(alone, divided, strict=True))
+    assert divided[0] < min(alone[0], 2e-3 * whole_s)  # both work at once
+    never = tail_costs(offers, 4.0, rate=3e6, **prices(gpu_price=math.inf), computed_s=whole_s)
+    assert never[0] == pytest.approx(tail_costs(offers, 4.0, rate=3e6, **prices(gpu_price=math.inf))[0])
+
+
 def test_what_an_engine_may_never_do(catalog):
     offers = tail_offers(catalog, GPU, following=20)
     assert choose_tail("anytime", offers, tail_costs(offers, 2.0, **prices(gpu_price=math.inf))).tokens == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
@@ -13,7 +14,9 @@ from kvabr.client import play as play_module
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
+from kvabr.client.play import computes_blindly
 from kvabr.client.runner import PlayRunner
+from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.files import STALE_S
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
@@ -254,6 +257,10 @@ async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
         peer = client.peer("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem")
         played = await play(client, TOKENS, peer=peer, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
         assert set(played.coverage) == {"recomputed"}
+        assert client.metrics.value("kvabr_client_dials_failed_total") == 0  # it was computed at once
+        slow = PrefillCost(0.1, 0.02)
+        played = await play(client, TOKENS, peer=peer, deadline=2.0, engine=ToyModel(), prefill_cost=slow)
+        assert set(played.coverage) == {"recomputed"}
         with pytest.raises(PlayError, match=r"none\.pem"):
             await play(client, TOKENS, peer=peer, deadline=2.0, spec=SPEC)
         with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
@@ -350,14 +357,18 @@ async def test_closing_twice_ends_a_play_once():
 
 @virtual
 async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
-    @asynccontextmanager
-    async def dialling():
-        yield link
-        await asyncio.sleep(1.0)
+    class Dialling(AbstractAsyncContextManager):
+        peers = ("slow to close",)
+
+        async def __aenter__(self):
+            return link
+
+        async def __aexit__(self, *_):
+            await asyncio.sleep(1.0)
 
     async with origin() as link, origin() as other:
         client = AsyncClient(link)
-        peer = client._peers["slow to close"] = ClientPeer("slow to close", dialling(), client.store, client.metrics)
+        peer = client._peers["slow to close"] = ClientPeer("slow to close", Dialling(), client.store, client.metrics)
         await client.connect(peer)
         closing = soon(client.close())
         await asyncio.sleep(0.5)
@@ -402,9 +413,51 @@ async def test_what_an_engine_has_computed_before_a_lookup_needs_no_peer(tmp_pat
         fast = PlayOptions(prefill_cost=PrefillCost(0.02, 1e-6))
         played = await client.play(TOKENS, deadline=4.0, engine=ToyModel(), options=fast)
         assert client.metrics.value("kvabr_client_dials_failed_total") == 0
-        slow = PlayOptions(prefill_cost=PrefillCost(0.1, 0.001))
+        slow = PlayOptions(prefill_cost=PrefillCost(0.1, 0.02))
         later = await client.play(TOKENS, deadline=4.0, engine=ToyModel(), options=slow)
         assert client.metrics.value("kvabr_client_dials_failed_total") == 1
     assert close(played.kv)
     assert close(later.kv)
     assert played.tokens == later.tokens == len(TOKENS)
+
+
+class Late(ToyModel):
+    """Computes once it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may = threading.Event()
+
+    def prefill(self, tokens, before=None):
+        assert self.may.wait(60.0)
+        return super().prefill(tokens, before)
+
+
+async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, short):
+    """Of a link of which nothing is known the engine does not wait; the cache is fetched as long as it computes."""
+    engine, options = Late(), PlayOptions(prefill_cost=PrefillCost(0.1, 0.001))
+    async with origin(rate=1e6) as link, AsyncClient(link, engine=engine, options=options) as client:
+        link.peer = "10.0.0.1:443"
+        playing = soon(client.play(TOKENS, deadline=60.0))
+        while client.metrics.value("kvabr_client_groups_total", source="network") < short.groups:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        engine.may.set()
+        played = await playing
+        assert set(played.coverage) == {"recomputed"}
+        assert close(played.kv)
+        assert link.downloads == 0
+        assert client._history.link(link.peer).rate > 0
+        assert computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, KnownLink(0.0, 0.0))
+        assert not computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, client._history.link(link.peer))
+
+
+@virtual
+async def test_an_engine_that_fails_before_a_lookup_leaves_it_to_the_network(origin, short):
+    class Broken(ToyModel):
+        def prefill(self, tokens, before=None):
+            raise RuntimeError("no memory")
+
+    async with origin(rate=short.track("Int4").total_bytes * 4) as link, AsyncClient(link) as client:
+        played = await play(client, TOKENS, peer=link, deadline=4.0, engine=Broken(), prefill_cost=COST)
+        assert "recomputed" not in played.coverage
+        assert played.met

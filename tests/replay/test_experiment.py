@@ -318,6 +318,9 @@ def test_the_end_of_a_cache_is_computed_with_the_question(policy, load):
         Experiment(_tailed(), each).play(link, 0.0, policy).run for each in (options, replace(options, tail=0))
     )
     assert without["tail_tokens"] == 0
+    if policy == "anytime":  # it has everything computed in one call instead
+        assert with_tail["objective"] == without["objective"]
+        return
     assert 0 < with_tail["tail_tokens"] <= 512
     assert with_tail["tail_s"] == pytest.approx(1e-5 * with_tail["tail_tokens"])
     assert with_tail["recompute_s"] >= with_tail["tail_s"]

@@ -162,6 +162,8 @@ class Connecting:
     ) -> None:
         self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
         self._known = known
+        where = f"{options.host}:{options.port}"
+        self.peers = tuple(peer_name(where, over) for over in get_args(Over))
         self._connection: RedialledConnection | None = None
         self._works: TransportName | None = None
         """The transport that reached the peer."""
