@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from kvabr.codec.ac import payload_head
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import framed
 from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import Index
 from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import RATIO
 from kvabr.data import default_catalog
@@ -61,8 +61,8 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
         # Every group differs from all others, or they would be one transfer.
         order = np.random.default_rng(group).permutation(spec.group_tokens)
         indices = [np.ascontiguousarray(index[:, order]) for index in sample.indices]
-        pairs = zip(sample.depths, pairwise([None, *indices]), strict=True)
-        return [coder.encode_indices(model, index, below) for model, (below, index) in pairs]
+        below: list[Index | None] = [None, *indices]
+        return [coder.encode_indices(*each) for each in zip(sample.depths, indices, below, strict=False)]
 
     with FolderAssetWriter(path, force=True) as writer, ThreadPoolExecutor() as pool:
         frames = offer.encoder(chunks, len(tokens), writer)
