@@ -100,6 +100,9 @@ _MARGIN = 1.05
 """The rest must need this multiple of the time left before a transfer is abandoned: estimates fluctuate."""
 _ONCE_BEGUN = 0.7
 """The same for further transfers at the same moment: what was expected of the link was wrong, and may be still."""
+_COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
+"""A link has collapsed at this share of its best rate, if what is needed takes that share of the time left; a track is
+much smaller by this factor."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
@@ -154,6 +157,30 @@ def choose_late(
         return None  # it would neither meet the deadline nor end much sooner
     what = "an upgrade in the way" if best.upgrade else f"{other.name} instead"
     return best, f"the rest takes {need_s:.2f} s of {view.time_left:.2f} s left; {what} frees {best_freed / 1e3:.0f} kB"
+
+
+def choose_collapsed(
+    view: View, best_rate: float, instead: Callable[[int], Track | None]
+) -> list[tuple[Transfer, str]]:
+    """Return the transfers of missing groups to ask for on the cheapest track, and that, since the link has collapsed.
+
+    What it was at its best is no measure of what it will be. Those that have not begun cost next to nothing on the
+    cheapest track, and may be improved once they are in place.
+
+    Args:
+        view: the play.
+        best_rate: the best rate so far, bytes per second.
+        instead: returns the cheapest track left for a group.
+    """
+    needed = view.in_flight.required_bytes
+    if not 0 < view.rate < _COLLAPSED * best_rate or needed <= _COLLAPSED_SHARE * view.time_left * view.rate:
+        return []
+    found = []
+    for one in view.in_flight.required.values():
+        track = instead(one.group) if one.first_byte_s is None else None
+        if track is not None and one.remaining >= _MUCH_SMALLER * track.bytes[one.group]:
+            found.append((one, track.name))
+    return found
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:

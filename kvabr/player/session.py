@@ -43,6 +43,7 @@ from kvabr.player.requests import (
     RequestPriorities,
     RetryTracker,
     StallDetector,
+    choose_collapsed,
     choose_hopeless,
     choose_late,
 )
@@ -144,6 +145,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
+        self._best_rate = 0.0
         self.sources = Sources(self._sampler, self.view.in_flight, offers)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
@@ -646,6 +648,8 @@ class Session:
         if len(view.in_flight) >= config.most_requests or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
+            if view.rate <= 0 < self._best_rate and view.missing_groups:
+                return True  # in an outage, nothing is known of what will come
             most = config.ahead * view.rate * (view.ttfb_s + self.tick_s)
             return view.outstanding_bytes < max(config.least_ahead_bytes, most)
         if len(view.in_flight) < (config.min_requests if view.rate > 0 else config.first_requests):
@@ -731,6 +735,13 @@ class Session:
     def _abandon(self, now: float) -> None:
         """Cancel what will be late while something cheaper is not."""
         view, begun = self.view, 0
+        self._best_rate = max(self._best_rate, view.rate)
+        for transfer, track in choose_collapsed(view, self._best_rate, self.retries.cheapest_left):
+            why = f"the link has collapsed: {track} comes first"
+            self.record.abandoned += 1
+            self.cancel(transfer, why, now)
+            if transfer.group in view.missing_groups:
+                self._fetch(transfer.group, track, Decision.fetch(transfer.group, track, why), now)
         while begun < _ABANDONED:
             found = choose_late(view, self.retries.cheapest_left, begun=begun > 0)
             if found is None:

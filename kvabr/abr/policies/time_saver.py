@@ -135,6 +135,7 @@ class TimeSaver:
             self._known_s = view.now
         if view.rate <= 0:
             enough = len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES
+            enough = enough and self._best_rate <= 0  # in an outage, all bases should come when it ends
             return Decision.wait("the first bytes will say how fast the link is") if enough else None
         plan = self._plan_for(view, missing=True)
         group = self._next_group(view)
