@@ -736,12 +736,13 @@ class Session:
         """Cancel what will be late while something cheaper is not."""
         view, begun = self.view, 0
         self._best_rate = max(self._best_rate, view.rate)
-        for transfer, track in choose_collapsed(view, self._best_rate, self.retries.cheapest_left):
-            why = f"the link has collapsed: {track} comes first"
-            self.record.abandoned += 1
-            self.cancel(transfer, why, now)
-            if transfer.group in view.missing_groups:
-                self._fetch(transfer.group, track, Decision.fetch(transfer.group, track, why), now)
+        if self.guard.policy.paces:  # it will ask for better ones if they come after all
+            for transfer, track in choose_collapsed(view, self._best_rate, self.retries.cheapest_left):
+                why = f"the link has collapsed: {track} comes first"
+                self.record.abandoned += 1
+                self.cancel(transfer, why, now)
+                if transfer.group in view.missing_groups:
+                    self._fetch(transfer.group, track, Decision.fetch(transfer.group, track, why), now)
         while begun < _ABANDONED:
             found = choose_late(view, self.retries.cheapest_left, begun=begun > 0)
             if found is None:
