@@ -275,6 +275,8 @@ class DecodeQueue:
                 return hurry or (first and self._cheap(group)) or not will_replace(group)
 
             def waited(group: int, first: bool = not placed, at_once: bool = at_once) -> bool:
+                if not hurry and any(transfer.local for transfer in self._progress[group].flying):
+                    return False  # the layers above come from the local store in a moment
                 return at_once or (first and self._cheap(group)) or self._waited(group, now)
 
             for flying, suits in ((False, settled), (True, waited)):

@@ -11,7 +11,7 @@ from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.requests import StallDetector
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, Deliver, FetchGroup, Recompute
+from kvabr.player.session_types import Decode, Deliver, FetchGroup, PlayerConfig, Recompute
 from kvabr.player.throughput_sampler import ThroughputSampler
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
@@ -82,6 +82,23 @@ def test_layers_at_hand_are_decoded_together():
                 play.decoded(action.request, 0.02)
         actions = play.actions()
     assert decoded == [(0, "layer-2", 2), (1, "layer-2", 2)]
+
+
+def test_a_base_at_hand_waits_for_the_layers_at_hand():
+    offer = catalog(2, layered=True)
+    kept = {name: range(2) for name in ("base", "layer-1")}
+    play, _ = playing(offer, kept, config=PlayerConfig(decode_ahead_s=100.0))
+    play.start(0.0)
+    fetches = [action for action in play.actions() if isinstance(action, FetchGroup)]
+    below = []
+    for track in ("base", "layer-1"):
+        for one in (each for each in fetches if each.track == track):
+            play.done(one.request, 0.001, "kept")
+        while decoded := [action for action in play.actions() if isinstance(action, Decode)]:
+            below += [(track, len(action.below)) for action in decoded]
+            for action in decoded:
+                play.decoded(action.request, 0.002)
+    assert below == [("layer-1", 1)] * 2
 
 
 def test_all_at_hand_is_delivered_without_the_network():
