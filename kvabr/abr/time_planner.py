@@ -395,7 +395,9 @@ class TimePlanner:
         for transfer in view.in_flight.required.values():
             held[:, transfer.group] += transfer.remaining, 1
         groups = len(self._missing)
-        edges = np.union1d(np.append(stops, first), np.arange(0, groups, max(1, groups // _MOST_PARTS)))
+        edges, apart = np.arange(groups + 1), groups // _MOST_PARTS
+        if apart > 1:
+            edges = np.union1d(np.append(stops, first), edges[:groups:apart])
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
         if len(starts := edges[edges < groups]) < groups:  # groups of a long prompt are taken together
