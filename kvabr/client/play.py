@@ -86,6 +86,8 @@ _PROFILE_SHARE = 0.3
 """Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
 _MIN_SHARE, _MIN_PREFIX_SHARE = 0.1, 0.05
 """Share of the deadline that a play gets even after a lookup that took longer, as far as the play may be late."""
+_BLIND_S = 0.5
+"""Most seconds that an engine takes which begins before anything is known of the link."""
 _MIN_LEFT_S = 1e-3
 _FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
 """Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
@@ -643,8 +645,11 @@ def computes_at_once(options: PlayOptions, cost: PrefillCost | None, tokens: int
 def computes_blindly(
     options: PlayOptions, cost: PrefillCost | None, tokens: int, deadline_s: float, link: KnownLink
 ) -> bool:
-    """Return whether nothing is known of the link, and an engine computes everything in any case, so that it begins."""
-    if cost is None or link.rate > 0 or not _computes_all(options):
+    """Return whether nothing is known of the link, and an engine computes everything in any case, so that it begins.
+
+    One that takes longer than `_BLIND_S` waits for a lookup, which takes some round trips.
+    """
+    if cost is None or link.rate > 0 or not _computes_all(options) or cost.seconds(0, tokens) > _BLIND_S:
         return False
     return computed_on_any_link(cost, tokens, deadline_s, time_price=options.time_price, gpu_price=options.gpu_price)
 
