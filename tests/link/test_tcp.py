@@ -340,6 +340,17 @@ async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
         assert connection.backend in ("qh3", "aioquic")
 
 
+async def test_whoever_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
+    """Another service may have the TCP port."""
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)
+    async with served(asset, tls, tcp="off") as server:
+        with socket.create_server(server.address), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60), joined(server, tls) as connection:
+                assert connection.backend in ("qh3", "aioquic")
+                return
+        raise AssertionError("it waits for TCP")
+
+
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
     """QUIC was better before, but nothing comes back now."""
     async with served(asset, tls) as server:
