@@ -221,6 +221,20 @@ def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, caps
     words = ["fetch", gone, "--source", origins[1].url, "--prompt", str(tmp_path / "prompt.json"), "--insecure"]
     words += ["--deadline", "60", "--timeout", "2", "--out", str(out), "--log", str(log), "-p", "fixed:FP16"]
     assert main(words) == 0, capsys.readouterr().err
+    assert f"{gone} is left out: " in capsys.readouterr().err
     assert close(load_file(out)["kv"], error=1e-5)
     requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
     assert {line["source"] for line in requests} == {1}
+
+
+def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, capsys):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
+        nobody.bind(("127.0.0.1", 0))
+        deaf.bind(nobody.getsockname())
+        deaf.listen()
+        (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
+        words = ["fetch", f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", "--source", origins[1].url, "--insecure"]
+        words += ["--prompt", str(tmp_path / "prompt.json"), "--deadline", "60", "--timeout", str(LIMIT_S)]
+        assert main([*words, "--json", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "result.json").read_text())["connect_s"] < LIMIT_S / 2
+    assert "has not answered yet" in capsys.readouterr().err
