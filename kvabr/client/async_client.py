@@ -164,9 +164,8 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
-        self._origins = tuple(
-            self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)
-        )
+        named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
+        self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
 

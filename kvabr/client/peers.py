@@ -273,8 +273,8 @@ async def find_among(
             task.cancel()
         raise
     if not found:  # all are done
-        told = (task.result() for task in asked if task.exception() is None)
-        return next((answer for answer in told if answer[0] is not None), None) or await asked[0]
+        told = [task.result() for task in asked if task.exception() is None]
+        return next((answer for answer in told if answer[0] is not None), told[0]) if told else await asked[0]
     best = max(found, key=lambda source: (_tokens(found[source]), -source))
     connection.answered_by(best)
     for source, task in enumerate(asked):

@@ -16,6 +16,7 @@ from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
@@ -69,6 +70,22 @@ async def test_an_origin_that_is_not_there_delays_nothing(origins):
             played = await client.play(TOKENS, deadline=2 * LIMIT_S)
     assert played.coverage == ("FP16",) * 5
     assert played.ttft_s < LIMIT_S  # it did not wait until dialling had failed
+
+
+async def test_what_an_origin_does_not_have_is_not_cached_whoever_else_is_gone(origins):
+    gone = origins[0].url
+    origins[0].kill()
+    for urls in ([gone, origins[1].url], [origins[1].url, gone]):
+        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+            assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+
+
+async def test_the_same_url_twice_is_one_source(origins):
+    sent = []
+    options = PlayOptions(policy="fixed:FP16", log=sent.append)
+    async with AsyncClient([origins[0].url] * 2, insecure=True, timeout_s=LIMIT_S, options=options) as client:
+        assert (await client.play(TOKENS, deadline=LIMIT_S)).met
+    assert {event.source for event in of(sent, RequestSent)} == {0}
 
 
 async def test_without_any_origin_the_play_says_why():
