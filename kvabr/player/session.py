@@ -115,6 +115,7 @@ class Session:
         log: Log | None = None,
         limited: CallLimit = at_once,
         offers: Sequence[Offer] | None = None,
+        round_trips: Sequence[float | None] = (),
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -144,7 +145,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
-        self.sources = Sources(self._sampler, self.view.in_flight, offers)
+        self.sources = Sources(self._sampler, self.view.in_flight, offers, round_trips)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine

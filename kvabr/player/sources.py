@@ -37,10 +37,24 @@ _MOVED_BEGUN = 3.0
 class Sources:
     """Those of one play, by number."""
 
-    def __init__(self, samplers: SourceSamplers, in_flight: InFlight, offers: Sequence[Offer] | None) -> None:
-        """Begin without requests; ``offers``: what each has, which may change meanwhile; None: there is one source."""
+    def __init__(
+        self,
+        samplers: SourceSamplers,
+        in_flight: InFlight,
+        offers: Sequence[Offer] | None,
+        round_trips: Sequence[float | None] = (),
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            samplers: tell what each is expected to bring.
+            in_flight: the requests of the play.
+            offers: what each has, which may change meanwhile; None: there is one source.
+            round_trips: to each, seconds, as far as they are known before anything was asked.
+        """
         self._samplers, self._in_flight = samplers, in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
+        self._round_trips = round_trips or (None,) * len(self._offers)
         self.several = len(self._offers) > 1
         self._refused: set[tuple[int, int, str]] = set()
         self._dropped: set[int] = set()
@@ -204,6 +218,6 @@ class Sources:
         return (left + nbytes) / rate + ttfb_s
 
     def _ttfb_s(self, source: int) -> float:
-        """Return the time to first byte of a source; as long as it is not known, the longest of the others."""
+        """Return the time to first byte of a source; as long as it is not known, its round trip or the longest time."""
         known = [self._samplers[each].estimates()[2] for each in range(len(self._offers))]
-        return known[source] or max(known) or _UNKNOWN_TTFB_S
+        return known[source] or self._round_trips[source] or max(known) or _UNKNOWN_TTFB_S

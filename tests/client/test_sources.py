@@ -164,6 +164,16 @@ async def test_a_dead_source_is_not_tried_with_what_the_other_is_about_to_bring(
 
 
 @virtual
+async def test_a_far_source_is_not_silent_before_its_first_byte_can_be_there(origin, long):
+    size = long.track("FP16").total_bytes
+    near, far = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((4, 0.01), (1, 0.4)))
+    async with near, far, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
+        played = await client.play(LONG, deadline=5.0, peer=[near, far])
+        assert far.stats().bytes_received > size / 3
+    assert played.ttft_s < 3.5  # near alone takes 4.4 seconds, far alone 2.4
+
+
+@virtual
 async def test_a_source_that_lacks_groups_or_sends_others_is_made_up_for(origin, long):
     events = []
 
