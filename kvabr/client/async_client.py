@@ -639,13 +639,20 @@ class AsyncClient:
         return named
 
     async def _connected(self, peers: PeersLike) -> tuple[ClientPeer, Connection]:
-        """Return the first of some peers that can be reached, and its connection."""
-        *others, last = self._some(peers)
-        for peer in others:
-            with suppress(TransportError), told_if_exhausted(peer.relieve):
-                return peer, (await peer.transfers()).connection
-        with told_if_exhausted(last.relieve):
-            return last, (await last.transfers()).connection
+        """Return the first of some peers that can be reached, and its connection; one that is silent delays nothing."""
+        some = self._some(peers)
+        dials = [asyncio.ensure_future(peer.transfers()) for peer in some]
+        pending = set(dials)
+        try:
+            while pending and all(dial.exception() is not None for dial in dials if dial.done()):
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for dial in pending:
+                dial.cancel()
+        there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
+        chosen = next(there, len(some) - 1)
+        with told_if_exhausted(some[chosen].relieve):
+            return some[chosen], (await dials[chosen]).connection
 
     @asynccontextmanager
     async def _asked_within(self, seconds: float, peer: PeersLike) -> AsyncIterator[tuple[ClientPeer, Connection]]:

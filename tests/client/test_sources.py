@@ -88,6 +88,18 @@ async def test_the_same_url_twice_is_one_source(origins):
     assert {event.source for event in of(sent, RequestSent)} == {0}
 
 
+async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
+        nobody.bind(("127.0.0.1", 0))
+        deaf.bind(nobody.getsockname())
+        deaf.listen()
+        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
+        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+            found = await client.find(TOKENS, within_s=LIMIT_S / 2)
+    assert found is not None
+    assert found.catalog.tokens == len(TOKENS)
+
+
 async def test_without_any_origin_the_play_says_why():
     async with AsyncClient(["moqt://127.0.0.1:9/", "moqt://127.0.0.1:11/"], insecure=True, timeout_s=0.3) as client:
         with pytest.raises(PlayError, match=r"127\.0\.0\.1:(9|11)"):
