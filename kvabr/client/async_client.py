@@ -293,7 +293,8 @@ class AsyncClient:
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
                     if prompt is not None:
                         play.connection.alone()
-                    lookup = prompt.find if prompt else partial(ask, tokens=tokens, model=wanted, wait_s=wait_s)
+                    more = partial(ask, tokens=tokens, model=wanted, wait_s=wait_s, within_s=lookup_s)
+                    lookup = prompt.find if prompt else more
                     found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by

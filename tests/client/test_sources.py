@@ -186,6 +186,22 @@ async def test_a_far_source_is_not_silent_before_its_first_byte_can_be_there(ori
 
 
 @virtual
+async def test_a_far_source_has_the_time_to_say_what_it_has(origin):
+    near, far = origin(rtt_s=0.01), origin(rtt_s=0.3, folder="long")
+    async with near, far, AsyncClient() as client:
+        assert (await client.play(LONG, deadline=5.0, peer=[near, far])).tokens == len(LONG)
+
+
+@virtual
+async def test_what_was_found_is_played_although_another_source_is_silent(origin):
+    """Also where the deadline is near, and where nothing is cached there."""
+    near, silent = origin(rtt_s=0.01), origin(rtt_s=100.0, folder="long")
+    async with near, silent, AsyncClient() as client:
+        assert (await client.play(LONG, deadline=0.5, peer=[near, silent])).tokens == len(TOKENS)
+        assert isinstance(await client.play(LONG[::-1], deadline=0.5, peer=[silent, near]), NothingCached)
+
+
+@virtual
 async def test_a_source_that_lacks_groups_or_sends_others_is_made_up_for(origin, long):
     events = []
 
