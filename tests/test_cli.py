@@ -433,3 +433,12 @@ def test_bash_completes(capsys, tmp_path, line, offered):
 def test_control_characters_of_names_do_not_reach_the_terminal(capsys):
     plain("a\x1b[2J\u2028b\u202ec\td")
     assert capsys.readouterr().out.startswith("a?[2J?b?c")
+
+
+def test_two_links_of_one_trace_are_two(capsys, asset, tmp_path):
+    flat, report = TRACES / "flat.csv", tmp_path / "report.json"
+    status, _, err = run(
+        capsys, "replay", flat, "--link", flat, "--link", flat, "--asset", asset, "--deadline", 1, "--json", report
+    )
+    assert status == 0, err
+    assert len(json.loads(report.read_text())["options"]["links"]) == 2

@@ -338,7 +338,7 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         producer=_producer(args),
         question=question,
         tail=MOST_TAIL if args.tail is None else args.tail,
-        links=tuple(trace for path in find(args.link) for trace in read(path)) if args.link else (),
+        links=tuple(trace for each in args.link for path in find([each]) for trace in read(path)),
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))

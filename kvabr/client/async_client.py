@@ -164,9 +164,8 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
-        self._origins = tuple(
-            self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)
-        )
+        named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
+        self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
 
@@ -294,7 +293,8 @@ class AsyncClient:
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
                     if prompt is not None:
                         play.connection.alone()
-                    lookup = prompt.find if prompt else partial(ask, tokens=tokens, model=wanted, wait_s=wait_s)
+                    more = partial(ask, tokens=tokens, model=wanted, wait_s=wait_s, within_s=lookup_s)
+                    lookup = prompt.find if prompt else more
                     found, spec = await lookup(play.connection)
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
@@ -640,13 +640,20 @@ class AsyncClient:
         return named
 
     async def _connected(self, peers: PeersLike) -> tuple[ClientPeer, Connection]:
-        """Return the first of some peers that can be reached, and its connection."""
-        *others, last = self._some(peers)
-        for peer in others:
-            with suppress(TransportError), told_if_exhausted(peer.relieve):
-                return peer, (await peer.transfers()).connection
-        with told_if_exhausted(last.relieve):
-            return last, (await last.transfers()).connection
+        """Return the first of some peers that can be reached, and its connection; one that is silent delays nothing."""
+        some = self._some(peers)
+        dials = [asyncio.ensure_future(peer.transfers()) for peer in some]
+        pending = set(dials)
+        try:
+            while pending and all(dial.exception() is not None for dial in dials if dial.done()):
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for dial in pending:
+                dial.cancel()
+        there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
+        chosen = next(there, len(some) - 1)
+        with told_if_exhausted(some[chosen].relieve):
+            return some[chosen], (await dials[chosen]).connection
 
     @asynccontextmanager
     async def _asked_within(self, seconds: float, peer: PeersLike) -> AsyncIterator[tuple[ClientPeer, Connection]]:

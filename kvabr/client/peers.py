@@ -27,6 +27,8 @@ _MAX_SHAPES = 4
 """Group sizes and shapes of one model in which a prompt is looked up."""
 _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 """Time to look for other group sizes than an engine's: a multiple of what the first lookup took, with a floor."""
+_SAID_SHARE = 0.9
+"""Share of a lookup's time after which sources that have said nothing are not waited for."""
 _LEAST_WAIT_S = 0.02
 """Time in which other sources of a play may be connected after the first, or answer, at least."""
 _AGAIN_S = 0.05
@@ -253,12 +255,18 @@ async def dial_all(peers: Sequence[ClientPeer], seconds: float | None) -> list[S
 
 
 async def find_among(
-    peers: Sequence[ClientPeer], connection: PlaySources, tokens: Sequence[int], model: KVSpec | str | None, **how: Any
+    peers: Sequence[ClientPeer],
+    connection: PlaySources,
+    tokens: Sequence[int],
+    model: KVSpec | str | None,
+    *,
+    within_s: float = math.inf,
+    **how: Any,
 ) -> tuple[_Answer, KVSpec | None]:
     """Do as `ClientPeer.find` at all sources of a play at once; the longest prefix is played.
 
-    The play does not wait long for the last of them. Of the others, those are sources that have the same asset,
-    whenever they say so.
+    The play does not wait long for the last of them, and a little before ``within_s`` seconds have passed it takes what
+    has been said. Of the others, those are sources that have the same asset, whenever they say so.
     """
     if len(peers) == 1:
         return await peers[0].find(connection, tokens, model, **how)
@@ -267,14 +275,18 @@ async def find_among(
         for peer, source in zip(peers, connection.sources, strict=True)
     ]
     try:
-        found = await _first_found(asked, len(tokens))
+        round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
+        found = await _first_found(asked, len(tokens), round_trip_s, _SAID_SHARE * within_s)
     except BaseException:
         for task in asked:
             task.cancel()
         raise
-    if not found:  # all are done
-        told = (task.result() for task in asked if task.exception() is None)
-        return next((answer for answer in told if answer[0] is not None), None) or await asked[0]
+    if not found:
+        told = [task.result() for task in asked if task.done() and task.exception() is None]
+        silent = [task.cancel() for task in asked if not task.done()]
+        if not told and silent:
+            raise TimeoutError
+        return next((answer for answer in told if answer[0] is not None), told[0]) if told else await asked[0]
     best = max(found, key=lambda source: (_tokens(found[source]), -source))
     connection.answered_by(best)
     for source, task in enumerate(asked):
@@ -296,10 +308,16 @@ async def _offered(
     connection.offer(source, _same_tracks(played, answer) if isinstance(answer, Found) else frozenset())
 
 
-async def _first_found(asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int) -> dict[int, Found]:
-    """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it."""
+async def _first_found(
+    asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int, round_trip_s: float, within_s: float
+) -> dict[int, Found]:
+    """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it.
+
+    ``round_trip_s`` is that to the farthest source; ``within_s`` is how long all may take.
+    """
     clock = asyncio.get_running_loop().time
-    begun_s, end_s = clock(), math.inf
+    begun_s, waits = clock(), False
+    end_s = begun_s + within_s
     found: dict[int, Found] = {}
     pending = set(asked)
     while pending and clock() < end_s:
@@ -309,8 +327,9 @@ async def _first_found(asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | No
         took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) == tokens
         if whole:
             end_s = min(end_s, clock() + max(_LEAST_WAIT_S, took_s / 2))
-        elif found and end_s == math.inf:
-            end_s = clock() + max(_MIN_PATIENCE_S, _PATIENCE * took_s)
+        elif found and not waits:
+            waits = True
+            end_s = min(end_s, clock() + max(_MIN_PATIENCE_S, _PATIENCE * max(took_s, round_trip_s)))
     return found
 
 

@@ -499,6 +499,7 @@ class Play:
                 log=options.log,
                 limited=self._limit,
                 offers=connection.offers,
+                round_trips=connection.round_trips,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -571,6 +572,7 @@ class Play:
             log=None if options.log is None else partial(_late, options.log, view.now),
             limited=self._limit,
             offers=connection.offers,
+            round_trips=connection.round_trips,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)

@@ -455,6 +455,11 @@ class PlaySources(Connection):
         """The tracks that each source has, None for all; None if there is only one source."""
         return self._offers if len(self._sources) > 1 else None
 
+    @property
+    def round_trips(self) -> Sequence[float | None]:
+        """The round trip to each source, seconds, as far as it is known."""
+        return [source.stats().rtt_s for source in self._sources]
+
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
         self._offers[source] = tracks

@@ -98,6 +98,7 @@ def new_session(
     log: Log | None = None,
     limited: CallLimit = at_once,
     offers: Sequence[Offer] | None = None,
+    round_trips: Sequence[float | None] = (),
 ) -> Session:
     """Build the session of one play.
 
@@ -120,6 +121,7 @@ def new_session(
         log: takes every event.
         limited: makes every call of a policy that is not kvabr's own.
         offers: of several sources, the tracks that each has, in their order; they may become more during the play.
+        round_trips: to each of them, seconds, as far as they are known.
 
     Raises:
         PolicyError: there is no such policy.
@@ -159,4 +161,5 @@ def new_session(
         log=log,
         limited=limited,
         offers=offers,
+        round_trips=round_trips,
     )

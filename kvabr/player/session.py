@@ -116,6 +116,7 @@ class Session:
         log: Log | None = None,
         limited: CallLimit = at_once,
         offers: Sequence[Offer] | None = None,
+        round_trips: Sequence[float | None] = (),
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -146,7 +147,7 @@ class Session:
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
         self._best_rate = 0.0
-        self.sources = Sources(self._sampler, self.view.in_flight, offers)
+        self.sources = Sources(self._sampler, self.view.in_flight, offers, round_trips)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine

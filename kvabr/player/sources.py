@@ -25,7 +25,9 @@ _SILENT_TTFB = 4.0
 _UNKNOWN_TTFB_S = 0.25
 """That time as long as nothing is known of any source."""
 _AGAIN = 3.0
-"""A silent source is asked for one group after as many times that long."""
+"""A silent source is asked for one group after as many times that long; twice as many whenever it stays silent."""
+_MOST_TRIES = 8
+"""Doublings at most."""
 _MOVED, _MOVED_S = 1.5, 0.05
 """What has not begun is moved if it would take this many times as long as elsewhere, and so many seconds longer."""
 _MOVED_BEGUN = 3.0
@@ -35,10 +37,24 @@ _MOVED_BEGUN = 3.0
 class Sources:
     """Those of one play, by number."""
 
-    def __init__(self, samplers: SourceSamplers, in_flight: InFlight, offers: Sequence[Offer] | None) -> None:
-        """Begin without requests; ``offers``: what each has, which may change meanwhile; None: there is one source."""
+    def __init__(
+        self,
+        samplers: SourceSamplers,
+        in_flight: InFlight,
+        offers: Sequence[Offer] | None,
+        round_trips: Sequence[float | None] = (),
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            samplers: tell what each is expected to bring.
+            in_flight: the requests of the play.
+            offers: what each has, which may change meanwhile; None: there is one source.
+            round_trips: to each, seconds, as far as they are known before anything was asked.
+        """
         self._samplers, self._in_flight = samplers, in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
+        self._round_trips = round_trips or (None,) * len(self._offers)
         self.several = len(self._offers) > 1
         self._refused: set[tuple[int, int, str]] = set()
         self._dropped: set[int] = set()
@@ -46,6 +62,8 @@ class Sources:
         """When each source that is silent is asked again, for one group."""
         self._tried: int | None = None
         """A silent source that is asked next."""
+        self._tries: dict[int, int] = {}
+        """How often each of them was asked again without bringing anything."""
         self._heard_s: dict[int, float] = {}
         """When bytes of each source came last, or it was asked after a pause."""
 
@@ -55,8 +73,9 @@ class Sources:
             return 0
         having = self._having(track)
         tried, self._tried = self._tried, None
-        if tried in having:
+        if tried is not None and tried in having:
             self._heard_s[tried] = now
+            self._tries[tried] = min(_MOST_TRIES, self._tries.get(tried, 0) + 1)
             return tried
         sound = [source for source in having if source not in self._silent]
         fresh = [source for source in sound if (source, group, track) not in self._refused]
@@ -70,6 +89,7 @@ class Sources:
         if self.several:
             self._heard_s[source] = now
             self._silent.pop(source, None)
+            self._tries.pop(source, None)
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""
@@ -111,7 +131,7 @@ class Sources:
         for source in list(self._in_flight.asked):
             silent = self._is_silent(source, now)
             if silent and any(self._brings(other, now) for other in range(len(self._offers)) if other != source):
-                self._silent[source] = now + _AGAIN * self._patience_s(source)
+                self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
             if source in self._dropped or source in self._silent:
                 why = "its source was dropped" if source in self._dropped else "its source is silent"
                 for transfer in self._of(source):
@@ -123,15 +143,23 @@ class Sources:
         yield from self._probes(now)
 
     def _probes(self, now: float) -> Iterator[tuple[Transfer, str]]:
-        """Yield the group that a silent source is asked for again."""
+        """Yield the group that a silent source is asked for again.
+
+        Only what waits behind something else is taken from another source, which would have to begin anew with it, or
+        what that does not bring either.
+        """
         self._tried = None
         for source, again_s in self._silent.items():
-            waiting = [one for one in self._in_flight.values() if one.first_byte_s is None and not one.local]
+            waiting = [one for one in self._in_flight.values() if not one.local and self._may_leave(one, now)]
             if now >= again_s and source not in self._in_flight.asked and waiting and self._tried is None:
                 self._tried = source
                 # An upgrade might not be asked for again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
                 yield last, "a silent source is tried again"
+
+    def _may_leave(self, one: Transfer, now: float) -> bool:
+        """Return whether a silent source may be tried with what another is asked for."""
+        return self._is_silent(one.source, now) or (one.first_byte_s is None and self._brings(one.source, now))
 
     def _late(self, source: int) -> list[Transfer]:
         """Return what a source would bring last, if others bring it clearly sooner."""
@@ -190,6 +218,6 @@ class Sources:
         return (left + nbytes) / rate + ttfb_s
 
     def _ttfb_s(self, source: int) -> float:
-        """Return the time to first byte of a source; as long as it is not known, the longest of the others."""
+        """Return the time to first byte of a source; as long as it is not known, its round trip or the longest time."""
         known = [self._samplers[each].estimates()[2] for each in range(len(self._offers))]
-        return known[source] or max(known) or _UNKNOWN_TTFB_S
+        return known[source] or self._round_trips[source] or max(known) or _UNKNOWN_TTFB_S

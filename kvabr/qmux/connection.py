@@ -46,6 +46,8 @@ _MOST_HEAD = MAX_FRAME_BYTES + 32
 """Bytes of an incomplete frame without stream data that are kept."""
 _STREAM_HEAD = 32
 """More bytes than the size of a record and the head of a STREAM frame have together."""
+_MOST_FRAMES = 4096
+"""Frames without stream data that wait to be sent while more comes in: the peer makes us answer, and does not read."""
 _LEAST_RECORD = 1 << 10
 """Stream data for which a record of its own is worth while, bytes, while more may follow."""
 
@@ -220,6 +222,8 @@ class QmuxConnection:
                 return
             at = at + after - kept if kept else after
             head.clear()
+            if len(self._frames) > _MOST_FRAMES:
+                raise QmuxFault(QuicCode.INTERNAL_ERROR, f"more than {_MOST_FRAMES} frames wait for the peer to read")
 
     def _item(self, data: memoryview | bytearray, at: int) -> int:
         """Parse the size of a record, or a frame without its stream data; return the offset behind it."""
@@ -640,6 +644,7 @@ class QmuxConnection:
     def _end(self, code: int, reason: str, *, application: bool, tell: bool) -> Terminated:
         self.terminated = Terminated(min(code, MAX_VARINT), reason, application)
         self._closing = tell
+        self._frames.clear()
         self._ready.clear()
         self._blocked.clear()
         self._streams.clear()

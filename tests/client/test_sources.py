@@ -16,6 +16,7 @@ from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
@@ -69,6 +70,34 @@ async def test_an_origin_that_is_not_there_delays_nothing(origins):
             played = await client.play(TOKENS, deadline=2 * LIMIT_S)
     assert played.coverage == ("FP16",) * 5
     assert played.ttft_s < LIMIT_S  # it did not wait until dialling had failed
+
+
+async def test_what_an_origin_does_not_have_is_not_cached_whoever_else_is_gone(origins):
+    gone = origins[0].url
+    origins[0].kill()
+    for urls in ([gone, origins[1].url], [origins[1].url, gone]):
+        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+            assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+
+
+async def test_the_same_url_twice_is_one_source(origins):
+    sent = []
+    options = PlayOptions(policy="fixed:FP16", log=sent.append)
+    async with AsyncClient([origins[0].url] * 2, insecure=True, timeout_s=LIMIT_S, options=options) as client:
+        assert (await client.play(TOKENS, deadline=LIMIT_S)).met
+    assert {event.source for event in of(sent, RequestSent)} == {0}
+
+
+async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
+        nobody.bind(("127.0.0.1", 0))
+        deaf.bind(nobody.getsockname())
+        deaf.listen()
+        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
+        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+            found = await client.find(TOKENS, within_s=LIMIT_S / 2)
+    assert found is not None
+    assert found.catalog.tokens == len(TOKENS)
 
 
 async def test_without_any_origin_the_play_says_why():
@@ -127,6 +156,49 @@ async def test_the_death_of_a_source_leaves_no_hole(origin, long, how):
         assert played.met
         assert None not in played.coverage
         assert close(played.kv, LONG, error=0.1)
+
+
+@virtual
+@pytest.mark.parametrize("rtt_s", [0.3, 0.5, 1.0])
+async def test_a_dead_source_is_not_tried_with_what_the_other_is_about_to_bring(origin, long, rtt_s):
+    """A group that is asked for again before the first byte can be there never comes."""
+    size = long.track("FP16").total_bytes
+    far, near = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((1, rtt_s), (3, 0.02)))
+    async with far, near, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
+
+        def kill():
+            near.path.rate = 1e-3
+
+        asyncio.get_running_loop().call_later(0.4 + 3 * rtt_s, kill)
+        played = await client.play(LONG, deadline=12.0, peer=[far, near])
+    assert None not in played.coverage
+    assert close(played.kv, LONG)
+
+
+@virtual
+async def test_a_far_source_is_not_silent_before_its_first_byte_can_be_there(origin, long):
+    size = long.track("FP16").total_bytes
+    near, far = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((4, 0.01), (1, 0.4)))
+    async with near, far, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
+        played = await client.play(LONG, deadline=5.0, peer=[near, far])
+        assert far.stats().bytes_received > size / 3
+    assert played.ttft_s < 3.5  # near alone takes 4.4 seconds, far alone 2.4
+
+
+@virtual
+async def test_a_far_source_has_the_time_to_say_what_it_has(origin):
+    near, far = origin(rtt_s=0.01), origin(rtt_s=0.3, folder="long")
+    async with near, far, AsyncClient() as client:
+        assert (await client.play(LONG, deadline=5.0, peer=[near, far])).tokens == len(LONG)
+
+
+@virtual
+async def test_what_was_found_is_played_although_another_source_is_silent(origin):
+    """Also where the deadline is near, and where nothing is cached there."""
+    near, silent = origin(rtt_s=0.01), origin(rtt_s=100.0, folder="long")
+    async with near, silent, AsyncClient() as client:
+        assert (await client.play(LONG, deadline=0.5, peer=[near, silent])).tokens == len(TOKENS)
+        assert isinstance(await client.play(LONG[::-1], deadline=0.5, peer=[silent, near]), NothingCached)
 
 
 @virtual
@@ -204,6 +276,20 @@ def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, caps
     words = ["fetch", gone, "--source", origins[1].url, "--prompt", str(tmp_path / "prompt.json"), "--insecure"]
     words += ["--deadline", "60", "--timeout", "2", "--out", str(out), "--log", str(log), "-p", "fixed:FP16"]
     assert main(words) == 0, capsys.readouterr().err
+    assert f"{gone} is left out: " in capsys.readouterr().err
     assert close(load_file(out)["kv"], error=1e-5)
     requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
     assert {line["source"] for line in requests} == {1}
+
+
+def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, capsys):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
+        nobody.bind(("127.0.0.1", 0))
+        deaf.bind(nobody.getsockname())
+        deaf.listen()
+        (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
+        words = ["fetch", f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", "--source", origins[1].url, "--insecure"]
+        words += ["--prompt", str(tmp_path / "prompt.json"), "--deadline", "60", "--timeout", str(LIMIT_S)]
+        assert main([*words, "--json", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "result.json").read_text())["connect_s"] < LIMIT_S / 2
+    assert "has not answered yet" in capsys.readouterr().err

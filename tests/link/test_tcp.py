@@ -263,6 +263,25 @@ async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
             download.cancel()
 
 
+async def test_a_connection_that_is_over_keeps_no_socket(asset, tls):
+    """Its peer breaks the protocol, reads nothing of what waits for it, and goes on sending."""
+    async with served(asset, tls) as server:
+        connection = await dial(options(server, tls, fingerprint=None), "tcp-plain")
+        sock = connection.transport._sock
+        connection.transport._loop.remove_reader(sock.fileno())
+        (peer,) = server.peers
+        for number in range(60):
+            connection.fetch(asset.catalog.namespace, "FP16", number % 10, limit=1 << 20)
+        while not peer.transport._waits:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
+        sock.send(record(b"\x3f"))
+        await nobody(server)
+        with contextlib.suppress(ConnectionError):
+            while not peer.transport._closed:
+                sock.send(b"\0")
+                await asyncio.sleep(0.05)
+
+
 async def test_a_reset_connection_is_told_to_every_reader(asset, tls):
     async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
         download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20)
@@ -319,6 +338,17 @@ async def test_a_named_library_means_quic(asset, tls):
 async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
     async with served(asset, tls, tcp="off") as server, joined(server, tls) as connection:
         assert connection.backend in ("qh3", "aioquic")
+
+
+async def test_whoever_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
+    """Another service may have the TCP port."""
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)
+    async with served(asset, tls, tcp="off") as server:
+        with socket.create_server(server.address), contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60), joined(server, tls) as connection:
+                assert connection.backend in ("qh3", "aioquic")
+                return
+        raise AssertionError("it waits for TCP")
 
 
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):

@@ -297,3 +297,17 @@ def test_parameters_are_read_as_they_are_written(parameters):
     server.receive(record(parameters.encode()))
     (event,) = server.take_events()
     assert event == ParametersReceived(parameters)
+
+
+def test_a_peer_that_makes_us_answer_and_reads_nothing_is_closed():
+    """Each stream that it stops and resets is answered; nothing of that may be kept without end."""
+    _, server = pair()
+    for number in range(0, 4 * 100_000, 4):
+        server.receive(record(frame(FrameType.STOP_SENDING, number, 0), frame(FrameType.RESET_STREAM, number, 0, 0)))
+        server.take_events()
+        if server.terminated is not None:
+            break
+        assert len(server._frames) <= 4098
+    assert server.terminated is not None
+    assert "wait for the peer to read" in server.terminated.reason
+    assert not server._frames

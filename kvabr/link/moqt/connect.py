@@ -193,28 +193,35 @@ class Connecting:
         QUIC needs two round trips less until the first request, and a lost packet holds up one stream alone; TCP takes
         a fraction of the processor's time.
         """
-        better, began_s = self._better(), asyncio.get_running_loop().time()
+        better = self._better()
+        # Who accepts on TCP and says nothing may be somebody else.
+        order: list[tuple[Over, float | None]] = [(over, None) for over in _OVER]
         if better != "quic":
-            try:
-                return await self._dial_over("tcp", SHORT_S if better is None else HEAD_START_S)
-            except UnauthorizedError:
-                raise
-            except TransportError:  # nobody there on TCP, or somebody else
-                if asyncio.get_running_loop().time() - began_s >= self._options.timeout_s:
-                    raise
+            order.insert(0, ("tcp", SHORT_S if better is None else HEAD_START_S))
         made: list[MoqtConnection] = []
+        silent: dict[Over, NoAnswerError] = {}
 
-        async def attempt(over: Over) -> MoqtConnection:
-            made.append(await self._dial_over(over))
+        async def attempt(how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
+            try:
+                made.append(await self._dial_over(*how))
+            except UnauthorizedError as error:
+                return error  # the other would fare no better
+            except NoAnswerError as error:
+                silent[how[0]] = error
+                raise
             return made[-1]
 
-        chosen: MoqtConnection | None = None
+        chosen: MoqtConnection | UnauthorizedError | None = None
         try:
-            chosen = await first_of(_OVER, attempt, HEAD_START_S)
+            chosen = await first_of(order, attempt, HEAD_START_S)
+        except NoAnswerError as error:
+            raise silent.get("quic", error) from None
         finally:
             for connection in made:  # both may have answered at the same time
                 if connection is not chosen:
                     await connection.close()
+        if isinstance(chosen, UnauthorizedError):
+            raise chosen
         return chosen
 
     def _better(self) -> Over | None:

@@ -163,7 +163,7 @@ class QmuxTransport(StreamTransport):
         self._low_water = 0
         self._active_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = self._ended = self._shut = False
+        self._closed = self._ended = self._shut = self._lingers = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
@@ -491,7 +491,7 @@ class QmuxTransport(StreamTransport):
         self._active_s = self._loop.time()
         self._watch_room(self._waits)
         self._handle(conn)
-        if conn.terminated is not None and not self._waits:
+        if conn.terminated is not None:
             self._shut_down()
         self._adapt()
 
@@ -529,16 +529,19 @@ class QmuxTransport(StreamTransport):
             self._finish("nothing came for too long")
 
     def _shut_down(self) -> None:
-        """Send no more, and wait a moment for the peer to do the same (section 7.2)."""
-        if self._shut or self._closed:
+        """Send no more than what waits, and wait a moment for the peer to read it and do the same (section 7.2)."""
+        if self._closed:
             return
-        self._shut = True
-        self._channel.finish()
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(_LINGER_S, self.drop)
+        if not self._lingers:
+            self._lingers = True
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(_LINGER_S, self.drop)
+        if not (self._shut or self._waits):
+            self._shut = True
+            self._channel.finish()
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
 
     def _finish(self, reason: str) -> None:
         """The connection is over, and the socket of no more use."""
