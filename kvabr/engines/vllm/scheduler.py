@@ -216,9 +216,8 @@ class SchedulerHalf:
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
-        if computed and not self._kept.may_share(
-            request, computed, math.inf if unplayed(request) else lookup.deadline_s
-        ):
+        # Also if vLLM has nothing: what it had a step ago may have been shared.
+        if not self._kept.may_share(request, computed, math.inf if unplayed(request) else lookup.deadline_s):
             return None, False
         if lookup.handle is not None and not self._settle(lookup, lookup.handle):
             return None, False

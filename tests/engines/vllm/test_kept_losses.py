@@ -107,6 +107,21 @@ def test_a_request_whose_shared_blocks_are_gone_when_it_is_asked_for_again_share
     assert engine.kept.over("b", [[]]) is None
 
 
+def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
+    bench = Bench(served, policy="fixed:Int4")
+    try:
+        first, second = request("a"), request("b")
+        bench.load(first)
+        bench.scheduler.matched(second, 64)
+        bench.scheduler.served(first, [list(range(9))])
+        bench.scheduler.finished(first, [list(range(9))])
+        assert bench.load(second, blocks=range(20, 40)) == (64, set())
+        assert bench.scheduler.served(second, [list(range(20, 29))])["shared_loss"] == 0.0
+        assert "requests_shared_lossy" not in bench.scheduler.counts.take()
+    finally:
+        bench.close()
+
+
 def test_a_worker_says_what_a_play_lost(served, mode):
     """Int4 of the toy loses more than AC-L3 does: the blocks of both modes are taken out when their requests end."""
     bench = Bench(served, mode=mode, policy="fixed:Int4")
