@@ -195,7 +195,7 @@ class Promises:
         if request not in self._queue:
             self._queue[request] = due_s
             heappush(self._order, (due_s, next(self._arrivals), request))
-        if request != self._head() or (size := self._fitting(room(computed))) is None:
+        if request != self._head(now) or (size := self._fitting(room(computed))) is None:
             return None
         del self._queue[request]
         begun = Begun(next(self._numbers), request, computed, last, due_s, size)
@@ -204,11 +204,20 @@ class Promises:
         self._begun.append(begun)
         return None
 
-    def _head(self) -> str:
-        """Return the request that waits with the earliest deadline; there is one."""
-        while self._queue.get(self._order[0][2]) != self._order[0][0]:
+    def _head(self, now: float) -> str | None:
+        """Return the request that waits with the earliest deadline to come; None if there is none.
+
+        vLLM may not ask about one whose deadline has passed, as when it has no blocks for another before it.
+        """
+        while self._order:
+            due_s, _, request = self._order[0]
+            if self._queue.get(request) == due_s:
+                if now < due_s:
+                    return request
+                del self._queue[request]
+                self._unplayed += 1
             heappop(self._order)
-        return self._order[0][2]
+        return None
 
     def _fitting(self, sizes: Sequence[int]) -> int | None:
         """Return the memory that a play gets, of what it would take on each of its tracks; None: it has to wait."""

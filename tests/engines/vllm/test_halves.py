@@ -212,6 +212,11 @@ def test_parameters_that_make_no_sense_are_told_once(bench, caplog, given, says)
     assert bench.scheduler.counts.take()["params_ignored"] == 2
 
 
+def test_of_many_parameters_the_first_are_looked_at(bench):
+    bench.matched(request(kv_transfer_params={f"key {number}": 1 for number in range(10_000)}))
+    assert bench.scheduler.counts.take()["params_ignored"] < 100
+
+
 def test_parameters_of_others_are_theirs(bench, caplog):
     given = {"do_remote_prefill": False, "remote_host": "there", "play": None, "kvabr": {"loss": 0.0}}
     with caplog.at_level("WARNING"):
@@ -255,6 +260,19 @@ def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
     assert bench.scheduler._rtt_s > 1e-6  # now that it is known, nobody is asked in vain
     assert bench.matched(request("hopeless", kv_transfer_params={"deadline_s": 1e-6})) == (0, False)
     assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
+
+
+def test_a_round_trip_that_took_long_once_is_measured_again(bench):
+    bench.client.connect()
+    bench.scheduler._rtt_s = 2 * LIMIT_S
+    asked = [request(f"{number}") for number in range(3)]
+    assert [bench.scheduler.matched(each, 0) for each in asked] == [(0, False)] * 3
+    assert bench.scheduler.counts.take() == {"lookups_hopeless": 3}
+    end_s = time.monotonic() + LIMIT_S
+    while bench.scheduler._rtt_s > LIMIT_S:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    assert bench.load(request("later"))[0] == 64
 
 
 def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):

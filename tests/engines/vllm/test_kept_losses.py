@@ -91,6 +91,14 @@ def test_who_wants_better_does_not_get_them(engine, deadline_s):
     assert engine.counts.take() == {"plays_not_kept": 1, "requests_spared": 1}
 
 
+def test_what_is_computed_behind_blocks_that_were_taken_out_is_not_shared_either(engine):
+    engine.load("a", 0.1, blocks=range(100, 108))
+    assert not engine.shares("b", 64, math.inf)
+    engine.tables["a"][0] += [108, 109]
+    engine.kept.step({"a": 10}, engine.tables.get)
+    assert engine.evicted == set(range(100, 110))
+
+
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
@@ -105,6 +113,21 @@ def test_a_request_whose_shared_blocks_are_gone_when_it_is_asked_for_again_share
     engine.over("a")
     assert engine.shares("b", 0)
     assert engine.kept.over("b", [[]]) is None
+
+
+def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
+    bench = Bench(served, policy="fixed:Int4")
+    try:
+        first, second = request("a"), request("b")
+        bench.load(first)
+        bench.scheduler.matched(second, 64)
+        bench.scheduler.served(first, [list(range(9))])
+        bench.scheduler.finished(first, [list(range(9))])
+        assert bench.load(second, blocks=range(20, 40)) == (64, set())
+        assert bench.scheduler.served(second, [list(range(20, 29))])["shared_loss"] == 0.0
+        assert "requests_shared_lossy" not in bench.scheduler.counts.take()
+    finally:
+        bench.close()
 
 
 def test_a_worker_says_what_a_play_lost(served, mode):

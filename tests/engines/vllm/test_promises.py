@@ -230,6 +230,22 @@ def test_a_request_without_room_is_computed_at_its_deadline():
     assert table.begun() == [("c", 0, 64)]
 
 
+def test_a_request_that_vllm_does_not_ask_about_holds_nobody_up_beyond_its_deadline():
+    table = Table(max_bytes=100)
+    play = table.play("held")
+    assert table.ask("silent", due_s=1.0) is None
+    assert table.ask("b", now=0.5) is None
+    table.report(play, 64)
+    assert table.promises.use("held", 64) is not None
+    assert table.ask("b", now=0.9) is None
+    assert table.begun() == []  # the other one may still be asked about
+    assert table.ask("b", now=1.0) is None
+    begun, _, unplayed = table.promises.take()
+    assert ([play.request for play in begun], unplayed) == (["b"], 1)
+    assert table.ask("silent", due_s=1.0, now=2.0) == 0
+    assert table.promises.take() == ([], [], 0)  # it was counted
+
+
 def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
     table = Table(max_bytes=100)
     small = table.play("a", last=16)
