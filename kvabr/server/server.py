@@ -233,7 +233,7 @@ class Server(Host[Peer]):
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Take a TCP connection, unless there are too many, or a quarter as many of its address that have only begun."""
+        """Take a TCP connection, unless there are too many, or a quarter of that of its address have only begun."""
         most, site = self.limits.connections, site_of(address_of(sock))
         begun = sum(stream.begins and site_of(stream.address) == site for stream in self._streams)
         if len(self.peers) >= most + _HALF_OPEN or begun >= max(1, min(most, 2 * _HALF_OPEN) // 4):
