@@ -13,6 +13,7 @@ forever.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -72,6 +73,8 @@ _log = logging.getLogger("vllm.kvabr")
 _MIN_PLAY_SHARE = 0.25
 """Share of its deadline that a play gets even if its request waited longer to be scheduled."""
 _MIN_LEFT_S = 1e-3
+_LOOK_S = 1.0
+"""Seconds that the origin may take to tell the round trip time, and until it is asked again."""
 _MAX_DEADLINE_S = 60.0
 """Maximum deadline of a request, unless the configured one is longer: it occupies memory until the play ends."""
 
@@ -163,6 +166,8 @@ class SchedulerHalf:
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
         """Round trip time to the origin; 0.0: it is not known."""
+        self._looking = False
+        """Whether it is measured, as no lookup is going to."""
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
 
@@ -491,6 +496,10 @@ class SchedulerHalf:
             lookup.within_s = lookup.deadline_s / 2
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
+            self._trouble.tell("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
+            if not self._looking:  # it may have been long for a moment only
+                self._looking = True
+                self._client.begin(self._look)
             return lookup
         lookup.handle = self._client.begin(partial(self._find, lookup, parts))
         return lookup
@@ -507,6 +516,17 @@ class SchedulerHalf:
         if found is None or parts is not None or not self._tails_first:
             return found
         return await self._shortened(client, lookup, found)
+
+    async def _look(self, client: AsyncClient) -> None:
+        """Measure the round trip time; runs on the client's event loop."""
+        try:
+            connection = await client.connect()
+            began_s = time.monotonic()
+            if await connection.answers(_LOOK_S):
+                self._rtt_s = min(self._rtt_s, time.monotonic() - began_s)
+            await asyncio.sleep(_LOOK_S)
+        finally:
+            self._looking = False
 
     def _refused(self, salt: bytes, passage: Passage, why: str) -> None:
         """Note a passage that the origin has and that is computed."""

@@ -257,6 +257,18 @@ def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
     assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
 
 
+def test_a_round_trip_that_took_long_once_is_measured_again(bench):
+    bench.client.connect()
+    bench.scheduler._rtt_s = 2 * LIMIT_S
+    assert bench.scheduler.matched(request("hopeless"), 0) == (0, False)
+    assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
+    end_s = time.monotonic() + LIMIT_S
+    while bench.scheduler._rtt_s > LIMIT_S:
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+    assert bench.load(request("later"))[0] == 64
+
+
 def test_an_origin_that_is_gone_costs_one_request_its_lookup(tmp_path):
     served = Served(tmp_path, tmp_path)
     bench = Bench(served, deadline_s=2.0)
