@@ -142,6 +142,8 @@ class KeptLosses:
             if not lossy.blocks or lossy.unseen >= min(self._sizes):
                 lossy.blocks |= self._ids(lossy, tables(name))
                 lossy.unseen = 0
+                if lossy.hidden:  # others have computed the tokens before these since, and would share them
+                    self._evict(lossy.blocks)
 
     def over(self, name: str, tables: Sequence[Sequence[int]]) -> dict[str, float] | None:
         """End a request, given its block tables; return what it was served with, None if nothing was loaded."""

@@ -91,6 +91,14 @@ def test_who_wants_better_does_not_get_them(engine, deadline_s):
     assert engine.counts.take() == {"plays_not_kept": 1, "requests_spared": 1}
 
 
+def test_what_is_computed_behind_blocks_that_were_taken_out_is_not_shared_either(engine):
+    engine.load("a", 0.1, blocks=range(100, 108))
+    assert not engine.shares("b", 64, math.inf)
+    engine.tables["a"][0] += [108, 109]
+    engine.kept.step({"a": 10}, engine.tables.get)
+    assert engine.evicted == set(range(100, 110))
+
+
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
