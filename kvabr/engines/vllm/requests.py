@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from kvabr.engines.settings import TroubleLog
@@ -26,6 +27,7 @@ _SWITCHES = frozenset({"play", "publish", "live"})
 _KEYS = _SWITCHES | {"deadline_s", "passages", "publish_passage", OWN}
 _OTHERS = ("do_remote_", "remote_")
 """How keys of vLLM's own connectors begin, which may be beside this one."""
+_MOST_KEYS = 64
 _MAX_PASSAGES = MAX_PARTS // 2 - 1
 
 
@@ -42,8 +44,11 @@ def wants(request: Any, key: str) -> bool:
 
 
 def faults(request: Any) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a request's parameters, and in which way that matters; not with their passages."""
-    for key, value in params(request).items():
+    """Yield what is wrong with a request's parameters, and in which way that matters; not with their passages.
+
+    Only the first parameters are looked at: there may be any number, and an engine's step waits for this.
+    """
+    for key, value in islice(params(request).items(), _MOST_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
         elif key not in _KEYS and not str(key).startswith(_OTHERS):

@@ -212,6 +212,11 @@ def test_parameters_that_make_no_sense_are_told_once(bench, caplog, given, says)
     assert bench.scheduler.counts.take()["params_ignored"] == 2
 
 
+def test_of_many_parameters_the_first_are_looked_at(bench):
+    bench.matched(request(kv_transfer_params={f"key {number}": 1 for number in range(10_000)}))
+    assert bench.scheduler.counts.take()["params_ignored"] < 100
+
+
 def test_parameters_of_others_are_theirs(bench, caplog):
     given = {"do_remote_prefill": False, "remote_host": "there", "play": None, "kvabr": {"loss": 0.0}}
     with caplog.at_level("WARNING"):
