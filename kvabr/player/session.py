@@ -155,7 +155,7 @@ class Session:
         self._stalls = None if config.stalled_after is None else StallDetector(config.stalled_after * deadline_s)
         self._decoders = DecodeQueue(self.view, self.groups, config.decode_ahead_s, together=config.together)
         self._actions: list[Action] = []
-        self.heard_s = 0.0
+        self.heard_s = self._store_s = 0.0
         """When the last bytes came."""
         self._requests = 0
         self._pushed: set[int] = set()
@@ -220,8 +220,7 @@ class Session:
             self.view.in_flight.begun(transfer, now)
             if limit != "kept":
                 if transfer.local:  # it was removed from there meanwhile
-                    self.view.in_flight.not_local(transfer)
-                    self.view.outstanding_bytes += transfer.remaining
+                    self._not_local(transfer)
                 self._sampler[transfer.source].first_byte(
                     None if request in self._pushed else now - transfer.requested_s, now
                 )
@@ -243,7 +242,10 @@ class Session:
             if limit != "network":
                 self.record.bytes_held_up[limit] = self.record.bytes_held_up.get(limit, 0) + more
             self.heard_s = now
-            self.sources.heard(transfer.source, now)
+            if limit == "kept":
+                self._store_s = now
+            else:
+                self.sources.heard(transfer.source, now)
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
             self._sampler[transfer.source].received(more, now, limit)
@@ -381,6 +383,10 @@ class Session:
             return
         self.next_tick_s = now + self.tick_s
         self._sampler.tick(now, self.view.in_flight)
+        if now - self._store_s >= LEAST_SILENCE_S:  # a slow store is not free: an engine may be sooner
+            for transfer in [one for one in self.view.in_flight.values() if one.local]:
+                if now - transfer.requested_s >= LEAST_SILENCE_S:
+                    self._not_local(transfer)
         self.look(now)
         if self.guard.policy.abandons:
             self._abandon(now)
@@ -574,6 +580,11 @@ class Session:
         view.track_of[group] = layers[-1]
         self.groups.restage((group,))
         self._decoders.moved(group)
+
+    def _not_local(self, transfer: Transfer) -> None:
+        """Count a request in flight as one that the link has to bring."""
+        self.view.in_flight.not_local(transfer)
+        self.view.outstanding_bytes += transfer.remaining
 
     def _leave_to_engine(self, groups: range, now: float, *, asked: bool = False) -> None:
         lane = self.engine

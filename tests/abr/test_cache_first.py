@@ -170,6 +170,26 @@ def test_an_engine_leaves_what_is_at_hand(mode):
     assert play.view.in_flight.required_bytes == play.view.outstanding_bytes == 0
 
 
+def test_an_engine_does_not_wait_for_a_store_that_brings_nothing():
+    offer = catalog(8, layered=True)
+    kept = {name: range(8) for name in ("base", "layer-1", "layer-2")}
+    chosen = cache_first(load_policy("anytime")(), offer, lambda _, track: kept.get(track, ()))
+    known = DualEwma()
+    known.prime(Prior(1e6, 0.02))
+    play = Session(Ladder(offer), 2.0, chosen, known, cost=PrefillCost(0.0, 0.3 / (8 * 128)))
+    play.start(0.0)
+    now, computed = 0.0, set()
+    while not play.over:
+        for action in play.actions():
+            if isinstance(action, Recompute):
+                computed.update(range(action.first, action.last))
+                play.computed(action.first, action.last, now)
+        now = play.next_timer() or now
+        assert now < 0.5
+        play.timer(now)
+    assert computed == set(range(8))
+
+
 def test_what_is_no_longer_at_hand_comes_over_the_link():
     offer = catalog(2)
     kept = {"FP16": {0, 1}}
