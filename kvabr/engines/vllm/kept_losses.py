@@ -44,6 +44,8 @@ class _Served:
     """Loss of the play of which it shares blocks, above the limit; 0: it shares none."""
     blocks: set[int] = field(default_factory=set)
     """Those that may be in the prefix cache."""
+    ran: bool = False
+    """Whether a step has computed some of it while it shared blocks: what it has said depends on them."""
     unseen: int = 0
     """Tokens scheduled since the blocks were noted."""
     hidden: bool = False
@@ -128,7 +130,7 @@ class KeptLosses:
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
-        elif own is not None and own.shared:  # they are gone by now
+        elif own is not None and own.shared and not own.ran:  # they are gone by now
             own.shared = 0.0
             if not own.loaded:
                 self._forget(name)
@@ -138,6 +140,7 @@ class KeptLosses:
         """Note the blocks of requests of which a step computes so many tokens."""
         for name in self._lossy.keys() & scheduled.keys():
             lossy = self._lossy[name]
+            lossy.ran = True
             lossy.unseen += scheduled[name]
             if not lossy.blocks or lossy.unseen >= min(self._sizes):
                 lossy.blocks |= self._ids(lossy, tables(name))

@@ -115,6 +115,16 @@ def test_a_request_whose_shared_blocks_are_gone_when_it_is_asked_for_again_share
     assert engine.kept.over("b", [[]]) is None
 
 
+def test_a_request_that_is_preempted_has_shared_what_it_had(engine):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    assert engine.shares("b", 64)
+    engine.tables["b"] = [[*range(100, 108), 300]]
+    engine.kept.step({"b": 6}, engine.tables.get)
+    engine.over("a")
+    assert engine.shares("b", 0)
+    assert engine.over("b") == {"tokens_loaded": 0, "loss": 0.1, "shared_loss": 0.1}
+
+
 def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
     bench = Bench(served, policy="fixed:Int4")
     try:

@@ -55,7 +55,7 @@ def test_a_play_does_not_fit_the_cost_anew(monkeypatch: pytest.MonkeyPatch) -> N
     times = step_times_of(None)
     for tokens in (128, 256, 512, 1024):
         times._note((0, tokens), TRUE.seconds(0, tokens))
-    monkeypatch.setattr(times, "_submit", lambda work: None)
+    monkeypatch.setattr(times, "_submit", lambda _work: None)
     known = times.cost(None)
     monkeypatch.setattr(PrefillCost, "fit", None)
     times._note((0, 2048), 1.0)
