@@ -27,6 +27,7 @@ class _Served:
     """A request that was played, or shares blocks of one that was."""
 
     tokens: Sequence[int]
+    """Those of the prompt; of one that shares blocks, up to these at least."""
     salt: object
     """Its own salt in vLLM's prefix cache."""
     deadline_s: float
@@ -126,7 +127,7 @@ class KeptLosses:
         own = self._served.get(name)
         if shared is not None:
             if own is None:
-                own = self._served[name] = _new(request, shared.deadline_s, shared.first)
+                own = self._served[name] = _Served(shared.tokens, shared.salt, shared.deadline_s, shared.first)
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
@@ -168,10 +169,12 @@ class KeptLosses:
 
     def _reaches(self, request: Any, computed: int, lossy: _Served) -> bool:
         """Return whether the first ``computed`` tokens of a request go into blocks that are lossy."""
-        tokens, size = request.prompt_token_ids, min(self._sizes)
+        size = min(self._sizes)
         end = (lossy.first // size + 1) * size
-        if computed < end or tokens is None or getattr(request, "cache_salt", None) != lossy.salt:
+        if computed < end or request.prompt_token_ids is None or getattr(request, "cache_salt", None) != lossy.salt:
             return False
+        # After a preemption, what vLLM has may go on behind the prompt.
+        tokens = getattr(request, "all_token_ids", request.prompt_token_ids)
         return bool(tokens[end - 1] == lossy.tokens[end - 1] and tokens[:end] == lossy.tokens[:end])
 
     def _ids(self, lossy: _Served, tables: Sequence[Sequence[int]]) -> set[int]:

@@ -99,6 +99,17 @@ def test_what_is_computed_behind_blocks_that_were_taken_out_is_not_shared_either
     assert engine.evicted == set(range(100, 110))
 
 
+def test_a_request_that_comes_back_with_more_than_its_prompt_shares_by_what_it_has_said(engine):
+    engine.load("a", 0.1, blocks=range(100, 109), first=40)
+    said = [*TOKENS[:42], 7, 7, 7, 7, 7, 7]
+    assert engine.shares("b", 48, tokens=TOKENS[:42], all_token_ids=said)
+    engine.tables["b"] = [[]]
+    assert engine.over("b") is None
+    assert engine.shares("b", 48, tokens=TOKENS[:42], all_token_ids=TOKENS[:50])
+    assert engine.shares("c", 64)
+    assert engine.over("b")["shared_loss"] == 0.1
+
+
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
