@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.engines.vllm.caches import ABSENT_BLOCK
+from kvabr.engines.vllm.requests import unfit
 from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
 
@@ -113,7 +114,7 @@ class KeptLosses:
         ``deadline_s`` is what its own play would have, infinite if it wants none.
         """
         name, spared, shared = request.request_id, False, None
-        for other, lossy in self._lossy.items():
+        for other, lossy in self._lossy.items() if unfit(request) is None else ():  # else it has blocks of its own
             if other == name or lossy.hidden or not self._reaches(request, computed, lossy):
                 continue
             if deadline_s > lossy.deadline_s:

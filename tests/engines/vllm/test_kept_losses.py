@@ -113,7 +113,13 @@ def test_a_request_that_comes_back_with_more_than_its_prompt_shares_by_what_it_h
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
-    for computed, more in [(64, {}), (16, {"cache_salt": "mine"}), (64, {"tokens": other, "cache_salt": "mine"})]:
+    adapted = {"lora_request": object(), "cache_salt": "mine"}
+    for computed, more in [
+        (64, {}),
+        (16, {"cache_salt": "mine"}),
+        (64, {"tokens": other, "cache_salt": "mine"}),
+        (64, adapted),
+    ]:
         assert engine.shares("b", computed, math.inf, **more)
     assert engine.evicted == set()
 
