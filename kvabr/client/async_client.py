@@ -43,7 +43,7 @@ from kvabr.client.peers import ClientPeer, PeersLike, find_among
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection
 from kvabr.client.profiles import PROFILES, ProfileCache
-from kvabr.client.resources import in_thread, measure_prefill
+from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
@@ -226,7 +226,7 @@ class AsyncClient:
         engine = engine or self.engine
         if engine is None:
             raise UsageError("measure_prefill: there is no engine; give one here or to the client")
-        cost = await in_thread(partial(measure_prefill, engine, tokens))
+        cost = await in_thread(partial(measure_prefill, engine, tokens), lane_of(engine))
         await asyncio.get_running_loop().run_in_executor(None, self._costs.save_engine, engine)
         return cost
 

@@ -122,7 +122,7 @@ async def on_engine(engine: Engine, work: Callable[[], T]) -> T:
             return work()
 
     try:
-        return await in_thread(in_turn, _lane_of(engine))
+        return await in_thread(in_turn, lane_of(engine))
     finally:
         unwanted.set()
 
@@ -182,7 +182,7 @@ def _of(engine: Engine) -> _OfEngine:
         return found
 
 
-def _lane_of(engine: Engine) -> _Lane | None:
+def lane_of(engine: Engine) -> _Lane | None:
     """Return the thread of an engine that computes on a GPU; None for others."""
     if getattr(getattr(engine, "device", None), "type", "cpu") == "cpu":
         return None

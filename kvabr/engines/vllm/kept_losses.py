@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.engines.vllm.caches import ABSENT_BLOCK
+from kvabr.engines.vllm.requests import unfit
 from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
 
@@ -27,6 +28,7 @@ class _Served:
     """A request that was played, or shares blocks of one that was."""
 
     tokens: Sequence[int]
+    """Those of the prompt; of one that shares blocks, up to these at least."""
     salt: object
     """Its own salt in vLLM's prefix cache."""
     deadline_s: float
@@ -44,6 +46,8 @@ class _Served:
     """Loss of the play of which it shares blocks, above the limit; 0: it shares none."""
     blocks: set[int] = field(default_factory=set)
     """Those that may be in the prefix cache."""
+    ran: bool = False
+    """Whether a step has computed some of it while it shared blocks: what it has said depends on them."""
     unseen: int = 0
     """Tokens scheduled since the blocks were noted."""
     hidden: bool = False
@@ -110,7 +114,7 @@ class KeptLosses:
         ``deadline_s`` is what its own play would have, infinite if it wants none.
         """
         name, spared, shared = request.request_id, False, None
-        for other, lossy in self._lossy.items():
+        for other, lossy in self._lossy.items() if unfit(request) is None else ():  # else it has blocks of its own
             if other == name or lossy.hidden or not self._reaches(request, computed, lossy):
                 continue
             if deadline_s > lossy.deadline_s:
@@ -124,11 +128,11 @@ class KeptLosses:
         own = self._served.get(name)
         if shared is not None:
             if own is None:
-                own = self._served[name] = _new(request, shared.deadline_s, shared.first)
+                own = self._served[name] = _Served(shared.tokens, shared.salt, shared.deadline_s, shared.first)
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
-        elif own is not None and own.shared:  # they are gone by now
+        elif own is not None and own.shared and not own.ran:  # they are gone by now
             own.shared = 0.0
             if not own.loaded:
                 self._forget(name)
@@ -138,6 +142,7 @@ class KeptLosses:
         """Note the blocks of requests of which a step computes so many tokens."""
         for name in self._lossy.keys() & scheduled.keys():
             lossy = self._lossy[name]
+            lossy.ran = True
             lossy.unseen += scheduled[name]
             if not lossy.blocks or lossy.unseen >= min(self._sizes):
                 lossy.blocks |= self._ids(lossy, tables(name))
@@ -165,10 +170,12 @@ class KeptLosses:
 
     def _reaches(self, request: Any, computed: int, lossy: _Served) -> bool:
         """Return whether the first ``computed`` tokens of a request go into blocks that are lossy."""
-        tokens, size = request.prompt_token_ids, min(self._sizes)
+        size = min(self._sizes)
         end = (lossy.first // size + 1) * size
-        if computed < end or tokens is None or getattr(request, "cache_salt", None) != lossy.salt:
+        if computed < end or request.prompt_token_ids is None or getattr(request, "cache_salt", None) != lossy.salt:
             return False
+        # After a preemption, what vLLM has may go on behind the prompt.
+        tokens = getattr(request, "all_token_ids", request.prompt_token_ids)
         return bool(tokens[end - 1] == lossy.tokens[end - 1] and tokens[:end] == lossy.tokens[:end])
 
     def _ids(self, lossy: _Served, tables: Sequence[Sequence[int]]) -> set[int]:

@@ -50,6 +50,8 @@ class StepTimes:
         self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque(maxlen=_PENDING)
         """On a GPU, the steps whose time is not known yet."""
         self._unfitted, self._fitted, self._saved_s = 0, 0, 0.0
+        self._known: PrefillCost | None = None
+        """The cost that was fitted last: fitting takes too long for every play. None: nothing was timed."""
         self._news: PrefillCost | None = None
 
     def use(self, device: torch.device) -> None:
@@ -58,11 +60,11 @@ class StepTimes:
         self._timings = PrefillTimings(guess(self._spec, device.type))
         self._key = cost_key(self._spec.digest().hex(), f"vllm {self._model}", device)
         if not self._costs.restored(self._timings, self._key).empty:
-            self._news = self.cost(None)
+            self._news = self._known = self.cost(None)
 
     def cost(self, said: PrefillCost | None) -> PrefillCost:
         """Return the cost of a prefill; until one was timed, what a publisher ``said``, or a guess."""
-        return _in_steps(self._timings.cost(said), self._most)
+        return self._known or _in_steps(self._timings.cost(said), self._most)
 
     def begin(self, prefill: tuple[int, int] | None) -> None:
         """Begin a step that computes as much as this prefill: tokens before it, and new ones."""
@@ -107,7 +109,7 @@ class StepTimes:
             self._submit(self._fit)
 
     def _fit(self) -> None:
-        self._news = self.cost(None)
+        self._news = self._known = _in_steps(self._timings.cost(), self._most)
         if (now := time.monotonic()) >= self._saved_s:
             self._saved_s = now + _EVERY_S
             self._costs.save(self._timings, self._key)

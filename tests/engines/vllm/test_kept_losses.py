@@ -99,10 +99,27 @@ def test_what_is_computed_behind_blocks_that_were_taken_out_is_not_shared_either
     assert engine.evicted == set(range(100, 110))
 
 
+def test_a_request_that_comes_back_with_more_than_its_prompt_shares_by_what_it_has_said(engine):
+    engine.load("a", 0.1, blocks=range(100, 109), first=40)
+    said = [*TOKENS[:42], 7, 7, 7, 7, 7, 7]
+    assert engine.shares("b", 48, tokens=TOKENS[:42], all_token_ids=said)
+    engine.tables["b"] = [[]]
+    assert engine.over("b") is None
+    assert engine.shares("b", 48, tokens=TOKENS[:42], all_token_ids=TOKENS[:50])
+    assert engine.shares("c", 64)
+    assert engine.over("b")["shared_loss"] == 0.1
+
+
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
-    for computed, more in [(64, {}), (16, {"cache_salt": "mine"}), (64, {"tokens": other, "cache_salt": "mine"})]:
+    adapted = {"lora_request": object(), "cache_salt": "mine"}
+    for computed, more in [
+        (64, {}),
+        (16, {"cache_salt": "mine"}),
+        (64, {"tokens": other, "cache_salt": "mine"}),
+        (64, adapted),
+    ]:
         assert engine.shares("b", computed, math.inf, **more)
     assert engine.evicted == set()
 
@@ -113,6 +130,16 @@ def test_a_request_whose_shared_blocks_are_gone_when_it_is_asked_for_again_share
     engine.over("a")
     assert engine.shares("b", 0)
     assert engine.kept.over("b", [[]]) is None
+
+
+def test_a_request_that_is_preempted_has_shared_what_it_had(engine):
+    engine.load("a", 0.1, blocks=range(100, 109))
+    assert engine.shares("b", 64)
+    engine.tables["b"] = [[*range(100, 108), 300]]
+    engine.kept.step({"b": 6}, engine.tables.get)
+    engine.over("a")
+    assert engine.shares("b", 0)
+    assert engine.over("b") == {"tokens_loaded": 0, "loss": 0.1, "shared_loss": 0.1}
 
 
 def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):

@@ -50,6 +50,18 @@ class Card:
         return "a card"
 
 
+def test_a_play_does_not_fit_the_cost_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks on the client's event loop, while the engine's thread notes how long its steps take."""
+    times = step_times_of(None)
+    for tokens in (128, 256, 512, 1024):
+        times._note((0, tokens), TRUE.seconds(0, tokens))
+    monkeypatch.setattr(times, "_submit", lambda _work: None)
+    known = times.cost(None)
+    monkeypatch.setattr(PrefillCost, "fit", None)
+    times._note((0, 2048), 1.0)
+    assert times.cost(TRUE) is known
+
+
 def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card()
     monkeypatch.setattr(step_times.torch, "cuda", card)
