@@ -17,7 +17,16 @@ from kvabr.player.throughput_sampler import SourceSamplers
 
 Offer = Container[str] | None
 """The tracks that a source has of an asset; None: all."""
-NOT_KNOWN: Container[str] = ()
+
+
+class _NotKnown:
+    """Contains nothing. It is compared by identity, so no empty container of the language would do."""
+
+    def __contains__(self, track: object, /) -> bool:
+        return False
+
+
+NOT_KNOWN: Container[str] = _NotKnown()
 """The offer of a source that has not answered yet."""
 
 _SILENT_TTFB = 4.0

@@ -72,7 +72,7 @@ async def test_an_origin_that_is_not_there_delays_nothing(origins):
     assert played.ttft_s < LIMIT_S  # it did not wait until dialling had failed
 
 
-async def test_what_an_origin_does_not_have_is_not_cached_whoever_else_is_gone(origins):
+async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone(origins):
     gone = origins[0].url
     origins[0].kill()
     for urls in ([gone, origins[1].url], [origins[1].url, gone]):
@@ -293,3 +293,14 @@ def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, caps
         assert main([*words, "--json", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "result.json").read_text())["connect_s"] < LIMIT_S / 2
     assert "has not answered yet" in capsys.readouterr().err
+
+
+def test_a_source_that_has_nothing_is_not_one_that_has_not_answered(short):
+    for nothing in ((), [], frozenset()):
+        session = new_session(Ladder(short), 2.0, "fixed:FP16", [Tracking(), Tracking()], offers=[nothing, None])
+        session.start(0.0)
+        asked = [action for action in session.actions() if isinstance(action, FetchGroup)]
+        assert {action.source for action in asked} == {1}
+        assert not session.sources.none_yet
+        session.failed(asked[0].request, "refused", 0.1)
+        assert session.retries._failures[asked[0].group, "FP16"] == 1  # nobody else may bring it

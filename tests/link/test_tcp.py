@@ -340,7 +340,7 @@ async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
         assert connection.backend in ("qh3", "aioquic")
 
 
-async def test_whoever_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
+async def test_a_peer_that_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
     """Another service may have the TCP port."""
     monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)
     async with served(asset, tls, tcp="off") as server:

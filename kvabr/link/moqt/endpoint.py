@@ -22,7 +22,7 @@ class Endpoint(ABC):
     """The owner of one connection and one session."""
 
     transport: StreamTransport
-    """The connection. Whoever makes that sets it, before anything happens on it."""
+    """The connection, set before anything happens on it."""
 
     most_unread = 1 << 20
     """Maximum bytes of answers on one stream that a peer may leave unread."""
