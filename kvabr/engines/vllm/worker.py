@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client, Handle
+from kvabr.client.blocking import Background, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix, expand_here
+from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
@@ -63,7 +63,11 @@ class WorkerHalf:
     """Implements the worker's part of the connector."""
 
     def __init__(
-        self, settings: VllmSettings, model: ServedModel, client: Client | None, publishers: Publishers | None
+        self,
+        settings: VllmSettings,
+        model: ServedModel,
+        client: Background[EngineClient] | None,
+        publishers: Publishers | None,
     ) -> None:
         """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
         self._settings, self._model, self._client = settings, model, client
@@ -228,7 +232,7 @@ class WorkerHalf:
             self._plays[load.play] = _Playing(load, play)
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
-    async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
+    async def _prefix(self, client: EngineClient, load: LoadRequest, playing: int) -> PlayedPrefix:
         """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
         settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
         found, skip = load.found, load.found.catalog.group_at(load.first)

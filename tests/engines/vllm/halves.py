@@ -74,7 +74,7 @@ class Bench:
         each = tuple(heads or range(one.heads) for one in held.classes)
         self.model = ServedModel(spec, torch.float32, caches, each, waits=waits, layers=layers)
         self.client = take_client(self.options)
-        self.client.connect()
+        self.client.begin(lambda client: client.round_trip()).result()
         made = None
         if publish is not None:
             tracks = list(self.options.tracks or ("FP16",))
