@@ -178,10 +178,7 @@ class EngineSettings(BaseModel):
     """Folder that keeps codec profiles, the speed of the origin's link and what prefills cost from one process to the
     next. None: they are not kept."""
     player: Text = INSIDE
-    """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
-    share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
-    the socket of a `kvabr player` that somebody else starts. If it dies, requests are computed until there is
-    another."""
+    """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     plays: Count = 256
     """Caches that may be fetched at once."""
     queue: Count = 64

@@ -31,7 +31,7 @@ from kvabr.engines.player_process import regions
 from kvabr.engines.player_process.channel import Channel, Message
 from kvabr.engines.player_process.messages import OPENED, Answer, Call, Cancel, Forget, Memory, Open, Release
 from kvabr.engines.player_process.sockets import own_socket, private_folder
-from kvabr.engines.settings import OWN
+from kvabr.engines.settings import INSIDE, OWN
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.catalog import Catalog
@@ -191,7 +191,9 @@ class RemoteClient:
                     await loop.run_in_executor(None, start, self._socket)
                 elif loop.time() > until_s or _started[-1].poll():
                     log = self._socket.with_suffix(".log")
-                    raise TransportError(f"the player process does not start; see {log}") from error
+                    raise TransportError(
+                        f'the player process does not start, see {log}; "player": "{INSIDE}" does without'
+                    ) from error
             except OSError as error:
                 link.close()
                 raise TransportError(f"{self._socket}: {error}") from error
@@ -303,6 +305,8 @@ def start(path: Path) -> None:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
     except (OSError, UsageError) as error:
-        raise TransportError(f"no player process can be started: {error}") from error
+        raise TransportError(
+            f'no player process can be started ({error}); "player": "{INSIDE}" does without'
+        ) from error
     _started.append(started)
     _log.info("kvabr: started a player process, %s", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import socket
 import stat
@@ -17,10 +18,11 @@ _MOST_CHARACTERS = 107
 
 
 def own_socket() -> Path:
-    """Return the socket of the process that the engines of this user share; one for each version of kvabr."""
+    """Return the socket of the process that the engines of this user share; one for each installation of kvabr."""
+    installation = hashlib.sha256(os.fsencode(Path(__file__).resolve())).hexdigest()[:8]
     given = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(given) / "kvabr" if given else Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
-    return folder / f"player-{__version__}.sock"
+    return folder / f"player-{__version__}-{installation}.sock"
 
 
 def private_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout
+from kvabr.engines.settings import INSIDE
 from kvabr.engines.vllm.blocks import EngineBlocks
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
@@ -67,7 +68,7 @@ class Bench:
             url=served.url,
             fingerprint=served.fingerprint,
             quic="aioquic",
-            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0} | options),
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0, "player": INSIDE} | options),
         )
         caches = caches or plain(spec)
         held = spec if layers is None else with_layers(spec, layers)
