@@ -73,6 +73,8 @@ class WorkerHalf:
         self._settings, self._model, self._client = settings, model, client
         self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
+        self._asleep: EngineBlocks | None = None
+        """The blocks while the engine sleeps."""
         self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
         self._received: set[str] = set()
@@ -117,6 +119,16 @@ class WorkerHalf:
             many,
             tracks,
         )
+
+    def sleep(self) -> None:
+        """Leave the engine's cache alone, whose memory goes away, until `wake`; may be called twice."""
+        for copier in (self._loader, self._copier):
+            copier.wait()
+        self._asleep, self._blocks = self._blocks or self._asleep, None
+
+    def wake(self) -> None:
+        """Use the engine's cache again, which is where it was; may be called twice."""
+        self._blocks, self._asleep = self._blocks or self._asleep, None
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -219,7 +231,7 @@ class WorkerHalf:
     def blocks(self) -> EngineBlocks:
         """The engine's blocks; raise `PlayError` before they are registered."""
         if self._blocks is None:
-            raise PlayError("vLLM has not said where its cache is")
+            raise PlayError("vLLM sleeps" if self._asleep is not None else "vLLM has not said where its cache is")
         return self._blocks
 
     def _play(self, load: LoadRequest, playing: int) -> None:

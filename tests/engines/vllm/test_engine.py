@@ -42,7 +42,8 @@ class World(VllmWorld):
         names = smollm2_folder(model)
         self.link = Shaper(self.origin.address, Conditions(rtt_s=0.01))
         url = f"moqt://127.0.0.1:{self.link.address[1]}/"
-        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names) | self.publishing("FP16")
+        own = {"player": "inside"}  # where tests look into the client
+        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names, **own) | self.publishing("FP16")
         self.engine = RealEngine(model, extra)
         self.prompts = prompts_of(self.engine.tokens(TEXT))
         self.cold = []

@@ -327,6 +327,23 @@ def test_a_reset_while_caches_are_loaded_into_blocks_says_so(served):
         bench.close()
 
 
+def test_nothing_is_written_while_the_engine_sleeps(served, mode):
+    bench = Bench(served, mode=mode)
+    try:
+        asked = request("before")
+        count, _ = bench.matched(asked)  # played, or promised, but in no block yet
+        for _ in range(2):
+            bench.worker.sleep()
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+        bench.steps()
+        assert all(bool(cache.isnan().all()) for cache in bench.caches)
+        for _ in range(2):
+            bench.worker.wake()
+        assert bench.load(request("after"))[0] == 64
+    finally:
+        bench.close()
+
+
 def test_an_aborted_load_ends_its_play(served):
     bench = Bench(served, mode="promise-first")
     try:
