@@ -10,16 +10,18 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import update_wrapper
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from kvabr import __version__
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
@@ -34,12 +36,8 @@ from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part, Passage
 
 _log = logging.getLogger("kvabr.engines")
 
@@ -48,6 +46,23 @@ _IDLE_S = 60
 _START_S, _NAP_S = 30.0, 0.05
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, so that nothing is said of processes that outlive this one."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _remote(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RemoteClient, P], Coroutine[Any, Any, T]]:
+    """Return a method of `AsyncClient` as one that is called in the player process."""
+
+    async def call(self: RemoteClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        value: T = await self.call(method.__name__, args, kwargs)
+        return value
+
+    update_wrapper(call, method)
+    return call
 
 
 class RemoteClient:
@@ -68,63 +83,14 @@ class RemoteClient:
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
 
-    # ------------------------------------------------------------------ calls
-
-    async def find(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: KVSpec | str | None = None,
-        salt: bytes | None = None,
-        within_s: float = 5.0,
-        any_dtype: bool = False,
-    ) -> Found | None:
-        found: Found | None = await self._call(
-            "find", tuple(tokens), model=model, salt=salt, within_s=within_s, any_dtype=any_dtype
-        )
-        return found
-
-    async def find_joined(
-        self, parts: Sequence[Part], model: KVSpec, **options: Any
-    ) -> tuple[Found | None, Sequence[tuple[Passage, str]]]:
-        found: tuple[Found | None, Sequence[tuple[Passage, str]]]
-        found = await self._call("find_joined", parts, model, **options)
-        return found
-
-    async def find_asset(self, asset: TrackNamespace | str, *, within_s: float = 5.0) -> Found:
-        found: Found = await self._call("find_asset", asset, within_s=within_s)
-        return found
-
-    async def fetch_profile(self, catalog: Catalog, *, within_s: float = 5.0) -> None:
-        await self._call("fetch_profile", catalog, within_s=within_s)
-
-    async def tail_of(self, catalog: Catalog, *, options: PlayOptions | None = None, **how: Any) -> int:
-        tokens: int = await self._call("tail_of", catalog, options=options, **how)
-        return tokens
-
-    async def round_trip(self, *, probe_s: float | None = None) -> float | None:
-        seconds: float | None = await self._call("round_trip", probe_s=probe_s)
-        return seconds
-
-    async def play_prefix(
-        self,
-        found: Found,
-        *,
-        deadline: float,
-        cost: PrefillCost,
-        skip: int = 0,
-        behind: int = 0,
-        block: int = 1,
-        options: PlayOptions | None = None,
-    ) -> PlayedPrefix:
-        how = {"deadline": deadline, "cost": cost, "skip": skip, "behind": behind, "block": block}
-        played: PlayedPrefix = await self._call("play_prefix", found, options=self._planned(found, options), **how)
-        return self._warmed(played, options)
-
-    async def play_coded(self, found: Found, *, deadline: float, options: PlayOptions | None = None) -> PlayedPrefix:
-        planned = self._planned(found, options)
-        played: PlayedPrefix = await self._call("play_coded", found, deadline=deadline, options=planned)
-        return self._warmed(played, options)
+    find = _remote(AsyncClient.find)
+    find_joined = _remote(AsyncClient.find_joined)
+    find_asset = _remote(AsyncClient.find_asset)
+    fetch_profile = _remote(AsyncClient.fetch_profile)
+    tail_of = _remote(AsyncClient.tail_of)
+    round_trip = _remote(AsyncClient.round_trip)
+    play_prefix = _remote(AsyncClient.play_prefix)
+    play_coded = _remote(AsyncClient.play_coded)
 
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
@@ -142,25 +108,27 @@ class RemoteClient:
 
     # -------------------------------------------------------------- internals
 
-    def _planned(self, found: Found, options: PlayOptions | None) -> PlayOptions | None:
-        """Return the options for a process without a GPU: instead of this one's, how fast it expands groups."""
-        if options is None or options.device is None:
-            return options
-        rates, catalog = None, found.catalog.to_play
-        if options.device.type == "cuda" and not self._speeds.lacks(catalog, options.device):
-            rates = self._speeds.rates(catalog, options.device)
-        return replace(options, device=None, decode_rates=rates)
-
-    def _warmed(self, played: PlayedPrefix, options: PlayOptions | None) -> PlayedPrefix:
-        """Have the GPU's kernels tried, and measured, for a profile that is new to this process."""
-        if options is not None and options.device is not None:
-            for profile in {id(one.context.profile): one.context.profile for one in played.groups}.values():
+    async def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Have a method of the client in the process called; errors are its own, or a `TransportError` without one."""
+        how, device = options.get("options"), None
+        if isinstance(how, PlayOptions):
+            device, options["options"] = how.device, self._planned(how, args)
+        value = await (await self._connected()).call(name, args, options)
+        if isinstance(value, PlayedPrefix) and device is not None:
+            # Profiles that are new to this process: the process that played has no GPU.
+            for profile in {id(one.context.profile): one.context.profile for one in value.groups}.values():
                 if profile is not None:
-                    warm_in_background(profile, options.device, speeds=self._speeds)
-        return played
+                    warm_in_background(profile, device, speeds=self._speeds)
+        return value
 
-    async def _call(self, name: str, *args: object, **options: object) -> Any:
-        return await (await self._connected()).call(name, args, options)
+    def _planned(self, how: PlayOptions, args: tuple[Any, ...]) -> PlayOptions:
+        """Return the options for a process without a GPU: instead of this one's, how fast it expands groups."""
+        rates = None
+        if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
+            catalog = args[0].catalog.to_play
+            if not self._speeds.lacks(catalog, how.device):
+                rates = self._speeds.rates(catalog, how.device)
+        return replace(how, device=None, decode_rates=rates)
 
     async def _connected(self) -> _Link:
         """Return the connection to the process, which is made, or made again, if there is none."""
