@@ -33,7 +33,7 @@ _CREDENTIALS = struct.Struct("=iii")
 """A process, its user and its group, as Linux tells them of the other end of a socket."""
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
     """What came."""
 
     data: bytes
@@ -41,11 +41,11 @@ class Message(NamedTuple):
     """Descriptors, which the receiver closes."""
 
 
-class Channel:
+class ProcessChannel:
     """One end of a connection, on an event loop. All its methods are for the loop's thread."""
 
     def __init__(
-        self, link: socket.socket, received: Callable[[Message], None], lost: Callable[[Exception], None]
+        self, link: socket.socket, received: Callable[[ChannelMessage], None], lost: Callable[[Exception], None]
     ) -> None:
         """Take over a connected socket; raise `ConnectionLostError` unless it leads to a process of the same user.
 
@@ -92,7 +92,7 @@ class Channel:
         if len(self._waiting) == 1:
             self._write()
 
-    def read(self, message: Message, shared: memoryview = _NOTHING) -> Any:
+    def read(self, message: ChannelMessage, shared: memoryview = _NOTHING) -> Any:
         """Return the object of a message; ``shared`` is the memory that its views lie in. Read them in their order.
 
         Raises:
@@ -160,7 +160,7 @@ class Channel:
             end = _HEAD.size + size
             if len(self._came) < end:
                 return
-            message = Message(bytes(memoryview(self._came)[_HEAD.size : end]), tuple(self._take_files(count)))
+            message = ChannelMessage(bytes(memoryview(self._came)[_HEAD.size : end]), tuple(self._take_files(count)))
             del self._came[:end]
             self._received(message)
 

@@ -28,10 +28,19 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix
 from kvabr.client.warming import warm_engine, warm_in_background
 from kvabr.codec.block_slots import BlockLayers
-from kvabr.engines.clients import ClientArguments
+from kvabr.engines.client_arguments import ClientArguments
 from kvabr.engines.player_process import regions
-from kvabr.engines.player_process.channel import Channel, Message
-from kvabr.engines.player_process.messages import OPENED, Answer, Call, Cancel, Forget, Memory, Open, Release
+from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.messages import (
+    OPENED,
+    CallAnswer,
+    CallMethod,
+    CancelCall,
+    ForgetRegion,
+    OpenClient,
+    PlayedMemory,
+    ReleaseRegion,
+)
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
 from kvabr.store.memory import GROUPS
@@ -140,7 +149,7 @@ class RemoteClient:
 
     async def _connect(self) -> _Link:
         link = _Link(await self._dialled())
-        await link.open(Open(__version__, self._arguments))
+        await link.open(OpenClient(__version__, self._arguments))
         return link
 
     async def _dialled(self) -> socket.socket:
@@ -174,9 +183,9 @@ class _Link:
     """A connection to a player process."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Take over a connected socket; errors as `Channel`."""
+        """Take over a connected socket; errors as `ProcessChannel`."""
         self._loop = asyncio.get_running_loop()
-        self._channel = Channel(link, self._received, self._lost)
+        self._channel = ProcessChannel(link, self._received, self._lost)
         self.over = False
         """Whether it has ended."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -185,7 +194,7 @@ class _Link:
         self._shared: memoryview | None = None
         """Where the views of the next message lie."""
 
-    async def open(self, message: Open) -> None:
+    async def open(self, message: OpenClient) -> None:
         """Begin; raise a `UsageError` if the process does not take us."""
         try:
             await self._answer(OPENED, message)
@@ -197,9 +206,9 @@ class _Link:
         """Have a method called, and return what it returns; cancelling this cancels it."""
         number = next(self._numbers)
         try:
-            return await self._answer(number, Call(number, name, args, options))
+            return await self._answer(number, CallMethod(number, name, args, options))
         except asyncio.CancelledError:
-            self._channel.send(Cancel(number))
+            self._channel.send(CancelCall(number))
             raise
 
     async def _answer(self, number: int, message: object) -> Any:
@@ -224,19 +233,19 @@ class _Link:
                 answer.set_exception(ConnectionLostError(f"the player process has ended: {error}"))
         self._regions.clear()
 
-    def _received(self, message: Message) -> None:
+    def _received(self, message: ChannelMessage) -> None:
         shared, self._shared = self._shared, None
         try:
             thing = self._channel.read(message, memoryview(b"") if shared is None else shared)
-            if isinstance(thing, Memory):
+            if isinstance(thing, PlayedMemory):
                 self._shared = self._mapped(thing, message)
         except (FormatError, OSError) as error:
             self._channel.close()
             self._lost(error)
             return
-        if isinstance(thing, Forget):
+        if isinstance(thing, ForgetRegion):
             self._regions.pop(thing.region, None)
-        elif isinstance(thing, Answer):
+        elif isinstance(thing, CallAnswer):
             answer = self._answers.get(thing.number)
             if answer is None or answer.done():
                 return
@@ -245,7 +254,7 @@ class _Link:
             else:
                 answer.set_exception(thing.error)
 
-    def _mapped(self, memory: Memory, message: Message) -> memoryview:
+    def _mapped(self, memory: PlayedMemory, message: ChannelMessage) -> memoryview:
         """Return the memory of a play, and give it back when no view of it is left."""
         if message.files:
             self._regions[memory.region] = regions.mapped(message.files[0], GROUPS.pin)
@@ -256,7 +265,7 @@ class _Link:
     def _released(self, region: int) -> None:
         """Called in any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._channel.send, Release(region))
+            self._loop.call_soon_threadsafe(self._channel.send, ReleaseRegion(region))
 
 
 def start(path: Path) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.engines.clients import ClientArguments
+from kvabr.engines.client_arguments import ClientArguments
 
 OPENED = 0
-"""Number of the answer to `Open`."""
+"""Number of the answer to `OpenClient`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenClient:
     """An engine begins."""
 
     version: str
@@ -22,7 +22,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallMethod:
     """Call a method of the client."""
 
     number: int
@@ -33,14 +33,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelCall:
     """Cancel a call, whose answer is not waited for any more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PlayedMemory:
     """The views of the next message lie in this region, whose file comes along unless it came before."""
 
     region: int
@@ -48,7 +48,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallAnswer:
     """What came of a call."""
 
     number: int
@@ -57,14 +57,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseRegion:
     """No view of a region is left."""
 
     region: int
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetRegion:
     """A region is gone, and its number not used again."""
 
     region: int

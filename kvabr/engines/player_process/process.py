@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.result import PlayedPrefix
-from kvabr.engines.clients import ClientArguments
-from kvabr.engines.player_process.channel import Channel, Message
-from kvabr.engines.player_process.messages import OPENED, Answer, Call, Cancel, Forget, Memory, Open, Release
+from kvabr.engines.client_arguments import ClientArguments
+from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.messages import (
+    OPENED,
+    CallAnswer,
+    CallMethod,
+    CancelCall,
+    ForgetRegion,
+    OpenClient,
+    PlayedMemory,
+    ReleaseRegion,
+)
 from kvabr.engines.player_process.regions import Regions, laid_out
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all, decoders
@@ -115,13 +124,13 @@ class _Engine:
     """The connection of an engine's process."""
 
     def __init__(self, process: PlayerProcess, link: socket.socket) -> None:
-        """Take over a connection; errors as `Channel`."""
+        """Take over a connection; errors as `ProcessChannel`."""
         self._process = process
-        self._channel = Channel(link, self._received, self._over)
+        self._channel = ProcessChannel(link, self._received, self._over)
         self._arguments: ClientArguments | None = None
         self._client: AsyncClient | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._regions = Regions(_MOST_SPARE_BYTES, lambda region: self._channel.send(Forget(region)))
+        self._regions = Regions(_MOST_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
 
     def close(self) -> None:
         """End all calls and the connection."""
@@ -134,28 +143,30 @@ class _Engine:
         self._regions.close()
         self._process.left(self, self._arguments, why)
 
-    def _received(self, message: Message) -> None:
+    def _received(self, message: ChannelMessage) -> None:
         try:
             self._take(self._channel.read(message))
         except FormatError as error:
-            self._channel.send(Answer(OPENED, error=UsageError(f"the player process cannot read this engine: {error}")))
+            self._channel.send(
+                CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {error}"))
+            )
             self._channel.close()
             self._over(error)
 
     def _take(self, thing: object) -> None:
-        if isinstance(thing, Call) and self._client is not None and thing.name in _CALLS:
+        if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
             self._calls[thing.number] = asyncio.get_running_loop().create_task(self._call(self._client, thing))
-        elif isinstance(thing, Cancel):
+        elif isinstance(thing, CancelCall):
             if thing.number in self._calls:
                 self._calls[thing.number].cancel()
-        elif isinstance(thing, Release):
+        elif isinstance(thing, ReleaseRegion):
             self._regions.give_back(thing.region)
-        elif isinstance(thing, Open) and self._client is None:
+        elif isinstance(thing, OpenClient) and self._client is None:
             self._open(thing)
         else:
             raise FormatError(f"{type(thing).__name__} out of turn")
 
-    def _open(self, message: Open) -> None:
+    def _open(self, message: OpenClient) -> None:
         try:
             if message.version != __version__:
                 raise UsageError(
@@ -163,19 +174,19 @@ class _Engine:
                 )
             self._client = self._process.take(message.arguments)
         except KvabrError as error:
-            self._channel.send(Answer(OPENED, error=error))
+            self._channel.send(CallAnswer(OPENED, error=error))
             return
         self._arguments = message.arguments
         self._process.joined(message.arguments)
-        self._channel.send(Answer(OPENED))
+        self._channel.send(CallAnswer(OPENED))
 
-    async def _call(self, client: AsyncClient, call: Call) -> None:
+    async def _call(self, client: AsyncClient, call: CallMethod) -> None:
         try:
             value = await getattr(client, call.name)(*call.args, **call.options)
             if isinstance(value, PlayedPrefix):
                 await self._hand_over(call.number, value)
             else:
-                self._channel.send(Answer(call.number, value))
+                self._channel.send(CallAnswer(call.number, value))
         except Exception as error:  # noqa: BLE001  # it is the engine's
             self._fail(call.number, error)
         finally:
@@ -183,16 +194,16 @@ class _Engine:
 
     def _fail(self, number: int, error: Exception) -> None:
         try:
-            self._channel.send(Answer(number, error=error))
+            self._channel.send(CallAnswer(number, error=error))
         except Exception:  # noqa: BLE001  # an error of a plug-in, say, with something that cannot be sent
-            self._channel.send(Answer(number, error=PlayError(f"{type(error).__name__}: {error}")))
+            self._channel.send(CallAnswer(number, error=PlayError(f"{type(error).__name__}: {error}")))
 
     async def _hand_over(self, number: int, played: PlayedPrefix) -> None:
         """Send what was played, its bytes in shared memory."""
         views = {id(view): view for group in played.groups for view in (group.payload, *group.below)}
         placed, nbytes = laid_out(views.values())
         if not nbytes:
-            self._channel.send(Answer(number, played), places=dict.fromkeys(views, (0, 0)))
+            self._channel.send(CallAnswer(number, played), places=dict.fromkeys(views, (0, 0)))
             return
         try:
             region = self._regions.take(nbytes)
@@ -204,6 +215,6 @@ class _Engine:
             self._regions.give_back(region.number)
             raise
         file, region.told = None if region.told else region.file, True
-        self._channel.send(Memory(region.number, nbytes), file=file)
+        self._channel.send(PlayedMemory(region.number, nbytes), file=file)
         places = {id(view): (at, len(view)) for at, view in placed}
-        self._channel.send(Answer(number, played), places=places)
+        self._channel.send(CallAnswer(number, played), places=places)

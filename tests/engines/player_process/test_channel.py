@@ -13,7 +13,7 @@ from kvabr.client.result import IncompleteError
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.engines.player_process import regions
-from kvabr.engines.player_process.channel import Channel
+from kvabr.engines.player_process.channel import ProcessChannel
 from kvabr.player.session_types import PlayRecord
 from kvabr.types.errors import FormatError, KvabrError, NotFoundError, Reason
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -25,8 +25,8 @@ class Pair:
     def __init__(self):
         one, two = socket.socketpair()
         self.came, self.lost = asyncio.Queue(), asyncio.Queue()
-        self.one = Channel(one, lambda _: None, self.lost.put_nowait)
-        self.two = Channel(two, self.came.put_nowait, self.lost.put_nowait)
+        self.one = ProcessChannel(one, lambda _: None, self.lost.put_nowait)
+        self.two = ProcessChannel(two, self.came.put_nowait, self.lost.put_nowait)
 
     async def cross(self, thing, shared=None, **how):
         self.one.send(thing, **how)
