@@ -25,9 +25,6 @@ OPTIONS = {
     "no prefix caching": {"enable_prefix_caching": False},
     "priorities": {"scheduling_policy": "priority"},
     "two tensor-parallel ranks": {"tensor_parallel_size": 2},
-    "tokens guessed from the prompt": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    },
 }
 
 
