@@ -76,7 +76,7 @@ def _remote(
 
 
 class RemoteClient:
-    """As `AsyncClient`, for one event loop: what an adapter needs of it (`kvabr.engines.clients.EngineClient`)."""
+    """What an adapter needs of `AsyncClient`, for one event loop."""
 
     def __init__(self, arguments: ClientArguments, player: str) -> None:
         """Prepare; a process is looked for, and started, when it is needed.
