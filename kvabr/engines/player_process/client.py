@@ -46,6 +46,7 @@ from kvabr.engines.settings import INSIDE, OWN
 from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.types.backoff import Backoff
 from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 
@@ -54,6 +55,7 @@ _log = logging.getLogger("kvabr.engines")
 _IDLE_S = 60
 """Seconds without an engine after which a process ends that engines have started."""
 _START_S, _NAP_S = 30.0, 0.05
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, so that nothing is said of processes that outlive this one."""
 
@@ -92,6 +94,8 @@ class RemoteClient:
         self._socket = own_socket() if self._starts else Path(player).absolute()
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
+        self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S), 0.0
+        """When a process may be started again after one that ended at once."""
         self._playing = 0
         """Plays under way, which share this process' GPU."""
 
@@ -170,18 +174,21 @@ class RemoteClient:
                 link.close()
                 if not self._starts:
                     raise TransportError(f"{self._socket}: no player process ({error}); see `kvabr player`") from error
-                if not started:
-                    started = True
-                    await loop.run_in_executor(None, start, self._socket)
-                elif loop.time() > until_s or _started[-1].poll():
+                if started and (loop.time() > until_s or _started[-1].poll()):
+                    self._again_s = loop.time() + self._pauses.longer()
+                if loop.time() < self._again_s:
                     log = self._socket.with_suffix(".log")
                     raise TransportError(
                         f'the player process does not start, see {log}; "player": "{INSIDE}" does without'
                     ) from error
+                if not started:
+                    started = True
+                    await loop.run_in_executor(None, start, self._socket)
             except OSError as error:
                 link.close()
                 raise TransportError(f"{self._socket}: {error}") from error
             else:
+                self._pauses.reset()
                 return link
             await asyncio.sleep(_NAP_S)
 

@@ -187,6 +187,23 @@ def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_pa
         served_too.close()
 
 
+def test_a_process_that_does_not_start_is_not_started_for_every_request(served, home, monkeypatch):
+    begun = []
+
+    def start(path):
+        begun.append(subprocess.Popen(["false"]))  # noqa: S607
+        begun[-1].wait()
+        monkeypatch.setattr(remote, "_started", begun)
+
+    monkeypatch.setattr(remote, "start", start)
+    monkeypatch.setattr(remote, "own_socket", lambda: home / "never.sock")
+    with engine(served) as client:
+        for _ in range(3):
+            with pytest.raises(TransportError, match=r"does not start, see .*never\.log"):
+                play(client)
+    assert len(begun) == 1
+
+
 def test_a_socket_without_a_process(served, home):
     with engine(served, home / "nobody.sock") as client, pytest.raises(TransportError, match="see `kvabr player`"):
         play(client)
