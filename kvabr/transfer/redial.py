@@ -56,7 +56,7 @@ class UnreachedConnection(PeerConnection):
     backend = protocol = "none"
     closed = True
 
-    def __init__(self, trouble: str) -> None:
+    def __init__(self, trouble: str | None = None) -> None:
         self.trouble = trouble
 
     def carry(self, transfer: GroupTransfer) -> None:
