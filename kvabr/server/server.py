@@ -105,7 +105,8 @@ class Server(Host[Peer]):
         self._transport: asyncio.DatagramTransport | None = None
         self._listener: TcpListener | None = None
         self._security = TcpSecurity(None)
-        self._streams: weakref.WeakSet[QmuxTransport] = weakref.WeakSet()
+        self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
+        """TCP connections, the oldest first."""
         """Connections over TCP that may have their socket still."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
@@ -233,17 +234,24 @@ class Server(Host[Peer]):
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Take a TCP connection, unless there are too many, or a quarter of that of its address have only begun."""
+        """Take a TCP connection, unless a quarter of all places are its address's that have only begun.
+
+        If there are too many, it takes the place of the oldest that has only begun.
+        """
         most, site = self.limits.connections, site_of(address_of(sock))
-        begun = sum(stream.begins and site_of(stream.address) == site for stream in self._streams)
-        if len(self.peers) >= most + _HALF_OPEN or begun >= max(1, min(most, 2 * _HALF_OPEN) // 4):
+        begun = [stream for stream in self._streams if stream.begins]
+        own = sum(site_of(stream.address) == site for stream in begun)
+        full = len(self.peers) >= most + _HALF_OPEN and not begun
+        if full or own >= max(1, min(most, 2 * _HALF_OPEN) // 4):
             sock.close()
             return
+        if begun and len(self.peers) >= most:
+            begun[0].abandon("another connection takes its place")
         stream = QmuxTransport(
             sock, self._admit(), self._security, [draft.alpn for draft in self._drafts], client=False,
             idle_s=self.limits.idle_s, windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
         )  # fmt: skip
-        self._streams.add(stream)
+        self._streams[stream] = None
         stream.start()
 
     def _guard(self) -> None:
