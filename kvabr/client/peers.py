@@ -216,7 +216,7 @@ async def first_found(
     connection.answered_by(best)
     for source, task in enumerate(asked):
         if task.done():
-            connection.offer(source, _same_tracks(found[best], found[source]) if source in found else frozenset())
+            _offer(connection, source, task, found[best])
         else:
             connection.offer(source, NOT_KNOWN)
             connection.meanwhile(_offered(connection, source, task, found[best]))
@@ -227,10 +227,27 @@ async def _offered(
     connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
 ) -> None:
     """Have a source that answers late join a play of what another one has."""
-    answer: _Answer = None
-    with contextlib.suppress(TransportError, FormatError, UsageError):  # then the play does without it
-        answer, _ = await asked
-    connection.offer(source, _same_tracks(played, answer) if isinstance(answer, Found) else frozenset())
+    try:
+        await asyncio.wait({asked})
+    finally:
+        asked.cancel()
+    _offer(connection, source, asked, played)
+
+
+def _offer(
+    connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
+) -> None:
+    """Note on which tracks a source that has answered has the groups of what is played; say why not on all."""
+    same: Collection[str] = frozenset()
+    if (error := asked.exception()) is not None:
+        why: str | None = str(error) or repr(error)
+    elif not isinstance(answer := asked.result()[0], Found):
+        why = "it has nothing of it"
+    else:
+        same, why = _same_tracks(played, answer)
+    connection.offer(source, same)
+    if why is not None:
+        connection.left_out(source, why)
 
 
 async def _found_by(
@@ -263,18 +280,19 @@ def _found(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> Found | None:
     return answer if isinstance(answer, Found) else None
 
 
-def _same_tracks(one: Found, other: Found) -> Collection[str]:
-    """Return the tracks on which two peers have the same groups of the same asset, complete."""
+def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
+    """Return the tracks on which two peers have the same groups of the same asset, complete; and what is wrong."""
     if one is other:
-        return frozenset(one.catalog.by_name)
-    if one.catalog.namespace != other.catalog.namespace or other.live is not None:
-        return frozenset()
+        return frozenset(one.catalog.by_name), None
+    if one.catalog.namespace != other.catalog.namespace:
+        return frozenset(), f"it has another asset, of {other.catalog.tokens:,} tokens"
+    if other.live is not None:
+        return frozenset(), "it is still being prefilled there"
     theirs = other.catalog.by_name
-    return frozenset(
-        track.name
-        for track in one.catalog.tracks
-        if track.name in theirs and theirs[track.name].digests == track.digests
-    )
+    both = [track for track in one.catalog.tracks if track.name in theirs]
+    same = frozenset(track.name for track in both if theirs[track.name].digests == track.digests)
+    differ = ", ".join(track.name for track in both if track.name not in same)
+    return same, f"its catalog names other groups of {differ}" if differ else None
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:

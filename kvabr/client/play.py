@@ -73,6 +73,7 @@ from kvabr.types.events import (
     ProfileFailed,
     RecomputeDone,
     RecomputeStarted,
+    SourceLeftOut,
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
@@ -155,9 +156,13 @@ class Play:
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
+        self.connection.left_out = self._left_out
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
         self._decoders = 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
+
+    def _left_out(self, source: int, why: str) -> None:
+        self.options.note(SourceLeftOut(self.clock.now(), source, why))
 
     @property
     def _limit(self) -> CallLimit:

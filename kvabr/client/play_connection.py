@@ -559,6 +559,8 @@ class PlaySources(Connection):
         """Whether the first answers requests other than for groups."""
         self._offers: list[Offer] = [None] * len(sources)
         self._asking: set[asyncio.Task[None]] = set()
+        self.left_out: Callable[[int, str], None] = lambda *_: None
+        """Told of sources that the play does without, and why."""
         self.late = False
         """Whether the play's deadline has passed."""
         self.kept = False
@@ -624,8 +626,9 @@ class PlaySources(Connection):
         has: Offer = None
         try:
             await shared.connected()
-        except TransportError:
+        except TransportError as error:
             has = frozenset()
+            self.left_out(source, str(error))
         if self._offers[source] is NOT_KNOWN:  # not if one source brings everything
             self.offer(source, has)
 

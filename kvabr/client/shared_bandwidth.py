@@ -408,11 +408,13 @@ class PlayPeer(Protocol):
 @contextmanager
 def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
     """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end."""
-    known = [prior for name in peer.names if (prior := history.of(name)) is not None]
+    names = peer.names
+    known = [prior for name in names if (prior := history.of(name)) is not None]
     with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
         try:
             yield share
         finally:
             # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-            if share.heard and len(peer.names) == 1:
+            # Nor one that was dialled again over another transport, about either.
+            if share.heard and len(peer.names) == 1 and peer.names[0] in names:
                 history.heard(peer.names[0], share.link_rate(), share.ttfb())

@@ -7,6 +7,7 @@ import json
 import random
 import socket
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
@@ -16,15 +17,16 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
-from kvabr.client.peers import ClientPeer
+from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
 from kvabr.types.errors import PlayError, TransportError
-from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent
+from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
@@ -227,12 +229,24 @@ async def test_a_source_that_lacks_groups_or_sends_others_is_made_up_for(origin,
 @virtual
 async def test_a_source_with_another_asset_is_left_out(origin):
     """It has a shorter one, which begins alike; groups of the longer are only at one of them."""
-    options = PlayOptions(policy="fixed:FP16")
+    events = []
+    options = PlayOptions(policy="fixed:FP16", log=events.append)
     other, right = (origin(rtt_s=0.02, folder=folder) for folder in ("short", "long"))
     async with other, right, AsyncClient(options=options) as client:
         played = await client.play(LONG, deadline=5.0, peer=[other, right])
     assert played.coverage == ("FP16",) * 10
     assert other.requests < 10
+    assert [(event.source, event.reason) for event in of(events, SourceLeftOut)] == [
+        (0, "it has another asset, of 70 tokens")
+    ]
+
+
+def test_catalogs_that_disagree_share_the_other_tracks(long):
+    changed = replace(long.track("FP16"), digests=tuple(reversed(long.track("FP16").digests)))
+    tracks = tuple(changed if track.name == "FP16" else track for track in long.tracks)
+    same, why = _same_tracks(Found(long, ""), Found(replace(long, tracks=tracks), ""))
+    assert set(same) == {track.name for track in long.tracks} - {"FP16"}
+    assert why == "its catalog names other groups of FP16"
 
 
 class Dialling(AbstractAsyncContextManager):
