@@ -87,6 +87,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
+    parser.add_argument(
+        "--steering",
+        action="store_true",
+        help="also take groups from the sources that the origin tells of, with the same token and trust",
+    )
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -351,6 +356,7 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
+        steering=args.steering,
     )
     async with client:
         start = time.monotonic()

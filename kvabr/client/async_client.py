@@ -47,6 +47,7 @@ from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
+from kvabr.client.steering import Steering
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -104,6 +105,7 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
+        steering: bool = False,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -129,6 +131,8 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
+            steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
+                plays take groups from these as well. They are shown the same token, and trusted alike.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -164,6 +168,8 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
+        self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
+        self._asking_sources: set[asyncio.Task[None]] = set()
         named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
         self._origins = tuple(dict.fromkeys(named))
 
@@ -211,7 +217,10 @@ class AsyncClient:
             for one in some:
                 told.enter_context(told_if_exhausted(one.relieve))
             transfers = [one.transfers for one in some]
-            return transfers[await first_reached(transfers)].connection
+            connection = transfers[await first_reached(transfers)].connection
+        if peer is None and self._steering is not None:
+            await self._steering.ask(self._origins)
+        return connection
 
     @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -282,6 +291,7 @@ class AsyncClient:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
+        peer = self._some(peer)  # later there may be more
         how = {"any_group_tokens": any_size, "salt": options.salt, "live": options.live}
 
         alone = computing if prompt is None else None
@@ -354,7 +364,7 @@ class AsyncClient:
         if len(tokens):
             check_prompt(tokens)
         computing, cost = engine_of(engine or self.engine, options, self._costs) if len(tokens) else (None, None)
-        name = parse_namespace(asset) if isinstance(asset, str) else asset
+        name, peer = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
 
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             if isinstance(name, Found):
@@ -515,7 +525,7 @@ class AsyncClient:
         wanted, any_size = model_of(model or self._model, self.engine)
         chosen = self.options.salt if salt is None else salt
         how = {"any_group_tokens": any_size, "salt": chosen, "any_dtype": any_dtype}
-        live = self.options.live if live is None else live
+        live, peer = self.options.live if live is None else live, self._some(peer)
         async with self._asking(within_s, peer) as connection:
             found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
@@ -537,7 +547,7 @@ class AsyncClient:
             FormatError: it is not what its name says.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        live = self.options.live if live is None else live
+        live, peer = self.options.live if live is None else live, self._some(peer)
         async with self._asking(within_s, peer) as connection:
             return await self._catalog(connection, peer, name, within_s, live=live)
 
@@ -570,6 +580,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
         await self._runner.close()
+        await cancel_all(self._asking_sources)
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -642,6 +653,8 @@ class AsyncClient:
         """Return peers as they were named, at least one."""
         if peers is not None:
             named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
+        elif self._steering is not None:
+            named = tuple(self._steering.peers(self._origins))
         else:
             named = self._origins
         if not named:
@@ -697,8 +710,14 @@ class AsyncClient:
         tokens: Sequence[int] = (),
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play(self._some(peer), deadline, options) as turn:
-            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+        try:
+            async with self._runner.play(self._some(peer), deadline, options) as turn:
+                yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+        finally:
+            if self._steering is not None:
+                asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
+                self._asking_sources.add(asking)
+                asking.add_done_callback(self._asking_sources.discard)
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:

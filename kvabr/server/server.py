@@ -8,10 +8,11 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from kvabr.link.moqt.connect import parse_url
 from kvabr.link.quic.backend import (
     REQUESTS_CONNECTION_WINDOW,
     REQUESTS_STREAM_WINDOW,
@@ -32,9 +33,10 @@ from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
-from kvabr.server.publication import Source
+from kvabr.server.publication import BytesPublication, Source
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import KvabrError, TransportError
+from kvabr.types.errors import KvabrError, TransportError, UsageError
+from kvabr.types.steering import MOST_SOURCES, STEERING_TTL_S, SteeringManifest
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -74,6 +76,7 @@ class Server(Host[Peer]):
         quic: Quic = "aioquic",
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
+        sources: Sequence[str] = (),
     ) -> None:
         """Prepare; nothing is bound before `start`.
 
@@ -89,8 +92,16 @@ class Server(Host[Peer]):
             tcp: ``tls``, ``plain`` to accept connections without TLS as well, which anyone on the path can read, or
                 ``off``.
             drafts: drafts to speak, preferred first.
+            sources: URLs of origins and relays with the same caches, of which players are told that ask (content
+                steering). `UsageError` if one is none, or there are too many.
         """
         super().__init__(source, limits, log, metrics)
+        if len(sources) > MOST_SOURCES:
+            raise UsageError(f"{len(sources)} further sources; players are told of {MOST_SOURCES} at most")
+        for url in sources:
+            parse_url(url)
+        if sources:
+            self.steering = BytesPublication(SteeringManifest(1, STEERING_TTL_S, tuple(sources)).dumps())
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -106,8 +117,7 @@ class Server(Host[Peer]):
         self._listener: TcpListener | None = None
         self._security = TcpSecurity(None)
         self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
-        """TCP connections, the oldest first."""
-        """Connections over TCP that may have their socket still."""
+        """Connections over TCP that may have their socket still, the oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
 
