@@ -114,7 +114,7 @@ def test_further_sources_are_urls_beside_a_first_one():
         with pytest.raises(UsageError, match="here: sources"):
             kind.read(URL | {"sources": ["other.test"]}, "here")
         with pytest.raises(UsageError, match="further sources need a first one, url"):
-            kind.read({"sources": ["moqt://other.test/"], "publish": "/tmp"}, "here")
+            kind.read({"sources": ["moqt://other.test/"], "publish": "folder"}, "here")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
