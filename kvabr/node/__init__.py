@@ -1,1 +1,1 @@
-"""What a node does beside playing: `serving` hands on to its neighbours what it has fetched. Above client and server."""
+"""What a node does beside playing: it serves on what it has fetched (`serving`). Above client and server."""
