@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import sys
@@ -88,6 +87,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
+    parser.add_argument(
+        "--steering",
+        action="store_true",
+        help="also take groups from the sources that the origin tells of, with the same token and trust",
+    )
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -171,8 +175,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-_OTHERS_S = 0.25
-"""Seconds that other sources have to connect once one has, at least; as long again as that took."""
 _UNKEPT = 3
 """Exit status: played, but the disk did not take what came."""
 _METRIC = "kvabr_client_unkept_total"
@@ -354,10 +356,11 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
+        steering=args.steering,
     )
     async with client:
         start = time.monotonic()
-        origin = await _connect(client, args, console)
+        origin = await client.connect()
         connect_s = time.monotonic() - start
         title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
         with Overlay(title, console=console) as overlay:
@@ -369,10 +372,12 @@ async def _fetch(
                 else:
                     played = await client.play(tokens, deadline=args.deadline, options=options)
             except IncompleteError as error:
+                _say_who_is_missing(client, args, console)
                 if args.out is not None and error.prefix is not None:
                     save(error.prefix, args.out)
                 result = _result(args, origin, error.prefix, connect_s)
                 return result | {"incomplete": str(error), "missing": list(error.missing)}
+        _say_who_is_missing(client, args, console)
         result = _result(args, origin, played, connect_s)
         if isinstance(played, NothingCached):
             return result
@@ -385,30 +390,14 @@ async def _fetch(
     return result
 
 
-async def _connect(client: AsyncClient, args: argparse.Namespace, console: Console) -> Connection:
-    """Connect to all sources at once, and return the first that is there; say which are not, and why."""
+def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: Console) -> None:
+    """Say which sources are not connected, and why."""
     from kvabr.cli.display import printable, say
 
-    begun_s, how = time.monotonic(), network.options(args)
-    urls = list(dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source)))
-    dials = [asyncio.ensure_future(client.connect(client.peer(url, **how))) for url in urls]
-    pending = set(dials)
-    try:
-        while pending and all(dial.exception() is not None for dial in dials if dial.done()):
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        if pending:
-            _, pending = await asyncio.wait(pending, timeout=max(_OTHERS_S, time.monotonic() - begun_s))
-    finally:
-        for dial in pending:
-            dial.cancel()
-    there = [dial for dial in dials if dial not in pending and dial.exception() is None]
-    if not there:
-        return await dials[0]  # which raises why
-    for dial, url in zip(dials, urls, strict=True):
-        if dial not in there:
-            why = "it has not answered yet" if dial in pending else str(dial.exception())
-            say(console, printable(f"{url} is left out: {why}"), highlight=False)
-    return there[0].result()
+    for url in dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source)):
+        peer = client.peer(url, **network.options(args))
+        if not peer.transfers.reached:
+            say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 
 
 async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:

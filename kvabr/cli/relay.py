@@ -128,8 +128,9 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                 upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token
             ) as relay:
                 server = Server(
-                    relay, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic, tcp=args.tcp
-                )
+                    relay, setup.host, setup.port, setup.tls, limits, log, metrics,
+                    quic=args.quic, tcp=args.tcp, sources=args.advertise,
+                )  # fmt: skip
                 loop = asyncio.get_running_loop()
 
                 def renew_upstream() -> None:

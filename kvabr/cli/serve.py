@@ -124,7 +124,10 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         if grants is not None and not len(grants):
             log.warning("no grants", grants=str(args.grants), hint="no client can connect; see kvabr serve --new-token")
         library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
-        server = Server(library, setup.host, setup.port, setup.tls, limits, log, metrics, quic=args.quic, tcp=args.tcp)
+        server = Server(
+            library, setup.host, setup.port, setup.tls, limits, log, metrics,
+            quic=args.quic, tcp=args.tcp, sources=args.advertise,
+        )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if args.grants is not None:
                 files.add("tokens", [args.grants], lambda: library.regrant(Grants.from_file(args.grants)))

@@ -15,12 +15,12 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -29,7 +29,7 @@ from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.joined_prefix import find_joined
-from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
+from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
     Limits,
     PlayOptions,
@@ -42,14 +42,15 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, find_among
+from kvabr.client.peers import ClientPeer, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
-from kvabr.client.play_connection import PlayConnection
+from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
+from kvabr.client.steering import Steering
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -107,6 +108,7 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
+        steering: bool = False,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -132,6 +134,8 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
+            steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
+                plays take groups from these as well. They are shown the same token, and trusted alike.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -167,6 +171,8 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s,
         )  # fmt: skip
+        self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
+        self._asking_sources: set[asyncio.Task[None]] = set()
         named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
         self._origins = tuple(dict.fromkeys(named))
 
@@ -209,7 +215,14 @@ class AsyncClient:
         Raises:
             TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
         """
-        _, connection = await self._connected(peer)
+        some = self._some(peer)
+        with ExitStack() as told:
+            for one in some:
+                told.enter_context(told_if_exhausted(one.relieve))
+            transfers = [one.transfers for one in some]
+            connection = transfers[await first_reached(transfers)].connection
+        if peer is None and self._steering is not None:
+            await self._steering.ask(self._origins)
         return connection
 
     @checked
@@ -300,7 +313,8 @@ class AsyncClient:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
         check_prompt(tokens)
-        ask = partial(find_among, self._some(peer), any_group_tokens=any_size, salt=options.salt, live=options.live)
+        peer = self._some(peer)  # later there may be more
+        how = {"any_group_tokens": any_size, "salt": options.salt, "live": options.live}
 
         alone = computing if prompt is None else None
         at_once, deadline = await self._computed(tokens, deadline, options, wanted, alone, cost, peer)
@@ -309,15 +323,19 @@ class AsyncClient:
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             clock = play.clock
             spec, prepared, limit = None, None, None
+            found: Found | Unplayable | None
             try:
                 lookup_s = lookup_time(clock, cost, len(tokens))
                 async with asyncio.timeout(lookup_s):
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
                     if prompt is not None:
+                        await play.connection.reached()
                         play.connection.alone()
-                    more = partial(ask, tokens=tokens, model=wanted, wait_s=wait_s, within_s=lookup_s)
-                    lookup = prompt.find if prompt else more
-                    found, spec = await lookup(play.connection)
+                        found, spec = await prompt.find(play.connection)
+                    else:
+                        found, spec = await self._find(
+                            play.connection, peer, tokens, wanted, lookup_s, wait_s=wait_s, **how
+                        )
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None and (found := loadable(found, options)) is not None:
@@ -368,7 +386,7 @@ class AsyncClient:
         if len(tokens):
             check_prompt(tokens)
         computing, cost = engine_of(engine or self.engine, options, self._costs) if len(tokens) else (None, None)
-        name = parse_namespace(asset) if isinstance(asset, str) else asset
+        name, peer = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
 
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:
             if isinstance(name, Found):
@@ -376,7 +394,7 @@ class AsyncClient:
             else:
                 try:
                     async with asyncio.timeout(play.clock.left()):
-                        found = await fetch_catalog(play.connection, name, live=options.live)
+                        found = await self._catalog(play.connection, peer, name, play.clock.left(), live=options.live)
                 except TimeoutError as error:
                     late = f"the catalog did not come within the deadline of {deadline:g} s"
                     raise PlayError(play.with_trouble(late)) from error
@@ -479,16 +497,15 @@ class AsyncClient:
 
         Raises:
             UsageError: an argument is wrong.
-            TransportError: the peer cannot be reached.
             PolicyError: from the policy.
         """
         check_deadline(deadline)
-        options = options or self.options
-        connection = await self.connect(peer)
+        options, some = options or self.options, self._some(peer)
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._history.refresh()  # another process of the engine may play
-            rate, following = self._history.link(connection.peer).rate, behind + options.question_tokens
+            link = KnownLink.of_all(self._history.best(one.transfers.names) for one in some)
+            rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
                 decoders=decoder_threads(),
@@ -529,9 +546,10 @@ class AsyncClient:
         check_prompt(tokens)
         wanted, any_size = model_of(model or self._model, self.engine)
         chosen = self.options.salt if salt is None else salt
-        async with self._asked_within(within_s, peer) as (asked, connection):
-            ask = partial(asked.find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
-            found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
+        how = {"any_group_tokens": any_size, "salt": chosen, "any_dtype": any_dtype}
+        live, peer = self.options.live if live is None else live, self._some(peer)
+        async with self._asking(within_s, peer) as connection:
+            found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
 
     @checked
@@ -550,9 +568,8 @@ class AsyncClient:
         See `kvabr.client.joined_prefix.find_joined`, also for the errors.
         """
         refused: list[tuple[Passage, str]] = []
-        _, connection = await self._connected(peer)
         found = await find_joined(
-            connection, parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
+            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
             refused=lambda *why: refused.append(why),
         )  # fmt: skip
         return found, refused
@@ -574,8 +591,9 @@ class AsyncClient:
             FormatError: it is not what its name says.
         """
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        async with self._asked_within(within_s, peer) as (_, connection):
-            return await fetch_catalog(connection, name, live=self.options.live if live is None else live)
+        live, peer = self.options.live if live is None else live, self._some(peer)
+        async with self._asking(within_s, peer) as connection:
+            return await self._catalog(connection, peer, name, within_s, live=live)
 
     @checked
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
@@ -586,10 +604,9 @@ class AsyncClient:
             FormatError: it is not what the catalog names, or of another model.
         """
         if not self._profiles.has(catalog):
-            async with self._asked_within(within_s, peer):
-                transfers = await (await self._connected(peer))[0].transfers()
-                async with PlayConnection(transfers, lambda _, priority: priority) as connection:
-                    await self._profiles.fetch(connection, catalog)
+            async with self._asking(within_s, peer) as connection:
+                await connection.reached()
+                await self._profiles.fetch(connection, catalog)
 
     @checked
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
@@ -600,12 +617,14 @@ class AsyncClient:
             TransportError: it cannot be asked, or not in time.
             FormatError: it answers with something else.
         """
-        async with self._asked_within(within_s, peer) as (_, connection):
+        async with self._asking(within_s, peer) as connection:
+            await connection.reached()
             return await fetch_models(connection)
 
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
         await self._runner.close()
+        await cancel_all(self._asking_sources)
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -636,12 +655,12 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = KnownLink.of_all(self._history.best(one.known_as) for one in self._some(peer))
+        link = KnownLink.of_all(self._history.best(one.transfers.names) for one in self._some(peer))
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
             return None, deadline
-        async with self._play(deadline, options, peer, engine, cost, tokens, dials=False) as play:
+        async with self._play(deadline, options, peer, engine, cost, tokens) as play:
             trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peer))]
             try:
                 return play.over(await play.compute()), play.clock.left()
@@ -678,35 +697,49 @@ class AsyncClient:
         """Return peers as they were named, at least one."""
         if peers is not None:
             named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
+        elif self._steering is not None:
+            named = tuple(self._steering.peers(self._origins))
         else:
             named = self._origins
         if not named:
             raise UsageError("say from whom: give the client an origin, or the play a peer")
         return named
 
-    async def _connected(self, peers: PeersLike) -> tuple[ClientPeer, Connection]:
-        """Return the first of some peers that can be reached, and its connection; one that is silent delays nothing."""
-        some = self._some(peers)
-        dials = [asyncio.ensure_future(peer.transfers()) for peer in some]
-        pending = set(dials)
-        try:
-            while pending and all(dial.exception() is not None for dial in dials if dial.done()):
-                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for dial in pending:
-                dial.cancel()
-        there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
-        chosen = next(there, len(some) - 1)
-        with told_if_exhausted(some[chosen].relieve):
-            return some[chosen], (await dials[chosen]).connection
+    async def _find(
+        self,
+        connection: PlaySources,
+        peers: PeersLike,
+        tokens: Sequence[int],
+        model: KVSpec | str | None,
+        within_s: float,
+        **how: Any,
+    ) -> tuple[Found | Unplayable | None, KVSpec | None]:
+        """Do as `ClientPeer.find` at all sources."""
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
+        return await first_found(connection, lookups, len(tokens), within_s)
+
+    async def _catalog(
+        self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
+    ) -> Found:
+        """Do as `ClientPeer.catalog` at all sources."""
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        lookups = [one.catalog(source, name, live=live) for one, source in pairs]
+        found, _ = await first_found(connection, lookups, within_s=within_s)
+        assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
+        return found
 
     @asynccontextmanager
-    async def _asked_within(self, seconds: float, peer: PeersLike) -> AsyncIterator[tuple[ClientPeer, Connection]]:
+    async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
+        """Yield the sources of what is not a play."""
+        some = self._some(peers)
         try:
-            async with asyncio.timeout(seconds):
-                asked, connection = await self._connected(peer)
-                with told_if_exhausted(asked.relieve):
-                    yield asked, connection
+            with ExitStack() as told:
+                for one in some:
+                    told.enter_context(told_if_exhausted(one.relieve))
+                sources = [PlayConnection(one.transfers, lambda _, priority: priority) for one in some]
+                async with asyncio.timeout(seconds), PlaySources(sources) as connection:
+                    yield connection
         except TimeoutError as error:
             raise TransportError(f"no answer within {seconds:g} s") from error
 
@@ -719,11 +752,16 @@ class AsyncClient:
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
-        dials: bool = True,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        async with self._runner.play(self._some(peer), deadline, options, dials=dials) as turn:
-            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+        try:
+            async with self._runner.play(self._some(peer), deadline, options) as turn:
+                yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+        finally:
+            if self._steering is not None:
+                asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
+                self._asking_sources.add(asking)
+                asking.add_done_callback(self._asking_sources.discard)
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:

@@ -1,25 +1,24 @@
-"""The peers of a client: one connection each, dialled when the first play wants it and shared by all."""
+"""The peers of a client, and what they have: one connection each, which all plays share."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from kvabr.client.lookup import Found, Unplayable, fetch_models, find_prefix
+from kvabr.client.lookup import Found, Unplayable, fetch_catalog, fetch_models, find_prefix
 from kvabr.client.origins import Dialling
 from kvabr.client.play_connection import PlaySources, SharedTransfers
 from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
-from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
+from kvabr.types.naming import TrackNamespace
 
 _MODELS_S = 5.0
 """Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
@@ -30,7 +29,7 @@ _PATIENCE, _MIN_PATIENCE_S = 4.0, 0.25
 _SAID_SHARE = 0.9
 """Share of a lookup's time after which sources that have said nothing are not waited for."""
 _LEAST_WAIT_S = 0.02
-"""Time in which other sources of a play may be connected after the first, or answer, at least."""
+"""Time in which other sources of a play may answer after the first, at least."""
 _AGAIN_S = 0.05
 """Pause before a prompt that nobody has begun to prefill is looked up again."""
 _Answer = Found | Unplayable | None
@@ -45,47 +44,17 @@ class ClientPeer:
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
         self.name = name
-        self.known_as = (source.peer,) if isinstance(source, PeerConnection) else source.peers
-        """What its connections may be called in a `PeerHistory`."""
+        self.transfers = SharedTransfers(source, store, metrics)
+        """Of its connection, which is dialled when something is asked of it."""
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf
         """When the peer was asked for its models, on the event loop's clock."""
-        self._store, self._metrics = store, metrics
-        self._connecting = None if isinstance(source, PeerConnection) else source
-        self._transfers = SharedTransfers(source, store, metrics) if isinstance(source, PeerConnection) else None
-        self._stack = AsyncExitStack()
-        self._dialling: asyncio.Task[SharedTransfers] | None = None
 
-    async def transfers(self) -> SharedTransfers:
-        """Return the transfers of the connection, which is dialled if there is none; callers share one dial.
-
-        Raises:
-            TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
-        """
-        if self._transfers is None:
-            if self._dialling is None:
-                self._dialling = asyncio.get_running_loop().create_task(self._dial())
-                self._dialling.add_done_callback(self._dialled)
-            # A play that is cancelled must not end the dial of the others.
-            return await asyncio.shield(self._dialling)
-        return self._transfers
-
-    async def transfers_within(self, seconds: float | None) -> SharedTransfers:
-        """Return `transfers`; if the peer cannot be reached in time, a stub whose transfers all fail.
-
-        None of ``seconds`` means that nothing is dialled.
-        """
-        if seconds is None and self._transfers is None:
-            return self.unreached(f"{self.name}: not dialled, because the engine is sooner")
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.transfers()
-        except TimeoutError:
-            why = f"{self.name}: no connection within {seconds:.3g} s"
-        except TransportError as error:
-            why = str(error)
-        return self.unreached(why)
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it out of reach at the moment, in words; None if nothing is known to."""
+        return self.transfers.connection.trouble
 
     async def find(
         self,
@@ -106,9 +75,10 @@ class ClientPeer:
         also in the other sizes. With ``live``, what is still being prefilled is found, too; if nothing is, it is looked
         for again for ``wait_s`` seconds, and the answer is there by then. Errors as `AsyncClient.find`.
         """
-        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
+        await self.transfers.connected()
+        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
         answer = await find()
         with contextlib.suppress(TimeoutError):  # what was answered last is still an answer
@@ -144,22 +114,20 @@ class ClientPeer:
         found = found if specs == tried else await lookup(specs)
         return found, specs[0] if specs else None
 
+    async def catalog(
+        self, connection: Connection, name: TrackNamespace, *, live: bool
+    ) -> tuple[_Answer, KVSpec | None]:
+        """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
+        await self.transfers.connected()
+        return await fetch_catalog(connection, name, live=live), None
+
     def relieve(self) -> None:
         """See `Connection.relieve`."""
-        if self._transfers is not None:
-            self._transfers.connection.relieve()
+        self.transfers.connection.relieve()
 
     async def close(self) -> None:
         """End all transfers, and the connection if this dialled it."""
-        if self._dialling is not None:
-            self._dialling.cancel()
-            await asyncio.wait({self._dialling})
-        if self._transfers is not None:
-            await self._transfers.close()
-            if self._connecting is not None:
-                self._metrics.peers.dec()
-                self._transfers = None
-        await self._stack.aclose()
+        await self.transfers.close()
 
     async def _in_any_size(
         self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup
@@ -203,22 +171,6 @@ class ClientPeer:
             self._asked_s = asyncio.get_running_loop().time()
         return self._models
 
-    def unreached(self, why: str) -> SharedTransfers:
-        """Return a stub whose transfers all fail, and why."""
-        return SharedTransfers(UnreachedConnection(why), self._store, self._metrics)
-
-    async def _dial(self) -> SharedTransfers:
-        assert self._connecting is not None  # noqa: S101  # or there were transfers from the start
-        connection = await self._stack.enter_async_context(self._connecting)
-        self._transfers = SharedTransfers(connection, self._store, self._metrics)
-        self._metrics.peers.inc()
-        return self._transfers
-
-    def _dialled(self, task: asyncio.Task[SharedTransfers]) -> None:
-        self._dialling = None
-        if not task.cancelled() and task.exception() is not None:
-            self._metrics.dials_failed_total.inc()
-
 
 PeerLike = ClientPeer | PeerConnection | str | None
 """What a play may name its peer by: from `AsyncClient.peer`, an open connection, a URL; None: the client's origin."""
@@ -226,57 +178,25 @@ PeersLike = PeerLike | Sequence[PeerLike]
 """One, or all that a play may take groups from."""
 
 
-async def dial_all(peers: Sequence[ClientPeer], seconds: float | None) -> list[SharedTransfers]:
-    """Return what `ClientPeer.transfers_within` does of each peer; once one is connected, do not wait long for others.
-
-    They go on dialling for the next play.
-    """
-    if len(peers) == 1:
-        return [await peers[0].transfers_within(seconds)]
-    clock = asyncio.get_running_loop().time
-    begun_s = clock()
-    dialled = [asyncio.ensure_future(peer.transfers_within(seconds)) for peer in peers]
-    try:
-        pending = set(dialled)
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if not all(task.result().connection.closed for task in done):
-                break
-        if pending:
-            await asyncio.wait(pending, timeout=max(_LEAST_WAIT_S, clock() - begun_s))
-        why = "it was not connected yet"
-        return [
-            task.result() if task.done() else peer.unreached(f"{peer.name}: {why}")
-            for peer, task in zip(peers, dialled, strict=True)
-        ]
-    finally:
-        for task in dialled:
-            task.cancel()
-
-
-async def find_among(
-    peers: Sequence[ClientPeer],
+async def first_found(
     connection: PlaySources,
-    tokens: Sequence[int],
-    model: KVSpec | str | None,
-    *,
+    lookups: Sequence[Coroutine[Any, Any, tuple[_Answer, KVSpec | None]]],
+    tokens: int = 1,
     within_s: float = math.inf,
-    **how: Any,
 ) -> tuple[_Answer, KVSpec | None]:
-    """Do as `ClientPeer.find` at all sources of a play at once; the longest prefix is played.
+    """Return what the sources of a play have by one lookup at each, all at once: the longest prefix is played.
 
-    The play does not wait long for the last of them, and a little before ``within_s`` seconds have passed it takes what
-    has been said. Of the others, those are sources that have the same asset, whenever they say so.
+    The play does not wait long for the last of them once something has all ``tokens`` that it may, and a little before
+    ``within_s`` seconds have passed it takes what has been said. Of the others, those are sources that have the same
+    asset, whenever they say so.
     """
-    if len(peers) == 1:
-        return await peers[0].find(connection, tokens, model, **how)
-    asked = [
-        asyncio.ensure_future(peer.find(source, tokens, model, **how))
-        for peer, source in zip(peers, connection.sources, strict=True)
-    ]
+    if len(lookups) == 1:
+        connection.answered_by(0)
+        return await lookups[0]
+    asked = [asyncio.ensure_future(lookup) for lookup in lookups]
     try:
         round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
-        found = await _first_found(asked, len(tokens), round_trip_s, _SAID_SHARE * within_s)
+        found = await _found_by(asked, tokens, round_trip_s, _SAID_SHARE * within_s)
     except BaseException:
         for task in asked:
             task.cancel()
@@ -284,14 +204,19 @@ async def find_among(
     if not found:
         told = [task.result() for task in asked if task.done() and task.exception() is None]
         silent = [task.cancel() for task in asked if not task.done()]
-        if not told and silent:
+        if told:
+            return next((answer for answer in told if answer[0] is not None), told[0])
+        if silent:
             raise TimeoutError
-        return next((answer for answer in told if answer[0] is not None), told[0]) if told else await asked[0]
+        # Who says that there is nothing does not speak for one that was not reached.
+        raise next((error for task in asked if not isinstance(error := task.exception(), NotFoundError)), None) or (
+            asked[0].exception() or TimeoutError()
+        )
     best = max(found, key=lambda source: (_tokens(found[source]), -source))
     connection.answered_by(best)
     for source, task in enumerate(asked):
         if task.done():
-            connection.offer(source, _same_tracks(found[best], found[source]) if source in found else frozenset())
+            _offer(connection, source, task, found[best])
         else:
             connection.offer(source, NOT_KNOWN)
             connection.meanwhile(_offered(connection, source, task, found[best]))
@@ -302,13 +227,30 @@ async def _offered(
     connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
 ) -> None:
     """Have a source that answers late join a play of what another one has."""
-    answer: _Answer = None
-    with contextlib.suppress(TransportError, FormatError, UsageError):  # then the play does without it
-        answer, _ = await asked
-    connection.offer(source, _same_tracks(played, answer) if isinstance(answer, Found) else frozenset())
+    try:
+        await asyncio.wait({asked})
+    finally:
+        asked.cancel()
+    _offer(connection, source, asked, played)
 
 
-async def _first_found(
+def _offer(
+    connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
+) -> None:
+    """Note on which tracks a source that has answered has the groups of what is played; say why not on all."""
+    same: Collection[str] = frozenset()
+    if (error := asked.exception()) is not None:
+        why: str | None = str(error) or repr(error)
+    elif not isinstance(answer := asked.result()[0], Found):
+        why = "it has nothing of it"
+    else:
+        same, why = _same_tracks(played, answer)
+    connection.offer(source, same)
+    if why is not None:
+        connection.left_out(source, why)
+
+
+async def _found_by(
     asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int, round_trip_s: float, within_s: float
 ) -> dict[int, Found]:
     """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it.
@@ -324,7 +266,7 @@ async def _first_found(
         left_s = None if end_s == math.inf else end_s - clock()
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
-        took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) == tokens
+        took_s, whole = clock() - begun_s, max(map(_tokens, found.values()), default=0) >= tokens
         if whole:
             end_s = min(end_s, clock() + max(_LEAST_WAIT_S, took_s / 2))
         elif found and not waits:
@@ -338,18 +280,19 @@ def _found(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> Found | None:
     return answer if isinstance(answer, Found) else None
 
 
-def _same_tracks(one: Found, other: Found) -> Collection[str]:
-    """Return the tracks on which two peers have the same groups of the same asset, complete."""
+def _same_tracks(one: Found, other: Found) -> tuple[Collection[str], str | None]:
+    """Return the tracks on which two peers have the same groups of the same asset, complete; and what is wrong."""
     if one is other:
-        return frozenset(one.catalog.by_name)
-    if one.catalog.namespace != other.catalog.namespace or other.live is not None:
-        return frozenset()
+        return frozenset(one.catalog.by_name), None
+    if one.catalog.namespace != other.catalog.namespace:
+        return frozenset(), f"it has another asset, of {other.catalog.tokens:,} tokens"
+    if other.live is not None:
+        return frozenset(), "it is still being prefilled there"
     theirs = other.catalog.by_name
-    return frozenset(
-        track.name
-        for track in one.catalog.tracks
-        if track.name in theirs and theirs[track.name].digests == track.digests
-    )
+    both = [track for track in one.catalog.tracks if track.name in theirs]
+    same = frozenset(track.name for track in both if theirs[track.name].digests == track.digests)
+    differ = ", ".join(track.name for track in both if track.name not in same)
+    return same, f"its catalog names other groups of {differ}" if differ else None
 
 
 def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:

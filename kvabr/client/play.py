@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -37,7 +37,7 @@ from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import Clock, R, Turn
-from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating, link_of
+from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
@@ -73,6 +73,7 @@ from kvabr.types.events import (
     ProfileFailed,
     RecomputeDone,
     RecomputeStarted,
+    SourceLeftOut,
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
@@ -155,10 +156,14 @@ class Play:
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
+        self.connection.left_out = self._left_out
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
         batches = self.options.decode_share is not None or (self._device is not None and self._device.type == "cuda")
         self._decoders = 1 if batches else decoder_threads()
+
+    def _left_out(self, source: int, why: str) -> None:
+        self.options.note(SourceLeftOut(self.clock.now(), source, why))
 
     @property
     def _limit(self) -> CallLimit:
@@ -181,12 +186,15 @@ class Play:
             UsageError: everything is skipped.
         """
         catalog = found.catalog.to_play
+        with suppress(TransportError, TimeoutError):  # then its requests say why
+            async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
+                await self.connection.reached()
         if self.engine is not None and self.options.prefill_cost is None:
             self.cost = self.costs.of(self.engine).cost(catalog.prefill)
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
-        link = KnownLink.of_all(self.history.link(source.peer) for source in self.connection.shared)
+        link = KnownLink.of_all(self.history.best(source.names) for source in self.connection.shared)
         if self.cost is not None and behind is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
@@ -462,7 +470,7 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace=connection.shared[0].backend,
+                    trace=connection.backend,
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,
@@ -560,7 +568,7 @@ class Play:
         for source in connection.shared:
             own = self._estimator()
             own.prime(Prior(rate / len(connection.shared), view.ttfb_s))
-            estimators.append(shared.enter_context(link_of(source).joined(own)))
+            estimators.append(shared.enter_context(source.link.joined(own)))
         session = new_session(
             ladder,
             self.clock.deadline_s,

@@ -4,6 +4,9 @@ A request is answered from the local store if the group is there, joins another 
 goes to the peer, at a priority that puts the plays in order of their deadlines. A play has a connection for each of its
 sources: groups are named by content, so that any source may serve any of them.
 
+A peer is dialled when something is asked of it, and its transfers wait for that: a play begins with the sources that
+are connected, and goes on with those that are later.
+
 The transfers of one connection are shared by all plays that want the same group. Once a group whose digest is known is
 complete, it is checked and put into the local store. What was asked for before its digest was known is put there once a
 reader has checked it. If the store is shared memory, all processes share the transfer (`HostCarrier`).
@@ -14,19 +17,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 from kvabr.client.host_carrier import HostCarrier
+from kvabr.client.origins import Dialling
 from kvabr.client.shared_bandwidth import link_of
-from kvabr.player.sources import Offer
+from kvabr.player.sources import NOT_KNOWN, Offer
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection
+from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder
+from kvabr.transfer.redial import UnreachedConnection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
-from kvabr.types.errors import ConnectionLostError
+from kvabr.types.errors import ConnectionLostError, TransportError
 from kvabr.types.naming import TrackNamespace
 
 TURN_S = 0.25
@@ -40,9 +46,9 @@ _VOUCH_S = 0.05
 class SharedTransfer(GroupTransfer):
     """A transfer for plays."""
 
-    def __init__(self, request: GroupRequest, owner: SharedTransfers, host: HostCarrier | None) -> None:
+    def __init__(self, request: GroupRequest, owner: SharedTransfers) -> None:
         super().__init__(request)
-        self.host = host
+        self.host: HostCarrier | None = None
         """What shares it with other processes."""
         self.heard_s = 0.0
         self.unwanted = False
@@ -97,12 +103,24 @@ class SharedTransfer(GroupTransfer):
 
 
 class SharedTransfers:
-    """All transfers of one connection, for one event loop."""
+    """All transfers from one peer, for one event loop."""
 
-    def __init__(self, connection: PeerConnection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
-        """Begin without any; ``store`` keeps what was checked."""
-        self.connection, self.store, self.metrics = connection, store, metrics
-        self._link = link_of(connection)
+    def __init__(self, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
+        """Dial nothing yet.
+
+        ``source`` dials, or is an open connection, which stays open when this is closed. ``store`` keeps what was
+        checked.
+        """
+        self.store, self.metrics = store, metrics
+        self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
+        self._source = None if isinstance(source, PeerConnection) else source
+        named = self.connection.peer if self._source is None else self._source.peers[0]
+        self.link = link_of(named or self.connection)
+        """The path to the peer, whatever the transport."""
+        self._stack = AsyncExitStack()
+        self._dialling: asyncio.Task[None] | None = None
+        self._waiting: dict[SharedTransfer, None] = {}
+        """Those that wait for a connection, the earliest first."""
         self._transfers: dict[GroupRequest, SharedTransfer] = {}
         self._heard_s: dict[int, float] = {}
         """When bytes of each priority came last."""
@@ -120,13 +138,37 @@ class SharedTransfers:
         if (transfer := self._transfers.get(request)) is not None:
             transfer.join(reader)
             return transfer, True
-        shared, host = self.store.disk, None
-        if isinstance(shared, SharedGroupStore) and request.digest and request.exact:
-            host = HostCarrier(self.connection, shared)
-        transfer = self._transfers[request] = SharedTransfer(request, self, host)
+        transfer = self._transfers[request] = SharedTransfer(request, self)
         transfer.join(reader)
-        transfer.begin(host or self.connection)
+        if self.reached:
+            self._begin(transfer)
+        else:
+            self._waiting[transfer] = None
+            self._dial()
         return transfer, False
+
+    @property
+    def reached(self) -> bool:
+        """Whether there is a connection; `connection` stands for one before."""
+        return self._source is None or not isinstance(self.connection, UnreachedConnection)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What the connection may be called in a `PeerHistory`."""
+        if self._source is not None and not self.reached:
+            return self._source.peers
+        return () if self.connection.peer is None else (self.connection.peer,)
+
+    async def connected(self) -> PeerConnection:
+        """Return the connection, which is dialled if there is none; callers share one dial.
+
+        Raises:
+            TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
+        """
+        if not self.reached:
+            # A play that is cancelled must not end the dial of the others.
+            await asyncio.shield(self._dial())
+        return self.connection
 
     def waits_its_turn(self, transfer: SharedTransfer) -> bool:
         """Return whether nothing comes of a transfer because something does that is at least as urgent."""
@@ -140,10 +182,17 @@ class SharedTransfers:
     async def close(self) -> None:
         """End all transfers, and tell their readers."""
         self._closed = True
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await asyncio.wait({self._dialling})
         for transfer in list(self._transfers.values()):
             transfer.unwanted = True
             transfer.reject(ConnectionLostError("the client was closed"))
         await cancel_all(self._tasks)
+        if self._source is not None and self.reached:
+            self.metrics.peers.dec()
+            self.connection = UnreachedConnection()
+        await self._stack.aclose()
 
     # ------------------------------------------------------ from the transfers
 
@@ -151,7 +200,7 @@ class SharedTransfers:
         """Note that bytes of a transfer have come."""
         transfer.heard_s = self._heard_s[transfer.priority] = asyncio.get_running_loop().time()
         if transfer.limit != "kept":
-            self._link.received(count)
+            self.link.received(count)
         if not transfer.from_host:
             self.metrics.downloaded_bytes_total.inc(count)
             if transfer.host is not None:
@@ -166,12 +215,47 @@ class SharedTransfers:
             self._track(loop.create_task(self._check(transfer, transfer.request.digest, transfer.checked)))
             return
         self._forget(transfer)
+        self._waiting.pop(transfer, None)
         if transfer.host is not None:
             transfer.host.give_up()
         result = "done" if transfer.complete else "cancelled" if transfer.unwanted else "failed"
         self.metrics.downloads_total.labels(result).inc()
 
     # -------------------------------------------------------------- internals
+
+    def _begin(self, transfer: SharedTransfer) -> None:
+        shared, request = self.store.disk, transfer.request
+        if isinstance(shared, SharedGroupStore) and request.digest and request.exact:
+            transfer.host = HostCarrier(self.connection, shared)
+        transfer.begin(transfer.host or self.connection)
+
+    def _dial(self) -> asyncio.Task[None]:
+        if self._dialling is None:
+            self.connection.closed, self.connection.trouble = False, f"{self.names[0]} is not connected yet"
+            self._dialling = asyncio.get_running_loop().create_task(self._connect())
+            self._dialling.add_done_callback(self._dialled)
+        return self._dialling
+
+    async def _connect(self) -> None:
+        assert self._source is not None  # noqa: S101  # or there was a connection from the start
+        self.connection = await self._stack.enter_async_context(self._source)
+        self.metrics.peers.inc()
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        """Begin with what waits, or let it fail."""
+        self._dialling = None
+        error = ConnectionLostError("the client was closed") if task.cancelled() else task.exception()
+        if error is not None:
+            self.connection.trouble, self.connection.closed = str(error), True
+            if not task.cancelled():
+                self.metrics.dials_failed_total.inc()
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for transfer in waiting:
+            if error is None:
+                self._begin(transfer)
+            else:
+                transfer.fail(error if isinstance(error, Exception) else ConnectionLostError(repr(error)))
 
     async def _check(self, transfer: SharedTransfer, digest: str, checked: asyncio.Future[bool]) -> None:
         good, host = False, transfer.host
@@ -211,6 +295,22 @@ class SharedTransfers:
     def _track(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def first_reached(peers: Sequence[SharedTransfers]) -> int:
+    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is."""
+    dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
+    pending = set(dials)
+    try:
+        while pending and all(dial.exception() is not None for dial in dials if dial.done()):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for dial in pending:
+            dial.cancel()
+    there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
+    if (chosen := next(there, None)) is None:
+        await dials[0]  # which raises why
+    return chosen or 0
 
 
 async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:
@@ -351,8 +451,6 @@ class PlayConnection(Connection):
         among the play's own requests.
         """
         self._shared, self._place = shared, place
-        self.backend, self.protocol = shared.connection.backend, shared.connection.protocol
-        self.finder = shared.connection.finder
         self._digests: dict[tuple[TrackNamespace, str], Sequence[str]] = {}
         self._readers: set[PlayReader] = set()
         self.loop = asyncio.get_running_loop()
@@ -362,9 +460,34 @@ class PlayConnection(Connection):
         """When it is due, on the event loop's clock."""
 
     @property
-    def shared(self) -> Connection:
-        """The connection that all plays to this peer share."""
-        return self._shared.connection
+    def shared(self) -> SharedTransfers:
+        """What all plays to this peer share."""
+        return self._shared
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """See `Connection.backend`."""
+        return self._shared.connection.backend
+
+    @property
+    def protocol(self) -> str:  # type: ignore[override]
+        """See `Connection.protocol`."""
+        return self._shared.connection.protocol
+
+    @property
+    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """See `Connection.finder`."""
+        return self._shared.connection.finder
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        """See `Connection.trouble`."""
+        return self._shared.connection.trouble
+
+    @property
+    def unreachable(self) -> bool:  # type: ignore[override]
+        """See `Connection.unreachable`."""
+        return self._shared.connection.unreachable
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`."""
@@ -399,12 +522,12 @@ class PlayConnection(Connection):
 
     def stats(self) -> ConnectionStats:
         """See `Connection.stats`."""
-        return self.shared.stats()
+        return self._shared.connection.stats()
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the play is over, or the shared connection has ended."""
-        return self.left or self.shared.closed
+        """Whether the play is over, the shared connection has ended, or the peer could not be reached."""
+        return self.left or self._shared.connection.closed
 
     def place(self, priority: int) -> int:
         """Return the priority among all plays' requests of one with this priority among the play's own."""
@@ -432,9 +555,12 @@ class PlaySources(Connection):
     def __init__(self, sources: Sequence[PlayConnection]) -> None:
         """Begin without requests."""
         self._first, self._sources = sources[0], tuple(sources)
+        self._chosen = False
+        """Whether the first answers requests other than for groups."""
         self._offers: list[Offer] = [None] * len(sources)
         self._asking: set[asyncio.Task[None]] = set()
-        self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
+        self.left_out: Callable[[int, str], None] = lambda *_: None
+        """Told of sources that the play does without, and why."""
         self.late = False
         """Whether the play's deadline has passed."""
         self.kept = False
@@ -446,9 +572,24 @@ class PlaySources(Connection):
         return self._sources
 
     @property
-    def shared(self) -> Sequence[Connection]:
-        """Of each source the connection that all plays to its peer share."""
+    def shared(self) -> Sequence[SharedTransfers]:
+        """Of each source what all plays to its peer share."""
         return [source.shared for source in self._sources]
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """See `Connection.backend`; of the source that answers."""
+        return self._first.backend
+
+    @property
+    def protocol(self) -> str:  # type: ignore[override]
+        """See `Connection.protocol`; of the source that answers."""
+        return self._first.protocol
+
+    @property
+    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """See `Connection.finder`; of the source that answers."""
+        return self._first.finder
 
     @property
     def offers(self) -> Sequence[Offer] | None:
@@ -466,8 +607,30 @@ class PlaySources(Connection):
 
     def answered_by(self, source: int) -> None:
         """Have a source answer other requests than those for groups."""
-        self._first = self._sources[source]
-        self.backend, self.protocol, self.finder = self._first.backend, self._first.protocol, self._first.finder
+        self._first, self._chosen = self._sources[source], True
+
+    async def reached(self) -> None:
+        """Have the first source that is connected answer other requests than those for groups, unless one does.
+
+        The others are asked for groups once they are connected.
+        """
+        if self._chosen or len(self._sources) == 1:
+            return
+        self.answered_by(await first_reached(self.shared))
+        for source, shared in enumerate(self.shared):
+            if not shared.reached:
+                self.offer(source, NOT_KNOWN)
+                self.meanwhile(self._joined(source, shared))
+
+    async def _joined(self, source: int, shared: SharedTransfers) -> None:
+        has: Offer = None
+        try:
+            await shared.connected()
+        except TransportError as error:
+            has = frozenset()
+            self.left_out(source, str(error))
+        if self._offers[source] is NOT_KNOWN:  # not if one source brings everything
+            self.offer(source, has)
 
     def alone(self) -> None:
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
@@ -512,12 +675,12 @@ class PlaySources(Connection):
     @property
     def trouble(self) -> str | None:  # type: ignore[override]
         """What is known to keep a peer out of reach."""
-        return next((one.trouble for one in self.shared if one.trouble is not None), None)
+        return next((one.trouble for one in self._sources if one.trouble is not None), None)
 
     @property
     def unreachable(self) -> bool:  # type: ignore[override]
         """Whether all peers are dead."""
-        return all(one.unreachable for one in self.shared)
+        return all(one.unreachable for one in self._sources)
 
     def due(self, due_s: float) -> None:
         """Say when the play is due, on the event loop's clock."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.peers import ClientPeer, dial_all
+from kvabr.client.peers import ClientPeer
 from kvabr.client.play_connection import PlayConnection, PlaySources
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
 from kvabr.client.upgrades import Upgrades
@@ -193,8 +193,6 @@ class EdfScheduler(Generic[K]):
 
 R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
-_DIAL_SHARE = 0.5
-"""Share of the deadline that a play waits for a connection; then it does what it does when it loses its peer."""
 _MIN_LEFT_S = 1e-3
 _LAST = 255
 """Priority of upgrades of caches that are in use, while there are plays."""
@@ -265,12 +263,11 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
-        dials: bool = True,
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        Its sources are ``peers``; the first answers its lookups. Those without a connection are dialled, unless the
-        play does without them (``dials``). Closing the client ends the body, not the task that it runs in.
+        Its sources are ``peers``, which are dialled when it asks something of them. Closing the client ends the body,
+        not the task that it runs in.
 
         Raises:
             BusyError: there are too many plays.
@@ -283,7 +280,7 @@ class PlayRunner:
                     reporting.enter_context(told_if_exhausted(peer.relieve))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock, dials) as connection:
+                async with self._connected(peers, clock) as connection:
                     turn = Turn(connection, clock, options, self._under_way)
                     with self._until_closed():
                         yield turn
@@ -327,17 +324,15 @@ class PlayRunner:
             over.set_result(None)
 
     @asynccontextmanager
-    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, dials: bool) -> AsyncIterator[PlaySources]:
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock) -> AsyncIterator[PlaySources]:
         """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
         async with self._admission.enter(clock.deadline_s):
-            shared = await dial_all(peers, max(0.0, _DIAL_SHARE * clock.left()) if dials else None)
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
             connection = PlaySources(
-                [PlayConnection(one, lambda _, own: self._place(connection, own)) for one in shared]
+                [PlayConnection(peer.transfers, lambda _, own: self._place(connection, own)) for peer in peers]
             )
-            connection.answered_by(next((at for at, one in enumerate(shared) if not one.connection.closed), 0))
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.due(due_s)

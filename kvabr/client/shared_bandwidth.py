@@ -19,12 +19,12 @@ import time
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.machine_file import MachineFile, this_host
@@ -389,21 +389,32 @@ _LINKS: weakref.WeakValueDictionary[str | Connection, SharedLink] = weakref.Weak
 _LOCK = threading.Lock()
 
 
-def link_of(connection: Connection) -> SharedLink:
-    """Return the link of a connection, as long as any play uses it. Connections to one peer share it."""
+def link_of(peer: str | Connection) -> SharedLink:
+    """Return the link to a peer, by its name or its only connection, as long as anybody uses it."""
     with _LOCK:
-        return _LINKS.setdefault(connection.peer or connection, SharedLink())
+        return _LINKS.setdefault(peer, SharedLink())
+
+
+class PlayPeer(Protocol):
+    """What a play needs to know of a peer."""
+
+    link: SharedLink
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What its connections may be called in a `PeerHistory`; one name once it is connected, if it has any."""
 
 
 @contextmanager
-def estimating(connection: Connection, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
+def estimating(peer: PlayPeer, estimator: Estimator, history: PeerHistory) -> Iterator[Estimator]:
     """Yield a play's estimator, primed by what is known of the peer; what it finds out is recorded at the end."""
-    peer = connection.peer
-    known = None if peer is None else history.of(peer)
-    with link_of(connection).joined(estimator, known) as share:
+    names = peer.names
+    known = [prior for name in names if (prior := history.of(name)) is not None]
+    with peer.link.joined(estimator, max(known, key=lambda prior: prior.rate, default=None)) as share:
         try:
             yield share
         finally:
             # A play that received nothing has learned nothing: it must not make old knowledge look fresh.
-            if peer is not None and share.heard:
-                history.heard(peer, share.link_rate(), share.ttfb())
+            # Nor one that was dialled again over another transport, about either.
+            if share.heard and len(peer.names) == 1 and peer.names[0] in names:
+                history.heard(peer.names[0], share.link_rate(), share.ttfb())

@@ -26,7 +26,8 @@ _MAX_WAITING = 1 << 16
 class ClientArguments:
     """What the settings of an engine say of its client. Engines with the same share one in a player process."""
 
-    url: str | None
+    urls: tuple[str, ...]
+    steering: bool
     token: str | None
     token_file: Path | None
     ca: Path | None
@@ -47,7 +48,8 @@ class ClientArguments:
         if settings.disk is not None:
             limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
         return cls(
-            settings.url,
+            () if settings.url is None else (settings.url, *settings.sources),
+            settings.steering,
             token,
             _absolute(settings.token_file),
             _absolute(settings.ca),
@@ -72,7 +74,8 @@ class ClientArguments:
 
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
         return AsyncClient(
-            self.url,
+            self.urls,
+            steering=self.steering,
             token=self.token,
             token_file=self.token_file,
             ca=self.ca,

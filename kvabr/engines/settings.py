@@ -107,6 +107,11 @@ class EngineSettings(BaseModel):
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
     and the like. None: nothing is fetched."""
+    sources: Annotated[tuple[Url, ...], BeforeValidator(_tuple)] = ()
+    """Further origins, relays and stores of the same caches: plays take groups from all, and go on without those that
+    fail. Token and trust are those of ``url``."""
+    steering: bool = False
+    """Ask the origin for further sources (content steering)."""
     publish: StoreLocation | None = None
     """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0
@@ -188,6 +193,13 @@ class EngineSettings(BaseModel):
     publish_evict: Order = DEFAULT_ORDER
     """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
     the least recently used (``lru``), or the least often used (``lfu``)."""
+
+    @field_validator("sources")
+    @classmethod
+    def _check_sources(cls, sources: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if sources and info.data.get("url") is None:
+            raise ValueError("further sources need a first one, url")
+        return sources
 
     @field_validator("max_load_tokens")
     @classmethod

@@ -28,7 +28,7 @@ from kvabr.server.send_queue import Piece, Sending, SendQueue
 from kvabr.server.subscriptions import Subscriptions
 from kvabr.server.waiting_requests import Expected, WaitingRequests
 from kvabr.types.errors import AssetError, FormatError, TransportError
-from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, STEERING_TRACK, TrackNamespace
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
@@ -57,6 +57,8 @@ class Peer(Endpoint):
         self._feeding = False
         self._requests_left = RateLimiter(server.limits.requests_per_s)
         self._updates_left = RateLimiter(server.limits.requests_per_s)
+        # A request that is cancelled has two streams.
+        self._ends_left = RateLimiter(2 * server.limits.requests_per_s)
         self._waiting = WaitingRequests(server, self._found_soon)
         self._waking = False
         self._pushing = Pushing(server, self._queue, self._wake)
@@ -111,6 +113,19 @@ class Peer(Endpoint):
             case Closed():
                 if event.code:
                     self.log.warning("connection closed", why=event.reason, code=name_of(event.code, SessionCode))
+
+    def was_reset(self, stream: int, code: int) -> None:
+        self._count_end()
+        super().was_reset(stream, code)
+
+    def was_stopped(self, stream: int, code: int) -> None:
+        self._count_end()
+        super().was_stopped(stream, code)
+
+    def _count_end(self) -> None:
+        """Count a stream that the peer breaks off, whether or not a request came on it."""
+        if not self._ends_left.take() and self._ends_left.overdrawn and self.session is not None:
+            self.session.close(SessionCode.INTERNAL_ERROR, f"more than {self._ends_left.rate:g} streams reset a second")
 
     def ended(self, reason: str, code: int) -> None:
         if self._over:
@@ -301,6 +316,9 @@ class Peer(Endpoint):
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
+            return
+        if (namespace, track) == (MODELS_NAMESPACE, STEERING_TRACK):
+            self._answer(number, message, grant, self._server.steering)
             return
         source = self._server.source
         try:

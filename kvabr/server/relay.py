@@ -76,6 +76,7 @@ class Relay:
         disk: Location | None = None,
         disk_bytes: int = 0,
         token: str | None = None,
+        store: TieredGroupStore | None = None,
     ) -> None:
         """Prepare an empty cache, or open the one on disk.
 
@@ -89,6 +90,8 @@ class Relay:
             disk: folder or object store for groups that memory has no room for, see `open_groups`; None: there is none.
             disk_bytes: bound on that.
             token: token that players must show; None: everyone may enter.
+            store: keeps groups instead, and stays open: that of a client in this process. ``memory_bytes`` then bounds
+                what is on its way.
         """
         self._log, self._metrics, self._upstream = log, metrics, upstream
         self._grants = None if token is None else _players(token)
@@ -96,11 +99,14 @@ class Relay:
         self._changes = ChangeLog()
         self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
-        folder = None
-        if disk is not None:
-            folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
-        memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
-        self.store = TieredGroupStore(memory, folder, on_change=self._show)
+        self._own = store is None
+        if store is None:
+            folder = None
+            if disk is not None:
+                folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
+            memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
+            store = TieredGroupStore(memory, folder, on_change=self._show)
+        self.store = store
         """Groups that are kept."""
         self._client_metrics = ClientMetrics(metrics.registry)
         self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)
@@ -132,7 +138,8 @@ class Relay:
         await self.groups.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self.store.close()
+        if self._own:
+            await self.store.close()
 
     def admit(self, token: bytes | None) -> Grant | None:
         return EVERYTHING if self._grants is None else self._grants.check(token)

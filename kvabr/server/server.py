@@ -8,10 +8,11 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from kvabr.link.moqt.connect import parse_url
 from kvabr.link.quic.backend import (
     REQUESTS_CONNECTION_WINDOW,
     REQUESTS_STREAM_WINDOW,
@@ -32,9 +33,10 @@ from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
-from kvabr.server.publication import Source
+from kvabr.server.publication import BytesPublication, Source
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import KvabrError, TransportError
+from kvabr.types.errors import KvabrError, TransportError, UsageError
+from kvabr.types.steering import MOST_SOURCES, STEERING_TTL_S, SteeringManifest
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -74,6 +76,7 @@ class Server(Host[Peer]):
         quic: Quic = "aioquic",
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
+        sources: Sequence[str] = (),
     ) -> None:
         """Prepare; nothing is bound before `start`.
 
@@ -89,8 +92,16 @@ class Server(Host[Peer]):
             tcp: ``tls``, ``plain`` to accept connections without TLS as well, which anyone on the path can read, or
                 ``off``.
             drafts: drafts to speak, preferred first.
+            sources: URLs of origins and relays with the same caches, of which players are told that ask (content
+                steering). `UsageError` if one is none, or there are too many.
         """
         super().__init__(source, limits, log, metrics)
+        if len(sources) > MOST_SOURCES:
+            raise UsageError(f"{len(sources)} further sources; players are told of {MOST_SOURCES} at most")
+        for url in sources:
+            parse_url(url)
+        if sources:
+            self.steering = BytesPublication(SteeringManifest(1, STEERING_TTL_S, tuple(sources)).dumps())
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -105,8 +116,8 @@ class Server(Host[Peer]):
         self._transport: asyncio.DatagramTransport | None = None
         self._listener: TcpListener | None = None
         self._security = TcpSecurity(None)
-        self._streams: weakref.WeakSet[QmuxTransport] = weakref.WeakSet()
-        """Connections over TCP that may have their socket still."""
+        self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
+        """Connections over TCP that may have their socket still, the oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
 
@@ -233,17 +244,24 @@ class Server(Host[Peer]):
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Take a TCP connection, unless there are too many, or a quarter of that of its address have only begun."""
+        """Take a TCP connection, unless a quarter of all places are its address's that have only begun.
+
+        If there are too many, it takes the place of the oldest that has only begun.
+        """
         most, site = self.limits.connections, site_of(address_of(sock))
-        begun = sum(stream.begins and site_of(stream.address) == site for stream in self._streams)
-        if len(self.peers) >= most + _HALF_OPEN or begun >= max(1, min(most, 2 * _HALF_OPEN) // 4):
+        begun = [stream for stream in self._streams if stream.begins]
+        own = sum(site_of(stream.address) == site for stream in begun)
+        full = len(self.peers) >= most + _HALF_OPEN and not begun
+        if full or own >= max(1, min(most, 2 * _HALF_OPEN) // 4):
             sock.close()
             return
+        if begun and len(self.peers) >= most:
+            begun[0].abandon("another connection takes its place")
         stream = QmuxTransport(
             sock, self._admit(), self._security, [draft.alpn for draft in self._drafts], client=False,
             idle_s=self.limits.idle_s, windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
         )  # fmt: skip
-        self._streams.add(stream)
+        self._streams[stream] = None
         stream.start()
 
     def _guard(self) -> None:

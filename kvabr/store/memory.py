@@ -147,8 +147,9 @@ def _rounded(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-GROUPS = BufferPool(64 << 20)
-"""For encoded groups on their way from the network or a disk."""
+GROUPS = BufferPool(256 << 20)
+"""For encoded groups on their way from the network or a disk; those of one play that wait for the decoders of a fast
+link fit, as fresh memory costs more than all else that is done with them."""
 CACHES = BufferPool(512 << 20)
 """For caches that plays fill. An engine keeps them as long as it needs them."""
 

@@ -56,7 +56,7 @@ class UnreachedConnection(PeerConnection):
     backend = protocol = "none"
     closed = True
 
-    def __init__(self, trouble: str) -> None:
+    def __init__(self, trouble: str | None = None) -> None:
         self.trouble = trouble
 
     def carry(self, transfer: GroupTransfer) -> None:
@@ -83,10 +83,10 @@ class RedialledConnection(PeerConnection):
     def __init__(self, first: PeerConnection, dial: Dial, *, patience_s: float = 30.0, peer: str | None = None) -> None:
         """Take over a connection, or an `UnreachedConnection`, which the first request replaces.
 
-        ``dial`` makes another to the same peer, never concurrently. When it has failed for ``patience_s`` seconds,
-        waiting transfers fail, and the next request starts again.
+        ``dial`` makes another to the same peer, never concurrently; ``peer`` is its name if connections have none. When
+        it has failed for ``patience_s`` seconds, waiting transfers fail, and the next request starts again.
         """
-        self.peer, self.backend, self.protocol = peer, first.backend, first.protocol
+        self.peer, self.backend, self.protocol = first.peer or peer, first.backend, first.protocol
         self._current, self._dial, self._patience_s = first, dial, patience_s
         self._leaving: list[PeerConnection] = []
         self._using: dict[GroupTransfer, PeerConnection] = {}
@@ -343,6 +343,7 @@ class RedialledConnection(PeerConnection):
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
         self.backend, self.protocol = made.backend, made.protocol
+        self.peer = made.peer or self.peer
         self._leaving.append(old)
         for transfer in [one for one, used in self._using.items() if used is old and one.unanswered]:
             transfer.reject(ConnectionLostError(f"{transfer.request}: {_REPLACED}"))

@@ -92,6 +92,16 @@ class LookupFailed(PlayEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class SourceLeftOut(PlayEvent):
+    """A source of the play brings nothing of it, or not all tracks."""
+
+    name: ClassVar[str] = "source_left_out"
+    source: int
+    """Which of them."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ProfileFailed(PlayEvent):
     """The codec profile did not come; the play goes on without the tracks that need it."""
 

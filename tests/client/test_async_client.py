@@ -262,7 +262,7 @@ async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
         assert set(played.coverage) == {"recomputed"}
         with pytest.raises(PlayError, match=r"none\.pem"):
             await play(client, TOKENS, peer=peer, deadline=2.0, spec=SPEC)
-        with pytest.raises(PlayError, match=r"no connection|Expired|refused|reach"):
+        with pytest.raises(PlayError, match="not connected yet"):
             await play(client, TOKENS, peer="moqt://127.0.0.1:1/", deadline=0.5, spec=SPEC)
         assert client.metrics.value("kvabr_client_dials_failed_total") >= 2
 

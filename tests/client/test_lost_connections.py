@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvabr.transfer.interface import read_all
+from kvabr.transfer.interface import read_all, read_view
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
@@ -341,6 +341,23 @@ async def test_a_request_that_may_wait_for_ever_is_no_reason_to_dial(origin, sho
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked.read(), 60.0)
         assert len(peer.made) == 1
+
+
+@virtual
+async def test_a_connection_over_another_transport_has_its_name(origin, short):
+    made = []
+
+    async def dial():
+        made.append(origin())
+        made[-1].peer = f"origin.test:443{' tcp' * (len(made) > 1)}"
+        return made[-1]
+
+    async with RedialledConnection(UnreachedConnection("nobody answers"), dial, peer="origin.test:443") as link:
+        assert link.peer == "origin.test:443"
+        for name in ("origin.test:443", "origin.test:443 tcp"):
+            await read_view(link.fetch(short.namespace, "Int8", 0, limit=10_000))
+            assert link.peer == name
+            made[-1].lose("the origin was killed")
 
 
 @virtual

@@ -9,7 +9,10 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
+from kvabr.client.play_connection import SharedTransfers
 from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
+from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import PolicyError
 from tests.client.playing import play
 from tests.client.virtual import virtual
@@ -27,6 +30,10 @@ class Peered(MemoryConnection):
 
 def connection(cls=MemoryConnection):
     return cls(lambda *_: None, MemoryLink())
+
+
+def peer(connection):
+    return SharedTransfers(connection, TieredGroupStore(MemoryGroupStore(1 << 20)), ClientMetrics())
 
 
 def fresh(name="ewma"):
@@ -116,27 +123,28 @@ async def test_one_that_is_not_heard_of_takes_nothing():
 @virtual
 async def test_connections_to_one_peer_share_a_link_and_others_do_not():
     one, other = connection(Peered), connection(Peered)
-    assert link_of(one) is link_of(other)
-    assert link_of(one) is link_of(one)
-    strange = connection()
-    assert link_of(strange) is not link_of(one)
-    assert link_of(strange) is not link_of(connection())
+    shared = peer(one)
+    assert shared.link is peer(other).link
+    assert shared.link is peer(one).link
+    strange = peer(connection())
+    assert strange.link is not shared.link
+    assert strange.link is not peer(connection()).link
 
 
 @virtual
 async def test_what_a_play_found_out_is_known_to_the_next():
     priors = PeerHistory()
-    peer = connection(Peered)
-    with estimating(peer, fresh("tracking"), priors) as share:
+    first = peer(connection(Peered))
+    with estimating(first, fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
-        await received(link_of(peer), {share: 1e6}, 2.0, 0.0)
+        await received(first.link, {share: 1e6}, 2.0, 0.0)
         share.first_byte(0.05)
     again = BUILTIN["tracking"]()
-    with estimating(connection(Peered), again, priors) as share:
+    with estimating(peer(connection(Peered)), again, priors) as share:
         share.start(4.0)
         assert share.rate() == pytest.approx(1e6, rel=0.01)
         assert share.ttfb() == pytest.approx(0.05)
-    with estimating(connection(), fresh("tracking"), priors) as share:
+    with estimating(peer(connection()), fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
 
 
@@ -210,7 +218,7 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     long_ago = time.time() - 7200
     priors.heard(Peered.peer, 1e6, 0.05, long_ago)
     before = priors.of(Peered.peer)
-    with estimating(connection(Peered), BUILTIN["tracking"](), priors) as share:
+    with estimating(peer(connection(Peered)), BUILTIN["tracking"](), priors) as share:
         share.start(4.0)
         assert share.link_rate() == pytest.approx(1e6)
     after = priors.of(Peered.peer)
@@ -242,7 +250,10 @@ async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
 async def test_an_estimator_that_fails_on_what_was_known_is_named():
     priors = PeerHistory()
     priors.heard(Peered.peer, 1e6, 0.05)
-    with pytest.raises(PolicyError, match="estimator Moody raised"), estimating(connection(Peered), Moody(), priors):
+    with (
+        pytest.raises(PolicyError, match="estimator Moody raised"),
+        estimating(peer(connection(Peered)), Moody(), priors),
+    ):
         pass
 
 

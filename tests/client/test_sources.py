@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import socket
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
@@ -15,14 +17,16 @@ from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
+from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
-from kvabr.types.errors import PlayError
-from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent
+from kvabr.types.errors import PlayError, TransportError
+from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
@@ -225,12 +229,75 @@ async def test_a_source_that_lacks_groups_or_sends_others_is_made_up_for(origin,
 @virtual
 async def test_a_source_with_another_asset_is_left_out(origin):
     """It has a shorter one, which begins alike; groups of the longer are only at one of them."""
-    options = PlayOptions(policy="fixed:FP16")
+    events = []
+    options = PlayOptions(policy="fixed:FP16", log=events.append)
     other, right = (origin(rtt_s=0.02, folder=folder) for folder in ("short", "long"))
     async with other, right, AsyncClient(options=options) as client:
         played = await client.play(LONG, deadline=5.0, peer=[other, right])
     assert played.coverage == ("FP16",) * 10
     assert other.requests < 10
+    assert [(event.source, event.reason) for event in of(events, SourceLeftOut)] == [
+        (0, "it has another asset, of 70 tokens")
+    ]
+
+
+def test_catalogs_that_disagree_share_the_other_tracks(long):
+    changed = replace(long.track("FP16"), digests=tuple(reversed(long.track("FP16").digests)))
+    tracks = tuple(changed if track.name == "FP16" else track for track in long.tracks)
+    same, why = _same_tracks(Found(long, ""), Found(replace(long, tracks=tracks), ""))
+    assert set(same) == {track.name for track in long.tracks} - {"FP16"}
+    assert why == "its catalog names other groups of FP16"
+
+
+class Dialling(AbstractAsyncContextManager):
+    """Takes its time."""
+
+    def __init__(self, connection, seconds):
+        self.connection, self.seconds, self.peers = connection, seconds, ("far.test:443",)
+
+    async def __aenter__(self):
+        await asyncio.sleep(self.seconds)
+        if self.connection is None:
+            raise TransportError("nobody is there")
+        return self.connection
+
+    async def __aexit__(self, *_):
+        pass
+
+
+def slow_to_dial(client, connection, seconds):
+    return ClientPeer("far", Dialling(connection, seconds), client.store, client.metrics)
+
+
+@virtual
+@pytest.mark.parametrize("how", ["by prompt", "by name", "as found"])
+async def test_a_source_that_is_slow_to_dial_joins_the_first_play(origin, long, how):
+    size = long.track("FP16").total_bytes
+    near, far = (origin(rate=size / 4, rtt_s=0.01, folder="long") for _ in range(2))
+    async with near, far, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
+        peers = [slow_to_dial(client, far, 0.5), near]
+        if how == "by prompt":
+            played = await client.play(LONG, deadline=10.0, peer=peers)
+        else:
+            asset = long.namespace if how == "by name" else await client.find_asset(long.namespace, peer=near)
+            played = await client.play_asset(asset, deadline=10.0, peer=peers)
+        assert far.stats().bytes_received > size / 4
+        await peers[0].close()
+    assert played.coverage == ("FP16",) * 10
+    assert played.ttft_s < 3.95  # near alone takes 4 seconds
+
+
+@virtual
+async def test_what_the_first_source_lacks_is_found_at_another(origin, long):
+    short, whole = (origin(rtt_s=0.01, folder=folder) for folder in ("short", "long"))
+    async with short, whole, AsyncClient() as client:
+        nobody = slow_to_dial(client, None, 0.1)
+        peers = [short, nobody, whole]
+        assert (await client.find(LONG, peer=peers)).catalog.tokens == len(LONG)
+        assert (await client.find_asset(long.namespace, peer=peers)).catalog.tokens == len(LONG)
+        assert (await client.play_asset(long.namespace, deadline=5.0, peer=peers)).tokens == len(LONG)
+        with pytest.raises(TransportError, match="nobody is there"):  # which may have it
+            await client.find_asset(long.namespace, peer=[short, nobody])
 
 
 def test_a_source_that_falls_silent_has_stalled_whatever_another_brings():
@@ -292,7 +359,7 @@ def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, caps
         words += ["--prompt", str(tmp_path / "prompt.json"), "--deadline", "60", "--timeout", str(LIMIT_S)]
         assert main([*words, "--json", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "result.json").read_text())["connect_s"] < LIMIT_S / 2
-    assert "has not answered yet" in capsys.readouterr().err
+    assert "not connected yet" in capsys.readouterr().err
 
 
 def test_a_source_that_has_nothing_is_not_one_that_has_not_answered(short):

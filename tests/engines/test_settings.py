@@ -34,7 +34,7 @@ def test_defaults_and_values(kind, tmp_path):
     ("key", "value", "says"),
     [
         ("deadline", 1, "there is no key 'deadline'; did you mean 'deadline_s'?"),
-        ("zzz", 1, "there is no key 'zzz'; there are url, publish, "),
+        ("zzz", 1, "there is no key 'zzz'; there are url, sources, "),
         ("deadline_s", 0, "deadline_s is 0: it must be greater than 0"),
         ("deadline_s", True, "deadline_s is True: it must be a valid number"),
         ("deadline_s", "2", "deadline_s is '2': it must be a valid number"),
@@ -108,6 +108,15 @@ def test_limits_of_what_is_loaded_that_contradict_each_other():
             kind.read(given, "here")
 
 
+def test_further_sources_are_urls_beside_a_first_one():
+    for kind in (KeyedSettings, VllmSettings):
+        assert kind.read(URL | {"sources": ["moqt://other.test/"]}, "here").sources == ("moqt://other.test/",)
+        with pytest.raises(UsageError, match="here: sources"):
+            kind.read(URL | {"sources": ["other.test"]}, "here")
+        with pytest.raises(UsageError, match="further sources need a first one, url"):
+            kind.read({"sources": ["moqt://other.test/"], "publish": "folder"}, "here")
+
+
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
 def test_a_model_that_no_namespace_can_name_is_refused(name):
     for kind in (KeyedSettings, VllmSettings):
@@ -124,7 +133,7 @@ def table():
         shown = []
         for fields in (vllm, keyed):
             default = fields[key].default if key in fields else "-"
-            shown.append("" if default is None else str(default).lower())
+            shown.append("" if default in (None, ()) else str(default).lower())
         field = vllm[key] if key in vllm else keyed[key]
         meaning = " ".join(field.description.replace("``", "`").replace("None:", "Unset:").split())
         lines.append(f"| `{key}` | {shown[0]} | {shown[1]} | {meaning} |")

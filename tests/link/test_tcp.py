@@ -117,6 +117,29 @@ async def test_silent_peers_of_one_address_leave_room_for_others(asset, tls):
         assert len(server.peers) <= 100 // 2 + 1
 
 
+async def test_silent_peers_of_many_addresses_leave_room_for_others(asset, tls):
+    async with served(asset, tls, connections=8) as server, contextlib.AsyncExitStack() as stack:
+        for number in range(100):
+            silent = stack.enter_context(socket.socket())
+            silent.bind((f"127.0.1.{number // 2 + 1}", 0))
+            silent.connect(server.address)
+            await asyncio.sleep(0)
+        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+
+
+async def test_a_peer_that_resets_streams_without_end_is_closed(asset, tls):
+    async with served(asset, tls, requests_per_s=50) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(begun(PARAMETERS))
+        for number in range(1, 251):  # of one kind that only the peer writes to
+            writer.write(record(frame(FrameType.RESET_STREAM, 4 * number + 2, 0, 0)))
+            if number % 50 == 0:
+                await asyncio.sleep(0.02)
+        terminated, _ = await said(reader)
+        assert "streams reset a second" in terminated.reason
+        writer.close()
+
+
 NONSENSE = {
     "no QMux": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
     "no common protocol": record(TransportParameters(protocols=("moqt-99",)).encode()),

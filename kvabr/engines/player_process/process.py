@@ -108,7 +108,8 @@ class PlayerProcess:
 
     def joined(self, arguments: ClientArguments) -> None:
         """Note that an engine has come."""
-        self._log.info("engine joined", engines=len(self._engines), url=(arguments.url or "").partition("?")[0])
+        urls = ", ".join(url.partition("?")[0] for url in arguments.urls)
+        self._log.info("engine joined", engines=len(self._engines), url=urls)
 
     def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
         if not shared.users and self._clients.get(arguments) is shared:

@@ -162,8 +162,8 @@ class Connecting:
     ) -> None:
         self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
         self._known = known
-        where = f"{options.host}:{options.port}"
-        self.peers = tuple(peer_name(where, over) for over in get_args(Over))
+        self._where = f"{options.host}:{options.port}"
+        self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self._connection: RedialledConnection | None = None
         self._works: TransportName | None = None
         """The transport that reached the peer."""
@@ -176,9 +176,7 @@ class Connecting:
             if self._needed:
                 raise
             first = UnreachedConnection(str(error))
-        over: Over = "tcp" if first.backend in TCP else "quic"
-        where = f"{self._options.host}:{self._options.port}"
-        self._connection = RedialledConnection(first, self._dial, peer=peer_name(where, over))
+        self._connection = RedialledConnection(first, self._dial, peer=self.peers[0])
         return self._connection
 
     async def __aexit__(
@@ -228,8 +226,7 @@ class Connecting:
         """Return what carried more before, to this peer; None if that is not known of both."""
         if self._works is not None:
             return "tcp" if self._works in TCP else "quic"
-        where = f"{self._options.host}:{self._options.port}"
-        rates = {over: self._known(peer_name(where, over)) for over in _OVER}
+        rates = {over: self._known(peer_name(self._where, over)) for over in _OVER}
         if not all(rates.values()):
             return None
         return "tcp" if rates["tcp"] > rates["quic"] else "quic"
@@ -254,6 +251,7 @@ class Connecting:
                 causes[str(error)] = None
             else:
                 self._works = name
+                connection.peer = peer_name(self._where, over)
                 return connection
         raise TransportError("; ".join(causes))
 

@@ -232,6 +232,10 @@ class QmuxTransport(StreamTransport):
         if not self._gone.done():
             self._gone.set_result(None)
 
+    def abandon(self, reason: str) -> None:
+        """End at once, without a word to the peer."""
+        self._finish(reason)
+
     def may_open(self, stream: int) -> bool:
         """See `StreamTransport.may_open`."""
         return self._conn is not None and self._conn.may_open(stream)

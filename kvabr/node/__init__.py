@@ -1,0 +1,1 @@
+"""What a node does beside playing: it serves on what it has fetched (`serving`). Above client and server."""

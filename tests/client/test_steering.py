@@ -1,0 +1,121 @@
+"""Content steering: an origin tells of further sources, from which later plays take groups as well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from kvabr.cli.main import main
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.server.publication import BytesPublication
+from kvabr.types.errors import UsageError
+from kvabr.types.events import RequestSent
+from kvabr.types.steering import MOST_SOURCES, SteeringManifest
+from tests.client.served import LIMIT_S, Served
+from tests.client.test_play import TOKENS
+
+
+@pytest.fixture
+def serve(root, tmp_path):
+    made = []
+
+    def start(**how):
+        (folder := tmp_path / str(len(made))).mkdir()
+        made.append(Served(root / "short", folder, **how))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def client(served, sent, **how):
+    options = PlayOptions(policy="fixed:FP16", log=sent.append)
+    return AsyncClient(served.url, insecure=True, timeout_s=LIMIT_S, options=options, **how)
+
+
+def sources(sent):
+    return {event.source for event in sent if isinstance(event, RequestSent)}
+
+
+async def test_plays_after_connecting_take_groups_from_what_the_origin_tells_of(serve):
+    origin, sent = serve(sources=(serve().url,)), []
+    async with client(origin, sent, steering=True) as playing:
+        await playing.connect()
+        both = playing._some(None)
+        await asyncio.gather(*(one.transfers.connected() for one in both))
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
+    assert len(both) == 2
+    assert sources(sent) == {0, 1}
+
+
+async def test_a_play_asks_for_the_next_one(serve):
+    origin, sent = serve(sources=(serve().url,)), []
+    async with client(origin, sent, steering=True) as playing:
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
+        assert sources(sent) == {0}
+        await asyncio.gather(*playing._asking_sources)
+        assert len(playing._some(None)) == 2
+
+
+async def test_a_play_goes_on_with_what_an_origin_told_of_before_it_died(serve):
+    other = serve()
+    origin, sent = serve(sources=(other.url,)), []
+    async with client(origin, sent, steering=True) as playing:
+        assert (await playing.find(TOKENS)) is not None
+        await playing.connect()
+        origin.kill()
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).coverage == ("FP16",) * 5
+        assert 1 in sources(sent)
+
+
+async def test_nobody_asks_unless_the_client_wants_to(serve):
+    origin, sent = serve(sources=(serve().url,)), []
+    async with client(origin, sent) as playing:
+        await playing.connect()
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
+        assert len(playing._some(None)) == 1
+
+
+@pytest.mark.parametrize("what", [
+    b"", b"[]", b"null", b'{"version": 2, "ttl_s": 300, "sources": []}',
+    b'{"version": 1, "ttl_s": 1, "sources": ["moqt://a.test/"]}',
+    b'{"version": 1, "ttl_s": NaN, "sources": ["moqt://a.test/"]}',
+    b'{"version": 1, "ttl_s": 300, "sources": ["s3://bucket/", "file:///etc", "http://a.test/", "moqt://:0/", "moqt://"]}',
+    SteeringManifest(1, 300.0, ("moqt://a.test/",) * (MOST_SOURCES + 1)).dumps(), bytes(17 << 10),
+])  # fmt: skip
+async def test_what_an_origin_may_not_tell_is_left_out(serve, what):
+    origin, sent = serve(), []
+    origin._server.steering = BytesPublication(what)
+    async with client(origin, sent, steering=True) as playing:
+        await playing.connect()
+        assert len(playing._some(None)) == 1
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
+
+
+async def test_an_origin_makes_a_client_know_a_few_sources_only(serve):
+    origin, sent = serve(), []
+    async with client(origin, sent, steering=True) as playing:
+        await playing.connect()
+        for number in range(20):
+            urls = tuple(f"moqt://{number}-{each}.test/" for each in range(MOST_SOURCES))
+            origin._server.steering = BytesPublication(SteeringManifest(1, 60.0, urls).dumps())
+            playing._steering._until_s.clear()
+            await playing.connect()
+        assert len(playing._peers) <= 65
+
+
+@pytest.mark.parametrize("wrong", [("s3://bucket/",), ("moqt://",), ("moqt://a.test/",) * (MOST_SOURCES + 1)])
+def test_a_server_tells_of_what_can_be_played_only(serve, wrong):
+    with pytest.raises(UsageError):
+        serve(sources=wrong)
+
+
+def test_fetch_with_steering(serve, tmp_path, capsys):
+    origin = serve(sources=(serve().url,))
+    (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
+    words = ["fetch", origin.url, "--steering", "--prompt", str(tmp_path / "prompt.json"), "--insecure"]
+    assert main([*words, "--deadline", "60", "--timeout", str(LIMIT_S)]) == 0, capsys.readouterr().err
