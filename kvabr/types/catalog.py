@@ -29,7 +29,16 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, fields_of, read_members, to_json
-from kvabr.types.tails import Loss, Tails, check_tails, losses_behind, share_behind, tails_behind
+from kvabr.types.tails import (
+    MOST_LOSS,
+    Loss,
+    Tails,
+    check_tails,
+    losses_behind,
+    share_behind,
+    spread_out,
+    tails_behind,
+)
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
 T = TypeVar("T")
@@ -136,6 +145,8 @@ def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Trac
 
 
 def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
+    if not values:
+        return ()
     if isinstance(places, range) and places.step == 1:
         return tuple(values[places.start : places.stop])  # a long prompt has thousands
     return tuple(values[place] for place in places)
@@ -215,6 +226,8 @@ class Catalog(CommonFacts):
     """Chained prompt digest of each group, see `kvabr.types.naming.chain`."""
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
+    asked: tuple[Loss, ...] = ()
+    """Share of each group in what is lost behind questions about the text, whatever the track; empty: not measured."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
     """What the asset was made from, in words."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
@@ -251,11 +264,16 @@ class Catalog(CommonFacts):
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         check_tracks(self.tracks, "catalog")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
         for track in self.tracks:
             if not len(track.bytes) == len(track.loss) == len(track.digests) == self.groups:
                 raise FormatError(
                     f"catalog: track {track.name} must list bytes, loss and digest of each of {self.groups} groups"
                 )
+        if self.asked and len(self.asked) != self.groups:
+            raise FormatError(f"catalog: shares in what questions lose of {len(self.asked)} of {self.groups} groups")
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another; one must stand alone")
 
@@ -504,9 +522,15 @@ class Catalog(CommonFacts):
             replace(groups_of(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
             for track in self.tracks
         )
-        units = tuple(self.units[index] for index in picked)
         return replace(
-            self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), chosen=units, whole=self
+            self,
+            tokens=tokens,
+            chunks=self.chunks[:groups],
+            tracks=tracks,
+            mixes=(),
+            asked=_some(self.asked, picked),
+            chosen=tuple(self.units[index] for index in picked),
+            whole=self,
         )
 
     def behind(self, groups: int, tail: int) -> Catalog:
@@ -522,12 +546,13 @@ class Catalog(CommonFacts):
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
             if self.even:
-                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens)
+                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
             else:
                 scale = share_behind(whole.tails, tail)
-                losses = tuple(scale * loss for loss in track.loss)
+                laid = spread_out(track.loss, tail, shorter.asked) if shorter.asked else track.loss
+                losses = tuple(min(MOST_LOSS, scale * loss) for loss in laid)
             tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
-        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=self.tail + tail)
+        return replace(shorter, tracks=tuple(tracks), mixes=(), asked=(), tail=self.tail + tail)
 
     @cached_property
     def to_play(self) -> Catalog:
@@ -553,6 +578,7 @@ class Catalog(CommonFacts):
             tokens=tokens,
             chunks=self.chunks[groups:],
             tracks=tuple(groups_of(track, left, left) for track in play.tracks),
+            asked=_some(play.asked, left),
             offset=self.offset + groups,
             chosen=tuple(play.units[index]._replace(chunk=play.units[index].chunk - groups) for index in left),
         )
@@ -591,6 +617,7 @@ class Catalog(CommonFacts):
             chunks=self.chunks[first:last],
             tracks=tracks,
             mixes=(),
+            asked=self.asked[first:last],
             offset=offset,
             position=position,
             chosen=units,
