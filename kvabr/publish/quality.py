@@ -37,7 +37,8 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups."""
+"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups. A question adds those of
+one track."""
 
 LEAST_UNITS = 16
 """Minimum number of units into which a long cache is cut, even if tracks must then share their shares."""

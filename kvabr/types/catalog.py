@@ -273,7 +273,7 @@ class Catalog(CommonFacts):
                     f"catalog: track {track.name} must list bytes, loss and digest of each of {self.groups} groups"
                 )
         if self.asked and len(self.asked) != self.groups:
-            raise FormatError(f"catalog: shares in what questions lose of {len(self.asked)} of {self.groups} groups")
+            raise FormatError(f"catalog: asked must list shares of {self.groups} groups, not {len(self.asked)}")
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another; one must stand alone")
 
