@@ -1,0 +1,24 @@
+"""The client of an engine's adapter: in the engine's process, or in a player process that the engines of a node share.
+
+In the engine's process, network, policy and checks share the interpreter's lock with the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.engines.client_arguments import ClientArguments
+from kvabr.engines.player_process.client import RemoteClient
+from kvabr.engines.settings import INSIDE, EngineSettings
+
+EngineClient = AsyncClient | RemoteClient
+Begin = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], object]
+"""Runs a coroutine of a client in the background."""
+
+
+def open_client(settings: EngineSettings) -> EngineClient:
+    """Return the client of an engine's settings, which may be a `UsageError`; nothing is dialled."""
+    arguments = ClientArguments.of(settings)
+    return arguments.open() if settings.player == INSIDE else RemoteClient(arguments, settings.player)
