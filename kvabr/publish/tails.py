@@ -124,8 +124,10 @@ class TailMeter:
         """Return what an answer loses behind a cache of which one group is coded; empty if there are no questions.
 
         Which groups that are depends hardly on the question, so one is enough: the second, which asks for a summary.
+        Of several layer classes, groups are parts of each, for which this was not tried: empty, too.
         """
-        return [one.measure(kv).loss for one in self._asked[:2][-1:]]
+        chosen = self._asked[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
+        return [one.measure(kv).loss for one in chosen]
 
     def _picked(self) -> list[str]:
         """Return the track that loses most behind questions, and of the others some that these lessen unlike."""

@@ -36,7 +36,6 @@ from kvabr.types.tails import (
     check_tails,
     losses_behind,
     share_behind,
-    spread_out,
     tails_behind,
 )
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
@@ -145,8 +144,6 @@ def groups_of(track: Track, groups: Sequence[int], alike: Sequence[int]) -> Trac
 
 
 def _some(values: Sequence[T], places: Sequence[int]) -> tuple[T, ...]:
-    if not values:
-        return ()
     if isinstance(places, range) and places.step == 1:
         return tuple(values[places.start : places.stop])  # a long prompt has thousands
     return tuple(values[place] for place in places)
@@ -227,7 +224,8 @@ class Catalog(CommonFacts):
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
     asked: tuple[Loss, ...] = ()
-    """Share of each group in what is lost behind questions about the text, whatever the track; empty: not measured."""
+    """Share of each group in what is lost behind questions about the text, whatever the track; empty: not measured, as
+    with several layer classes."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
     """What the asset was made from, in words."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
@@ -522,16 +520,8 @@ class Catalog(CommonFacts):
             replace(groups_of(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
             for track in self.tracks
         )
-        return replace(
-            self,
-            tokens=tokens,
-            chunks=self.chunks[:groups],
-            tracks=tracks,
-            mixes=(),
-            asked=_some(self.asked, picked),
-            chosen=tuple(self.units[index] for index in picked),
-            whole=self,
-        )
+        units, chunks = tuple(self.units[index] for index in picked), self.chunks[:groups]
+        return replace(self, tokens=tokens, chunks=chunks, tracks=tracks, mixes=(), asked=(), chosen=units, whole=self)
 
     def behind(self, groups: int, tail: int) -> Catalog:
         """Return what a play fetches whose engine computes ``tail`` tokens behind the first ``groups`` groups.
@@ -549,8 +539,7 @@ class Catalog(CommonFacts):
                 losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
             else:
                 scale = share_behind(whole.tails, tail)
-                laid = spread_out(track.loss, tail, shorter.asked) if shorter.asked else track.loss
-                losses = tuple(min(MOST_LOSS, scale * loss) for loss in laid)
+                losses = tuple(min(MOST_LOSS, scale * loss) for loss in track.loss)
             tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
         return replace(shorter, tracks=tuple(tracks), mixes=(), asked=(), tail=self.tail + tail)
 
@@ -578,7 +567,6 @@ class Catalog(CommonFacts):
             tokens=tokens,
             chunks=self.chunks[groups:],
             tracks=tuple(groups_of(track, left, left) for track in play.tracks),
-            asked=_some(play.asked, left),
             offset=self.offset + groups,
             chosen=tuple(play.units[index]._replace(chunk=play.units[index].chunk - groups) for index in left),
         )
