@@ -33,6 +33,8 @@ the real model with the whole cache on that track. ms/group is the decode time o
 
 _MOST_ENDS = 8
 """Prefixes with a snapshot that are listed."""
+_MOST_ASKED = 3
+"""Groups that questions are about that are listed."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
         "loss_method": catalog.loss_method,
         "tracks": track_rows(catalog),
+        "asked": list(catalog.asked),
         "mixes": mix_rows(catalog),
     }
     if catalog.passage is not None:
@@ -197,8 +200,11 @@ def _how_sure_losses_are(catalog: Catalog) -> list[str]:
     """Return what else may follow than what the losses were measured with."""
     known = [tail for track in catalog.tracks for tail in track.tails]
     if any(tail.spread for tail in known):
+        most = sorted(range(len(catalog.asked)), key=catalog.asked.__getitem__, reverse=True)[:_MOST_ASKED]
+        shares = ", ".join(f"{catalog.title(group)} {catalog.asked[group]:.0%}" for group in most)
         return [
-            "behind a question or other tokens that an engine computes; what follows varies the loss by that factor"
+            "behind a question or other tokens that an engine computes; what follows varies the loss by that factor",
+            *([f"of what is lost behind questions, these groups have most: {shares}"] if shares else []),
         ]
     if known:
         return ["losses behind tails were measured with one continuation: others lose up to five times more or less"]

@@ -136,4 +136,5 @@ def as_one(found: Sequence[Catalog]) -> Catalog | None:
         chunks=tuple(each.chunks[-1] for each in found),
         tracks=tuple(tracks),
         mixes=(),
+        asked=(),
     )

@@ -268,6 +268,7 @@ def publish(
         measured=qualities,
         tails=measured.tails,
         prefill=prefill,
+        asked=tuple(map(six, measured.asked)),
     )
     if not catalog.every_token or passage is not None:
         return catalog  # its groups cannot be recomputed one by one, which is what mixes are about

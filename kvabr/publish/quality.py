@@ -37,7 +37,8 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups."""
+"""Forward passes of the attribution beyond one per track: enough for four tracks of 48 groups. A question adds those of
+one track."""
 
 LEAST_UNITS = 16
 """Minimum number of units into which a long cache is cut, even if tracks must then share their shares."""
@@ -63,6 +64,8 @@ class Measured:
     """How they were attributed, in words."""
     tails: Mapping[str, tuple[TailLoss, ...]]
     """By track, see `kvabr.types.catalog.Track.tails`; empty if they were not measured."""
+    asked: tuple[float, ...]
+    """By group, see `kvabr.types.catalog.Catalog.asked`; empty if it was not measured."""
 
 
 def measure_quality(
@@ -113,23 +116,33 @@ def measure_quality(
     units, shaped = _plan({track: quality[track].kl for track in tracks}, len(seen), max_passes)
     total, done = len(shaped) * len(units), count(1)
     shares: dict[str, list[float]] = {}
+    asked: list[float] = []
     for track in shaped:
         singles = []
         for unit in units:
             groups = [seen[index] for index in unit]
             work.put(track, groups)
-            singles.append(reference.measure(work.cache, _ATTRIBUTED).loss)
+            singles.append([reference.measure(work.cache, _ATTRIBUTED).loss])
+            if meter is not None and track == shaped[0]:
+                singles[-1] += meter.single(work.cache)
             work.restore(groups)
             progress("groups", next(done), total)
-        shares[track] = _shares(singles, units, sizes)
+        shares[track], *behind = (_shares(losses, units, sizes) for losses in zip(*singles, strict=True))
+        if behind:
+            asked = behind[0]
+
+    def of_units(values: Sequence[float]) -> tuple[float, ...]:
+        """Return values of the groups that are seen as values of all; the others have none."""
+        given = dict(zip(seen, values, strict=True))
+        return tuple(given.get(group, 0.0) for group in range(len(work.units)))
 
     even = [size / sum(sizes) for size in sizes]
     loss = {}
     for track in tracks:
         near = _nearest(quality, track, shaped)
-        losses = dict(zip(seen, (whole[track] * share for share in (shares[near] if near else even)), strict=True))
-        loss[track] = tuple(losses.get(group, 0.0) for group in range(len(work.units)))
-    return Measured(quality, loss, _in_words(len(reference.continuation), shaped, units), tails)
+        loss[track] = of_units([whole[track] * share for share in (shares[near] if near else even)])
+    words = _in_words(len(reference.continuation), shaped, units)
+    return Measured(quality, loss, words, tails, of_units(asked) if asked else ())
 
 
 class _Work:

@@ -29,7 +29,15 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, fields_of, read_members, to_json
-from kvabr.types.tails import Loss, Tails, check_tails, losses_behind, share_behind, tails_behind
+from kvabr.types.tails import (
+    MOST_LOSS,
+    Loss,
+    Tails,
+    check_tails,
+    losses_behind,
+    share_behind,
+    tails_behind,
+)
 from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_units, units_of
 
 T = TypeVar("T")
@@ -215,6 +223,9 @@ class Catalog(CommonFacts):
     """Chained prompt digest of each group, see `kvabr.types.naming.chain`."""
     tracks: Annotated[tuple[Track, ...], Meta(min_length=1, max_length=MAX_TRACKS)]
     mixes: Annotated[tuple[Mix, ...], Meta(max_length=256)] = ()
+    asked: tuple[Loss, ...] = ()
+    """Share of each group in what is lost behind questions about the text, whatever the track; empty: not measured, as
+    with several layer classes."""
     source: Annotated[str, Meta(max_length=1 << 15)] = ""
     """What the asset was made from, in words."""
     position: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
@@ -251,11 +262,16 @@ class Catalog(CommonFacts):
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         check_tracks(self.tracks, "catalog")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
         for track in self.tracks:
             if not len(track.bytes) == len(track.loss) == len(track.digests) == self.groups:
                 raise FormatError(
                     f"catalog: track {track.name} must list bytes, loss and digest of each of {self.groups} groups"
                 )
+        if self.asked and len(self.asked) != self.groups:
+            raise FormatError(f"catalog: asked must list shares of {self.groups} groups, not {len(self.asked)}")
         if all(track.refines is not None for track in self.tracks):
             raise FormatError("catalog: every track refines another; one must stand alone")
 
@@ -504,10 +520,8 @@ class Catalog(CommonFacts):
             replace(groups_of(track, picked, alike), measured=track.measured if tokens == self.tokens else None)
             for track in self.tracks
         )
-        units = tuple(self.units[index] for index in picked)
-        return replace(
-            self, tokens=tokens, chunks=self.chunks[:groups], tracks=tracks, mixes=(), chosen=units, whole=self
-        )
+        units, chunks = tuple(self.units[index] for index in picked), self.chunks[:groups]
+        return replace(self, tokens=tokens, chunks=chunks, tracks=tracks, mixes=(), asked=(), chosen=units, whole=self)
 
     def behind(self, groups: int, tail: int) -> Catalog:
         """Return what a play fetches whose engine computes ``tail`` tokens behind the first ``groups`` groups.
@@ -522,12 +536,12 @@ class Catalog(CommonFacts):
         tracks = []
         for track, whole in zip(shorter.tracks, self.tracks, strict=True):
             if self.even:
-                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens)
+                losses = losses_behind(whole.loss, whole.tails, groups, tail, self.spec.group_tokens, self.asked)
             else:
                 scale = share_behind(whole.tails, tail)
-                losses = tuple(scale * loss for loss in track.loss)
+                losses = tuple(min(MOST_LOSS, scale * loss) for loss in track.loss)
             tracks.append(replace(track, loss=losses, measured=None, tails=tails_behind(whole.tails, tail)))
-        return replace(shorter, tracks=tuple(tracks), mixes=(), tail=self.tail + tail)
+        return replace(shorter, tracks=tuple(tracks), mixes=(), asked=(), tail=self.tail + tail)
 
     @cached_property
     def to_play(self) -> Catalog:
@@ -591,6 +605,7 @@ class Catalog(CommonFacts):
             chunks=self.chunks[first:last],
             tracks=tracks,
             mixes=(),
+            asked=self.asked[first:last],
             offset=offset,
             position=position,
             chosen=units,

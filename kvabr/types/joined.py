@@ -150,7 +150,7 @@ def joined_behind(catalog: Catalog, groups: int, tail: int) -> Catalog:
     end = made.unit(groups - 1)
     source, size, tracks = catalog.sources[end.source], catalog.spec.group_tokens, []
     for track in source.tracks:
-        losses = losses_behind(track.loss, track.tails, end.group + 1, tail, size)
+        losses = losses_behind(track.loss, track.tails, end.group + 1, tail, size, source.asked)
         tracks.append(replace(track, loss=losses + (0.0,) * (len(track.loss) - len(losses))))
     sources = list(catalog.sources)
     sources[end.source] = replace(source, tracks=tuple(tracks))

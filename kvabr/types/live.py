@@ -228,7 +228,8 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
         return None
     chunks = catalog.chunks[:groups]
     space = TrackNamespace(catalog.namespace.model, chunks[-1])
-    return replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=tuple(tracks.values()), mixes=())
+    made = tuple(tracks.values())
+    return replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=made, mixes=(), asked=())
 
 
 class NewsOrder:

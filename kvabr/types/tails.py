@@ -23,7 +23,9 @@ from kvabr.types.errors import FormatError
 TAILS = (16, 128, 512)
 """Lengths of tails behind which losses are measured, tokens."""
 _EVEN = 0.15
-"""Share of a loss that is spread evenly behind a question: which groups it is about depends on the text."""
+"""Share of a loss that is spread evenly behind a question, where it is not known which groups questions are about."""
+_ASKED = 0.7
+"""Share of a loss that lies, behind a question, where other questions have it, where that is known."""
 _LEAST_SHARE = 1e-6
 """Least share of a loss that a tail leaves."""
 MOST_LOSS = 1e6
@@ -80,21 +82,40 @@ def tails_behind(tails: Sequence[TailLoss], tokens: int) -> tuple[TailLoss, ...]
     return tuple(tail._replace(share=share_behind(tails, tokens + tail.tokens) / left) for tail in tails)
 
 
-def even_share(tail: float) -> float:
+def even_share(tail: float, even: float = _EVEN) -> float:
     """Return the share of what groups lose behind a tail of so many tokens that is spread evenly over them."""
-    return _EVEN * min(1.0, math.log1p(tail) / math.log1p(TAILS[0]))
+    return even * min(1.0, math.log1p(tail) / math.log1p(TAILS[0]))
+
+
+def spread_out(losses: Sequence[float], tail: float, asked: Sequence[float] = ()) -> tuple[float, ...]:
+    """Return what groups lose, laid out over them as behind a tail of so many tokens.
+
+    Which groups a question is about depends on the text, and hardly on the question. So a part of the loss lies where
+    other questions had theirs: ``asked`` has a share of each group. Where that is not known, it is spread evenly.
+    """
+    moved = even_share(tail, _ASKED) if any(asked) else even_share(tail)
+    shares = asked if any(asked) else (1.0,) * len(losses)
+    whole, every = sum(losses), sum(shares)
+    return tuple(
+        (1.0 - moved) * loss + moved * whole * (share / every) for loss, share in zip(losses, shares, strict=True)
+    )
 
 
 def losses_behind(
-    losses: Sequence[float], tails: Sequence[TailLoss], groups: int, tail: int, group_tokens: int
+    losses: Sequence[float],
+    tails: Sequence[TailLoss],
+    groups: int,
+    tail: int,
+    group_tokens: int,
+    asked: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Return what the first ``groups`` groups lose on a track behind a tail.
 
-    Together they lose what the tail leaves of the whole loss: a part evenly (`_EVEN`), and the rest in proportion to
-    what each loses right behind the cache. (To move the losses by the length of a question is worse: of one or two of
-    eight groups on a finer layer, chosen so, SmolLM2 lost 7 % more.) Of a shorter prefix, a group counts by its
-    distance from the end, and what is missing is the last group's; the first, by which the model steadies itself,
-    counts by itself. Where no tails are known, groups lose what they are said to.
+    Together they lose what the tail leaves of the whole loss, laid out by what each loses right behind the cache and
+    behind questions (`spread_out`). (To move the losses by the length of a question is worse: of one or two of eight
+    groups on a finer layer, chosen so, SmolLM2 lost 7 % more.) Of a shorter prefix, a group counts by its distance from
+    the end, and what is missing is the last group's; the first, by which the model steadies itself, counts by itself.
+    Where no tails are known, groups lose what they are said to.
 
     Args:
         losses: of all groups of the cache, right behind it.
@@ -102,6 +123,7 @@ def losses_behind(
         groups: how many of them are fetched.
         tail: tokens that are computed behind them.
         group_tokens: tokens of a group.
+        asked: share of each group in what is lost behind questions; empty if that is not known.
     """
     if not tails or not (tail or groups < len(losses)):
         return tuple(losses[:groups])
@@ -114,7 +136,6 @@ def losses_behind(
         far, farther = (sum(losses[: max(1, len(losses) - each // group_tokens)]) for each in (known, tail))
         wanted *= farther / far if far > 0 else 1.0
     if whole > wanted or (tail and whole > 0):
-        even = even_share(tail)
-        return tuple(min(MOST_LOSS, wanted * ((1 - even) * loss / whole + even / groups)) for loss in moved)
+        return tuple(min(MOST_LOSS, loss * wanted / whole) for loss in spread_out(moved, tail, asked[:groups]))
     moved[-1] = min(MOST_LOSS, moved[-1] + wanted - whole)
     return tuple(moved)

@@ -81,13 +81,18 @@ class Wrong(ToyModel):
         return super().prefill(tokens, before)[:1]
 
 
+class Fewer(ToyModel):
+    def prefill(self, tokens, before=None):
+        return super().prefill(tokens, before)[:, :, :, :-1]
+
+
 class Rude(ToyModel):
     def prefill(self, tokens, before=None):
         raise SystemExit(3)
 
 
 @pytest.mark.parametrize(
-    ("engine", "message"), [(Broken, "out of memory, says"), (Wrong, "is not"), (Rude, "SystemExit")]
+    ("engine", "message"), [(Broken, "out of memory, says"), (Wrong, "is not"), (Fewer, "is not"), (Rude, "SystemExit")]
 )
 def test_an_engine_that_fails_is_named_where_the_network_cannot_help(origin, engine, message):
     @virtual

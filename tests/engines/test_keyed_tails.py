@@ -135,9 +135,10 @@ def test_nothing_found_is_nothing_promised(reader):
 
 def test_catalogs_that_do_not_follow_each_other_are_not_joined():
     whole = default_catalog()
-    long, short = whole.prefix(2), whole.prefix(1)
+    long, short = replace(whole, asked=(1.0,) * whole.groups).prefix(2), whole.prefix(1)
     joined = as_one([long, long, short])
     assert joined is not None
+    assert joined.asked == ()
     assert (joined.tokens, joined.groups) == (5 * 128, 3)
     track = joined.track("Int4")
     assert track.total_bytes == 2 * long.track("Int4").total_bytes + short.track("Int4").total_bytes

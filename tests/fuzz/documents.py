@@ -68,7 +68,7 @@ def _valid_catalogs() -> tuple[bytes, ...]:
     few = replace(few, profile_bytes=1000, loss_method="measured", source="a text")
     tails = (TailLoss(25, 0.4, 0.5), TailLoss(152, 0.2))
     measured = replace(few.tracks[0], measured=Quality(0.1, 0.2, 0.9), tails=tails)
-    most = replace(few, tracks=(measured,), mixes=(Mix((measured.name,) * 2, 0.1, 0.2),))
+    most = replace(few, tracks=(measured,), asked=(0.25, 0.75), mixes=(Mix((measured.name,) * 2, 0.1, 0.2),))
     layered = catalog(2, layered=True)
     base = replace(layered, tracks=layered.tracks[-3:-1])
     short = catalog(1, short=123)

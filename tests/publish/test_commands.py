@@ -63,7 +63,8 @@ def test_inspect_shows_what_is_left_behind_tails_and_how_sure_that_is(toy, tmp_p
     whole = catalog.track("Int4").total_loss
     for spread, words in ((0.7, "varies the loss by that factor"), (0.0, "measured with one continuation")):
         tails = (TailLoss(25, 0.4, spread), TailLoss(152, 0.2))
-        path.write_text(replace(catalog, tracks=tuple(replace(each, tails=tails) for each in catalog.tracks)).dumps())
+        known = replace(catalog, tracks=tuple(replace(each, tails=tails) for each in catalog.tracks))
+        path.write_text(replace(known, asked=tuple(range(1, known.groups + 1))).dumps())
         assert kvabr("inspect", path, "--json", report) == 0
         out = capsys.readouterr().out
         for shown in (words, "25 tokens", "152 tokens", f"{0.2 * whole:.5f}", *(["2.0x"] if spread else [])):

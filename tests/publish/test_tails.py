@@ -10,7 +10,7 @@ import torch
 
 from kvabr.publish import tails
 from kvabr.publish.encoder import publish
-from kvabr.publish.frames import MemoryFrames
+from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.publish.model import answer_of
 from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
@@ -87,8 +87,27 @@ def test_the_catalog_says_what_is_left_on_every_track():
     assert catalog.behind(5, 4).track("Int4").total_loss == pytest.approx(int4.tails[0].share * int4.total_loss)
 
 
+def test_the_catalog_says_which_groups_questions_are_about():
+    catalog, model, text, store = made(), ToyModel(), prompt(), MemoryFrames()
+    assert len(catalog.asked) == catalog.groups
+    assert sum(catalog.asked) == pytest.approx(1.0)
+    exact = model.prefill(text.tokens)
+    frames = FrameEncoder(model.spec, catalog.chunks, len(text.tokens), TRACKS, None, store)
+    frames.encode((exact,))
+    worst = max(catalog.tracks, key=lambda track: track.measured.kl).name
+    one, lost = answered(model, (exact,), QUESTIONS)[1], []
+    for group in range(catalog.groups):
+        coded, (first, last) = exact.clone(), model.spec.group_range(group, len(text.tokens))
+        frames.decode(group, worst, coded[:, :, :, first:last])
+        lost.append(one.measure(coded).loss)
+    assert sorted(range(catalog.groups), key=lost.__getitem__) == sorted(
+        range(catalog.groups), key=catalog.asked.__getitem__
+    )
+
+
 def test_without_questions_the_text_alone_is_measured():
     catalog = made(())
+    assert catalog.asked == ()
     assert [[tail.tokens for tail in track.tails] for track in catalog.tracks] == [[4, 20, 40]] * len(TRACKS)
     assert all(tail.spread == 0 for track in catalog.tracks for tail in track.tails)
 

@@ -347,6 +347,14 @@ def test_a_tail_takes_time_of_the_deadline():
     assert experiment.with_tail("fixed:FP16", lookup_s=1.97).tail.tokens == 0  # there is no time for one
 
 
+def test_groups_that_questions_are_about_are_the_first_to_become_better():
+    options, link = ReplayOptions(2.0, 0.05, 0.08, None, question=20), world("steady", [1e6])
+    asked = tuple(1.0 if group in (3, 7) else 0.02 for group in range(12))
+    for shares, better in ((asked, {3, 7}), ((), {0, 11})):
+        played = Experiment(replace(_tailed(), asked=shares), options).play(link, 0.0, "anytime").run["groups"]
+        assert {group["group"] for group in played if group["track"] != "base"} == better
+
+
 @pytest.mark.parametrize("bad", [{"question": -1}, {"question": 1 << 30}, {"tail": -1}, {"producer": Producer(1.0)}])
 def test_questions_that_make_no_sense_are_refused(bad):
     with pytest.raises(UsageError):

@@ -300,8 +300,9 @@ def test_what_is_published_is_a_shorter_asset():
 def test_a_shorter_asset_loses_at_its_end_what_the_whole_would_have_lost():
     made, told = live(), [news(group, NAMES) for group in range(3)]
     tracks = tuple(replace(track, tails=(TailLoss(20, 0.3, 0.5),)) for track in made.catalog.tracks)
-    made = replace(made, catalog=replace(made.catalog, tracks=tracks))
+    made = replace(made, catalog=replace(made.catalog, tracks=tracks, asked=(0.5,) * made.catalog.groups))
     found = published_catalog(made, told)
+    assert found.asked == ()
     for track, offered in zip(found.tracks, made.catalog.tracks, strict=True):
         assert track.tails == offered.tails
         assert track.total_loss == pytest.approx(offered.total_loss)

@@ -87,6 +87,7 @@ def full(groups=2):
         made,
         tracks=(*tracks, refined),
         mixes=(Mix((tracks[0].name,) * groups, 0.1, 1e-7),),
+        asked=(0.25,) * groups,
         source="a text",
         position=640,
         **FACTS,
@@ -136,7 +137,7 @@ def test_the_road_of_spans_in_a_bucket():
     heads = [spans.head_of(made, 0, spans.units_by_span(made)[0])]
     prefix = found_prefix(found, heads).catalog
     assert prefix == replace(
-        made, mixes=(), source="", tracks=tuple(replace(track, measured=None) for track in made.tracks)
+        made, mixes=(), asked=(), source="", tracks=tuple(replace(track, measured=None) for track in made.tracks)
     )
     assert {name: getattr(prefix.tracks[-1], name) for name in published(Level)} == {
         name: getattr(made.tracks[-1], name) for name in published(Level)

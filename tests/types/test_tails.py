@@ -52,6 +52,29 @@ def test_groups_lose_by_their_distance_from_the_reader():
     assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
 
 
+def test_groups_that_questions_are_about_lose_more_behind_them():
+    losses, asked = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14), (0.0, 0.1, 0.6, 0.0, 0.0, 0.3)
+    behind, unknown = (losses_behind(losses, TAILS, 6, 16, 128, each) for each in (asked, ()))
+    assert sum(behind) == pytest.approx(sum(unknown))
+    assert behind[2] > 2 * unknown[2]
+    assert behind[5] < unknown[5]
+    # Behind the last of its tokens a prefix is followed by other text, not by a question.
+    assert losses_behind(losses, TAILS, 6, 0, 128, asked) == losses
+    # Of groups that are computed, the questions' are computed, too.
+    shorter = losses_behind(losses, TAILS, 5, 144, 128, asked)
+    assert sum(shorter) == pytest.approx(share_behind(TAILS, 144) * sum(losses))
+    assert max(shorter) == shorter[2] > 0
+
+
+@pytest.mark.parametrize("asked", [(0.0,) * 6, (5e-324, 0, 0, 0, 0, 0), (1e6,) * 6, (0, 0, 0, 0, 0, 1.0)])
+def test_whatever_a_catalog_says_of_questions_the_whole_loss_stays(asked):
+    losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
+    for groups in (5, 6):
+        behind = losses_behind(losses, TAILS, groups, 144, 128, asked)
+        assert sum(behind) == pytest.approx(share_behind(TAILS, 144) * sum(losses))
+        assert min(behind) > 0
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("losses", [(0.0,), (0.0, 0.0), (0.1, 0.0), (0.3,)])
 def test_few_groups_and_no_losses(groups, losses):
@@ -82,6 +105,26 @@ def test_what_a_play_fetches_before_a_tail():
         assert track.total_loss == pytest.approx(whole.total_loss * share_behind(TAILS, 148))
         assert track.bytes == whole.bytes[:-1]
     assert catalog.behind(catalog.groups, 0) is catalog
+
+
+def test_a_part_of_a_catalog_keeps_its_part_of_what_questions_are_about():
+    catalog = _tailed()
+    asked = tuple(1.0 + group for group in range(catalog.groups))
+    known = replace(catalog, asked=asked)
+    assert Catalog.loads(known.dumps()) == known
+    assert known.prefix(3).asked == asked[:3]
+    assert known.suffix(2).asked == asked[2:]
+    behind = known.behind(catalog.groups, 16)
+    assert behind.asked == ()  # its losses are those behind a question already
+    for track, without in zip(behind.tracks, catalog.behind(catalog.groups, 16).tracks, strict=True):
+        assert track.total_loss == pytest.approx(without.total_loss)
+        assert track.loss != without.loss
+    with pytest.raises(FormatError, match="shares of"):
+        replace(catalog, asked=asked[:3])
+    value = json.loads(known.dumps())
+    value["asked"][0] = -1.0
+    with pytest.raises(FormatError, match="asked"):
+        Catalog.loads(json.dumps(value))
 
 
 def test_what_further_tokens_leave_behind_a_tail():
