@@ -8,11 +8,18 @@ import contextlib
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import parse_address
 from kvabr.types.errors import UsageError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    from kvabr.engines.player_process.process import ServesOn
 
 _EPILOG = """\
 Engines whose setting is "player": "process" start one by themselves, and share it. Run it yourself to have it
@@ -38,6 +45,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--idle", type=float, metavar="S", help="end after so many seconds without an engine (default: never)"
     )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics of all plays")
+    rack = parser.add_argument_group("neighbours", "Serve on what was fetched: the rack's other nodes fetch from here.")
+    rack.add_argument("--serve", metavar="HOST:PORT", help="UDP and TCP address for neighbours (default: none)")
+    rack.add_argument("--cert", type=Path, metavar="F", help="certificate chain, PEM")
+    rack.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
+    token = "token that neighbours must show: they read what the first engine's own token opens"  # noqa: S105
+    rack.add_argument("--neighbour-token-file", type=Path, metavar="F", help=token)
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     parser.set_defaults(run=run)
@@ -49,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.idle is not None and not 0 < args.idle < 1 << 30:
         raise UsageError(f"--idle {args.idle:g}: must be a positive number of seconds")
+    if len({option is None for option in (args.serve, args.cert, args.key, args.neighbour_token_file)}) > 1:
+        raise UsageError("give --serve together with --cert, --key and --neighbour-token-file, or none of them")
     path = own_socket() if args.socket is None else args.socket.absolute()
     try:
         taken = listening(path)
@@ -75,7 +90,8 @@ async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) 
     from kvabr.transfer.work import cancel_all
 
     metrics, log = ClientMetrics(), logger(json=args.log_json or None, verbose=args.verbose)
-    serving = asyncio.create_task(PlayerProcess(listener, log, metrics).serve(args.idle))
+    process = PlayerProcess(listener, log, metrics, None if args.serve is None else _neighbours(args, log))
+    serving = asyncio.create_task(process.serve(args.idle))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     with contextlib.ExitStack() as stack:
         stack.enter_context(captured(log))
@@ -91,3 +107,15 @@ async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) 
         if not serving.cancelled():  # by SIGTERM
             serving.result()
     return 0
+
+
+def _neighbours(args: argparse.Namespace, log: FilteringBoundLogger) -> ServesOn:
+    from kvabr.cli import network
+    from kvabr.node.serving import serving
+    from kvabr.server import certificates
+
+    tls = certificates.ServerTls(args.cert, args.key)
+    certificates.check(tls)
+    token = network.read_token(args.neighbour_token_file, "--neighbour-token-file", least=16)
+    host, port = parse_address(args.serve, "--serve")
+    return partial(serving, host=host, port=port, tls=tls, token=token, log=log)

@@ -22,8 +22,10 @@ from kvabr.engines.player_process import client as remote
 from kvabr.engines.player_process.sockets import own_socket
 from kvabr.engines.settings import INSIDE, OWN, EngineSettings
 from kvabr.player.decode_queue import DecodeRates
+from kvabr.server.certificates import check, development
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, TransportError, UsageError
+from tests.chaos.nodes import free_port
 from tests.client.served import LIMIT_S, Served
 from tests.processes import gone
 from tests.toymodel import SPEC, prompt, toy_asset
@@ -143,10 +145,12 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
     with engine(served) as client:
         held = play(client)
         wanted, before = held.kv.clone(), remote._started[-1]
-        hanging = client.begin(lambda client: client.fetch_profile(None))  # nothing of the kind: it fails either way
+        before.send_signal(signal.SIGSTOP)
+        hanging = client.begin(lambda client: client.round_trip())
         before.kill()
         assert gone(before.pid)
-        with pytest.raises((TransportError, TypeError, AttributeError)):
+        remote._started.remove(before)
+        with pytest.raises(TransportError):
             hanging.result(LIMIT_S)
         end_s = time.monotonic() + LIMIT_S
         while True:  # until this end has noticed
@@ -159,7 +163,6 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
         assert torch.equal(again.kv, wanted)
         assert torch.equal(type(held)(**vars_of(held)).kv, wanted)  # what was played before stays readable
         assert remote._started[-1].pid != before.pid
-        remote._started.remove(before)
 
 
 def vars_of(played):
@@ -236,6 +239,35 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
         first.kill()
 
 
+def test_neighbours_fetch_what_it_has(served, home, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a-token-of-the-rack")
+    with development() as tls:
+        address = f"127.0.0.1:{free_port()}"
+        words = ["--serve", address, "--cert", tls.certfile, "--key", tls.keyfile, "--neighbour-token-file", secret]
+        process = run("--socket", str(home / "rack" / "p.sock"), *map(str, words))
+        try:
+            until(process, "playing for engines")
+            with engine(served, home / "rack" / "p.sock") as client:
+                wanted = play(client).kv
+                until(process, "serving neighbours")
+                before = served.metrics.value("kvabr_bytes_sent_total")
+                theirs = {"url": f"moqt://{address}/", "fingerprint": check(tls).fingerprint, "token_file": str(secret)}
+                with engine(served, INSIDE, **theirs) as neighbour:
+                    assert torch.equal(play(neighbour).kv, wanted)
+                assert served.metrics.value("kvabr_bytes_sent_total") - before < 30_000  # catalogs, and no group
+        finally:
+            process.terminate()
+            process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+
+
+def until(process, said):
+    """Wait for a line."""
+    while said not in (line := process.stdout.readline()):
+        assert line, "it has ended"
+
+
 def test_others_cannot_enter(home):
     folder = home / "open"
     folder.mkdir(mode=0o755)
@@ -276,9 +308,7 @@ def test_a_signal_ends_it(home):
     path = home / "signal" / "p.sock"
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         process = run("--socket", str(path))
-        end_s = time.monotonic() + LIMIT_S
-        while "playing for engines" not in (line := process.stdout.readline()):
-            assert time.monotonic() < end_s, line
+        until(process, "playing for engines")
         os.kill(process.pid, number)
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == status
