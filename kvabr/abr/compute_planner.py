@@ -537,8 +537,8 @@ class ComputePlanner:
         """Pick the group in place, with all before it, whose recomputation gains most per second."""
         offers, settled, track_of = self._offers, view.settled, view.track_of
         looked: list[tuple[float, int, str]] = []
-        # With nothing under way, the play could end now: then a second costs its time, too.
-        price = view.gpu_price + (0.0 if view.in_flight or view.missing_groups else view.time_price)
+        # The play could end once the network is done: what the engine takes longer costs its time, too.
+        network_s = self._network_s - (view.now - self._planned[2]) if self._planned is not None else 0.0
         # Before that, the engine must stay free for what the link may not bring in time.
         left_s = view.time_left if self._solid == view.groups else view.slack_s()
         most, best = 0.0, -1
@@ -552,6 +552,7 @@ class ComputePlanner:
                 continue
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
+            price = view.gpu_price + view.time_price * max(0.0, 1.0 - max(0.0, network_s) / seconds)
             if gain > max(most, price) and _SAFETY * seconds <= left_s:
                 most, best = gain, group
         for offer in looked:
