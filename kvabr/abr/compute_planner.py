@@ -11,10 +11,12 @@ lose on the tracks that the network can bring, the price of the time until both 
   soon as nothing more is worth a request.
 
 While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
-each over the least at that rate. A call is as long as its constant part asks for, and otherwise so short that a wrong
-rate can be corrected; while the rate is not known well, none begins that is worth less than to wait for a better known
-one. The engine does not compute behind groups for which an upgrade is in flight, whose errors would stay. With nothing
-else to do it recomputes groups in place that gain more than that costs (`kvabr.types.loss`: what they inherit).
+each over the least at that rate. The longer a link brings nothing at all, the more counts that it may be dead, and no
+wait goes on until the engine could not be in time any more. A call is as long as its constant part asks for, and
+otherwise so short that a wrong rate can be corrected; while the rate is not known well, none begins that is worth less
+than to wait for a better known one. The engine does not compute behind groups for which an upgrade is in flight, whose
+errors would stay. With nothing else to do it recomputes groups in place that gain more than that costs
+(`kvabr.types.loss`: what they inherit).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from kvabr.abr.policy import Decision
 from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED, predicted_loss
 
 if TYPE_CHECKING:
@@ -77,6 +79,9 @@ _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
 """Seconds until more is known of the rate, at least."""
+_SILENT_ROUNDS, _DEAD = 4.0, 1e-3
+"""Round trips without a byte after which a link may be dead, and what such a link brings in time, as a share of the
+base."""
 _NEVER = 1e6
 """Cost of what is not to be done, nats per token."""
 _TINY = 1e-6
@@ -102,6 +107,17 @@ Worth = Callable[[int, str | None], float]
 
 
 Array = npt.NDArray[np.float64]
+
+
+class _Belief(NamedTuple):
+    """What the link may carry."""
+
+    rates: list[float]
+    """Bytes per second."""
+    shares: Array
+    """How much each of them counts."""
+    ramp: tuple[float, float] | None
+    """In slow start, the rate at which the link begins to double, and the seconds in which it does."""
 
 
 class _Ways(NamedTuple):
@@ -184,8 +200,8 @@ class ComputePlanner:
         """The rate that earlier plays told, bytes per second; 0.0: none."""
         self._round_s = math.inf
         """The shortest time to first byte so far: slow start doubles in it."""
-        self._growing = self._slow = False
-        """Whether the link may be in slow start; and whether it is much slower than it was."""
+        self._growing = self._slow = self._silent = False
+        """Whether the link may be in slow start; is much slower than it was; and has brought nothing yet, for long."""
         self._best_rate, self._fast_s = 0.0, 0.0
         """The best rate so far, and when the link was last about as fast."""
         self._computed = 0
@@ -290,12 +306,14 @@ class ComputePlanner:
             front: the first group that is missing.
             kept: where it stops by the last plan, if the rate was known.
         """
-        rates, ramp = self._rates_of(view)
+        computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
+        belief = self._believed(view, saved=computed_s <= view.time_left)
+        rates, shares = belief.rates, belief.shares
         # What is in place right behind what is exact may be taken over.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
-        ways = [self._ways(view, start, rates, ramp) for start in starts]
+        ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
-        regrets = [(way.costs / least).mean(axis=0) for way in ways]
+        regrets = [shares @ (way.costs / least) for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
@@ -309,15 +327,19 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + better) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        if len(rates) > 1 and (self._growing or self._slow):
+        quiet = self._slow or self._silent
+        if len(rates) > 1 and (self._growing or quiet):
             waited_s = self._better_known_s(view)
-            waiting = 1.0 + view.time_price * waited_s / least
+            more = view.time_price * waited_s
+            if quiet and computed_s <= view.time_left < computed_s + waited_s:
+                more += MISS_PENALTY  # the engine could not save the deadline any more
+            waits = 1.0 + more / least
+            waiting = float((shares @ waits)[0])
             if self._suffix:
-                affordable = self._slow or float(waiting.max()) <= _MOST_WAIT
-                self._waits = affordable and float(waiting.mean()) < float(regret[best])
+                self._waits = (quiet or float(waits.max()) <= _MOST_WAIT) and waiting < float(regret[best])
             else:
-                share = _SLOW_START if view.rate > 0 else 1.0
-                self._call_to = self._first_call(view, way, least, 1.0 + share * (float(waiting.mean()) - 1.0))
+                share = _SLOW_START if self._growing and view.rate > 0 else 1.0
+                self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
         self._network_s = float(way.network_s[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
         self._why = (
@@ -326,10 +348,23 @@ class ComputePlanner:
         )
         return way.start, int(way.stops[best])
 
+    def _believed(self, view: View, *, saved: bool) -> _Belief:
+        """Return the rates to weigh; ``saved``: without the link the engine would still be in time."""
+        rates, ramp = self._rates_of(view)
+        shares = np.full(len(rates), 1.0 / len(rates))
+        if self._silent and saved:
+            dead = min(1.0, view.now / view.deadline_s)
+            rates = [*rates, _DEAD * view.ladder.tracks[0].total_bytes / view.time_left]
+            shares = np.append((1.0 - dead) * shares, dead)
+        return _Belief(rates, shares, ramp)
+
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
-        """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
+        """Return the rates of a link that is alive, bytes per second; and its slow start, see `_Belief`."""
         self._growing = self._grows(view)
         told = 0.0 < view.rate == self._told
+        measured_s = max(view.ttfb_s or _UNKNOWN_WAIT_S, _DOUBT_SHARE * view.deadline_s)
+        heard = self._best_rate > 0 or (view.rate > 0 and not told)
+        self._silent = not heard and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
         if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
         self._slow = view.rate < _SLOW_SHARE * self._best_rate
@@ -343,7 +378,7 @@ class ComputePlanner:
             # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
             doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
             due = math.log2(max(1.0, view.rate / first))
-            late = _LATE_START * due - view.now / max(round_s, _DOUBT_SHARE * view.deadline_s)
+            late = _LATE_START * due - view.now / measured_s
             less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
             return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
@@ -366,22 +401,23 @@ class ComputePlanner:
 
     def _better_known_s(self, view: View) -> float:
         """Return the seconds until the rate is known better; the longer it was waited for already, the longer."""
-        since_s = view.now - self._fast_s if self._slow else 0.0 if self._growing else view.now
+        since_s = view.now - self._fast_s if self._slow else 0.0 if self._growing and not self._silent else view.now
         return max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, view.ttfb_s, since_s)
 
-    def _first_call(self, view: View, way: _Ways, least: Array, waiting: float) -> int:
+    def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
         """Return where the next call ends, so that what follows may be decided better; the start: none should begin.
 
         Args:
             view: the play.
             way: what each length costs, if the engine stops there; it may also go on in another call.
             least: the least cost at each rate.
+            shares: how much each rate counts.
             waiting: what it costs to wait for a better known rate, as a multiple of that.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
         behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
-        begun = (np.minimum(way.costs, behind) / least).mean(axis=0)
+        begun = shares @ (np.minimum(way.costs, behind) / least)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(self._better_known_s(view), float(took[-1]))] = np.inf
         best = int(begun.argmin())
@@ -476,7 +512,9 @@ class ComputePlanner:
             if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
                 most_s = min(most_s, whole_s / 2)
             wanted_s = max(_CALL * constant_s, most_s)
-            if whole_s > wanted_s and constant_s > 0:  # what is computed on a much faster link, too, is one call
+            if (
+                whole_s > wanted_s and constant_s > 0 and view.rate > 0
+            ):  # what a much faster link leaves, too, is one call
                 hoped = self._ways(view, first, [_HOPED * view.rate], None)
                 surely = min(stop, int(hoped.stops[hoped.costs[0].argmin()]))
                 wanted_s = max(wanted_s, self._call_s(view, first, max(first, surely)))

@@ -167,9 +167,9 @@ GPU = PrefillCost(20e-3, 1e-6)
 """An engine that computes any prompt here in the time of a lookup."""
 
 
-def simulated(cost, *, rate=1e6, deadline=4.0, rtt=0.02, load=None, groups=32, **options):
+def simulated(cost, *, rates=(1e6,), deadline=4.0, rtt=0.02, load=None, groups=32, **options):
     experiment = Experiment(catalog(groups, layered=True), ReplayOptions(deadline, rtt, load, cost, **options))
-    link = world("steady", [rate])
+    link = world("steady", [*rates])
     capacity, rtt_s, bound = experiment.prepare(link, 0.0)
     return experiment.play_on(link, 0.0, "anytime", capacity, rtt_s, bound, log=False).run
 
@@ -198,9 +198,21 @@ def test_a_slow_engine_makes_no_play_miss_a_deadline_that_the_network_meets(load
     assert with_engine["met"]
 
 
+@pytest.mark.parametrize("load", [None, 3.0, 300.0])
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+def test_an_engine_begins_in_time_where_the_link_brings_nothing(mode, prefix, told, load):
+    """For as long as the link may recover it waits, but not until it could not meet the deadline any more."""
+    cost, dead = PrefillCost.from_rate(32 * 128 / 2.7), [0.0] * 20 + [1e6] * 20
+    prior = Prior((load or 1.0) * 1e6, 0.02) if told else None
+    run = simulated(cost, rates=dead, load=load, mode=mode, prefix=prefix, prior=prior)
+    assert run["met"]
+    assert run["ttft_s"] < 3.6
+
+
 def test_one_call_computes_what_a_second_would_pay_the_constant_for_again():
     cost = PrefillCost(0.1, 0.1 / 4096)
-    run = simulated(cost, rate=1.0)  # next to nothing comes
+    run = simulated(cost, rates=(1.0,))  # next to nothing comes
     assert run["ttft_s"] == pytest.approx(cost.seconds(0, 4096))
 
 
