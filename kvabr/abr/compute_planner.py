@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.estimator import WINDOW
-from kvabr.abr.policy import Decision
+from kvabr.abr.policy import Decision, Division
 from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
@@ -218,7 +218,8 @@ class ComputePlanner:
         """Whether better knowledge of the rate is worth its wait."""
         self._call_to: int | None = None
         """Where the next call ends while the rate is not known well; where it would begin, if it should not."""
-        self._why = ""
+        self.division: Division | None = None
+        """What was decided last, and what is expected of it."""
 
     def settled(self, group: int, track: str, loss: float) -> None:
         """Note that a group is in place on a track, with its loss."""
@@ -341,12 +342,19 @@ class ComputePlanner:
                 share = _SLOW_START if self._growing and view.rate > 0 else 1.0
                 self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
         self._network_s = float(way.network_s[best])
+        stop = int(way.stops[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
-        self._why = (
-            f"takes {float(way.engine_s[best]):.2g} s beside {self._network_s:.2g} s of the network; to play all would "
-            f"take {float(way.network_s[play]):.2g} s, to compute all {float(way.engine_s[compute]):.2g} s"
+        begins_s, before_s = (self._network_s, float(way.network_s[compute])) if self._suffix else (0.0, 0.0)
+        self.division = Division(
+            view.now,
+            *((stop, view.groups) if self._suffix else (way.start, stop)),
+            self._network_s,
+            begins_s + float(way.engine_s[best]),
+            float(way.network_s[play]),
+            before_s + float(way.engine_s[compute]),
+            known=view.rate > 0 and not self._growing,
         )
-        return way.start, int(way.stops[best])
+        return way.start, stop
 
     def _believed(self, view: View, *, saved: bool) -> _Belief:
         """Return the rates to weigh; ``saved``: without the link the engine would still be in time."""
@@ -354,16 +362,26 @@ class ComputePlanner:
         shares = np.full(len(rates), 1.0 / len(rates))
         if self._silent and saved:
             dead = min(1.0, view.now / view.deadline_s)
-            rates = [*rates, _DEAD * view.ladder.tracks[0].total_bytes / view.time_left]
-            shares = np.append((1.0 - dead) * shares, dead)
+            rates = [_DEAD * view.ladder.tracks[0].total_bytes / view.time_left, *rates]
+            shares = np.append(dead, (1.0 - dead) * shares)
         return _Belief(rates, shares, ramp)
+
+    def _why(self) -> str:
+        """Return what is expected of the division."""
+        if (here := self.division) is None:
+            return "is sooner"
+        taken = "with" if self._suffix else "beside"
+        return (
+            f"takes {here.engine_s:.2g} s {taken} {here.network_s:.2g} s of the network; to play all would take "
+            f"{here.play_s:.2g} s, to compute all {here.compute_s:.2g} s"
+        )
 
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
         """Return the rates of a link that is alive, bytes per second; and its slow start, see `_Belief`."""
         self._growing = self._grows(view)
         told = 0.0 < view.rate == self._told
         measured_s = max(view.ttfb_s or _UNKNOWN_WAIT_S, _DOUBT_SHARE * view.deadline_s)
-        heard = self._best_rate > 0 or (view.rate > 0 and not told)
+        heard = self._best_rate > 0 or view.in_flight.receiving or view.settled.history
         self._silent = not heard and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
         if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
@@ -493,7 +511,7 @@ class ComputePlanner:
             return None  # the player has left it to the engine already
         if (last := self._last(view, first, stop)) is None:
             return None
-        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why}", last=last)
+        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why()}", last=last)
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
@@ -560,7 +578,7 @@ class ComputePlanner:
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
             return None  # it could not be shortened any more, and the link may recover
-        return Decision.recompute(cut, f"to compute from group {cut} on {self._why}")
+        return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")
 
     # ---------------------------------------------------------- what is in place
 

@@ -505,7 +505,9 @@ class Session:
                 self._more_s = now
                 break
             asked += 1
-            self.obey(self.guard.ask(), now)
+            decision = self.guard.ask()
+            self.events.divided(self.guard.division(), self.record, now)
+            self.obey(decision, now)
         self.decode(now)
         self.aim.conclude(now, complete=complete)
         self.aim.advanced(now)

@@ -17,6 +17,7 @@ from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
+from kvabr.types.events import WorkDivided
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
@@ -181,6 +182,28 @@ def test_what_is_sooner_computed_than_anything_comes_is_computed_at_once(mode, p
     assert run["track_tokens"] == {"recomputed": 32 * 128}
     assert run["ttft_s"] == pytest.approx(GPU.seconds(0, 32 * 128))
     assert run["loss"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+@pytest.mark.parametrize("rate", [3e5, 1e6, 1e7])
+def test_what_playing_computing_and_both_take_is_expected_and_told(mode, prefix, rate):
+    """On a steady link of which earlier plays told, a play does each of them as it was expected to."""
+    offer, cost = catalog(32, layered=True), PrefillCost.from_rate(2000.0)
+    link = world("steady", [rate])
+
+    def played(cost, **options):
+        experiment = Experiment(offer, ReplayOptions(4.0, 0.02, None, cost, prior=Prior(rate, 0.02), **options))
+        return experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=True)
+
+    both, alone = played(cost, mode=mode, prefix=prefix), played(None).run
+    found = both.run["division"]
+    assert found["compute_s"] == pytest.approx(cost.seconds(0, offer.tokens), rel=0.1)
+    assert found["play_s"] == pytest.approx(alone["ttft_s"], rel=0.25)
+    assert found["ends_s"] == pytest.approx(both.run["ttft_s"], rel=0.25)
+    first, *_ = told = [event for event in both.log if isinstance(event, WorkDivided)]
+    assert (first.first, first.last, first.play_s) == (found["first"], found["last"], found["play_s"])
+    assert len(told) <= 2 * offer.groups  # one for each new division, not for each question
+    assert "division" not in alone
 
 
 def test_a_slow_engine_waits_for_the_rate():
