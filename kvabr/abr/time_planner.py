@@ -291,13 +291,13 @@ class TimePlanner:
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
         works = picked.work * outside
-        wait_s = 0.0 if view.in_flight else view.ttfb_s
-        arrives_s = (view.outstanding_bytes + nbytes) / rate + (nbytes > 0) * wait_s
+        wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+        arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
         # What comes last is decoded after it has come, in a batch at least.
         batch_s = max(map(view.decode_latency_s, self.names))
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
-        ends_s = np.maximum(last_s, self._queued_s(view) + worked_s) + batch_s
+        ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
         totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
         best = int(totals.argmin())
         idle = np.inf
@@ -424,11 +424,12 @@ class TimePlanner:
             on = picked.tracks[:, None] == np.arange(len(self.names))[:, None]
             counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[..., stops]
             lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
-        arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+        wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+        arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
         batch_s = max(map(view.decode_latency_s, self.names))
         decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
         last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-        queued_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
+        queued_s = np.maximum(wait_s, view.decode_backlog_s + (requests > 0) * self._flying_s(view))
         network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
         lacking = stops > view.solid if view.front_first else stops < len(self._missing)
         network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
