@@ -82,6 +82,8 @@ _LEAST_WAIT_S = 0.02
 _SILENT_ROUNDS, _DEAD = 4.0, 1e-3
 """Round trips without a byte after which a link may be dead, and what such a link brings in time, as a share of the
 base."""
+_SAME_COST = 1e-9
+"""Share of a cost that is no difference."""
 _NEVER = 1e6
 """Cost of what is not to be done, nats per token."""
 _TINY = 1e-6
@@ -438,7 +440,7 @@ class ComputePlanner:
         begun = shares @ (np.minimum(way.costs, behind) / least)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(self._better_known_s(view), float(took[-1]))] = np.inf
-        best = int(begun.argmin())
+        best = int((begun <= (1.0 + _SAME_COST) * begun.min()).argmax())  # of equal ones the shortest
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:

@@ -106,9 +106,10 @@ def test_time_has_its_price_where_the_play_could_end():
         view, planner = on_its_way(None, time_price=time_price)
         found = planner.next(view)
         assert (None if found is None else found.group) == group
-    # Another group is on its way: in 20 ms that is all, or upgrades take about as long as a computation.
-    for rate, group in ((1e6, None), (1e8, 0)):
-        view, planner = on_its_way(5, rate=rate, time_price=1.0)
+    # Another group is on its way: what a computation takes longer than the network costs its time.
+    for network_s, group in ((0.02, None), (0.2, 0)):
+        view, planner = on_its_way(5, time_price=1.0)
+        planner._network_s = network_s
         found = planner.next(view)
         assert (None if found is None else found.group) == group
 
