@@ -58,6 +58,8 @@ _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
 _HOPED = 3.0
 """Multiple of the rate at which the engine must compute something as well, so that one call does it all."""
+_CHANCES = 4.0
+"""What a shorter call must save at that rate, as a multiple of what the constant part of another one costs."""
 _SPLIT = 0.02
 """Constant part of a call, as a share of it, with which it is cut in two for no other reason."""
 _CALL_SHARE = 0.1
@@ -532,11 +534,13 @@ class ComputePlanner:
             if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
                 most_s = min(most_s, whole_s / 2)
             wanted_s = max(_CALL * constant_s, most_s)
-            if (
-                whole_s > wanted_s and constant_s > 0 and view.rate > 0
-            ):  # what a much faster link leaves, too, is one call
+            # What a much faster link leaves to the engine, too, is one call; or all, if that would not save enough.
+            if whole_s > wanted_s and constant_s > 0 and view.rate > 0:
                 hoped = self._ways(view, first, [_HOPED * view.rate], None)
-                surely = min(stop, int(hoped.stops[hoped.costs[0].argmin()]))
+                costs, again = hoped.costs[0], constant_s * (view.time_price + min(view.gpu_price, 1.0))
+                whole = int(np.searchsorted(hoped.stops, stop))
+                surely = stop if costs[whole] - costs.min() <= _CHANCES * again else int(hoped.stops[costs.argmin()])
+                surely = min(stop, surely)
                 wanted_s = max(wanted_s, self._call_s(view, first, max(first, surely)))
             if whole_s > wanted_s:
                 last = self._within(view, first, stop, wanted_s)
