@@ -580,7 +580,8 @@ class ComputePlanner:
         if self._network_s > _AT_ONCE_S and last_s > 0:
             if not idle:
                 return None
-            if view.decode_backlog_s > 0:
+            # What is expanded last stays in the backlog.
+            if view.undecoded or (view.decode_backlog_s > 0 and not view.decodes_last):
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
             return None  # it could not be shortened any more, and the link may recover

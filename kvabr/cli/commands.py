@@ -26,6 +26,7 @@ COMMANDS = {
     "calibrate": ("calibrate:add", "make the codec profile of a model"),
     "serve": ("serve:add", "publish assets over the network"),
     "relay": ("relay:add", "cache an origin's assets for the players near by"),
+    "player": ("player:add", "play for the serving engines of this node, in a process of its own"),
     "fetch": ("fetch:add", "play a cache from an origin"),
     "replay": ("replay:add", "play an asset over network traces"),
     "policies": ("listings:add_policies", "list the ABR policies"),

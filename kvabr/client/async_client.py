@@ -11,7 +11,9 @@ cancels its downloads, unless another play wants the same groups.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -26,6 +28,7 @@ from kvabr.abr.tail import TailOffer
 from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
+from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_catalog, fetch_models
 from kvabr.client.options import (
     Limits,
@@ -75,7 +78,7 @@ from kvabr.types.errors import (
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part
+from kvabr.types.passage import Part, Passage
 
 _FIND_S = 5.0
 _WAIT_SHARE = 0.9
@@ -208,6 +211,25 @@ class AsyncClient:
         """
         _, connection = await self._connected(peer)
         return connection
+
+    @checked
+    async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
+        """Return the seconds of a round trip to a peer, which is connected to if it is not; None: they are not known.
+
+        ``probe_s``: ask the peer, which has so many seconds to answer; None: as the connection has measured it.
+
+        Raises:
+            TransportError: as `connect`.
+        """
+        if probe_s is None:
+            return (await self.connect(peer)).stats().rtt_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(probe_s):
+                connection = await self.connect(peer)
+                began_s = time.monotonic()
+                if await connection.answers(probe_s):
+                    return time.monotonic() - began_s
+        return None
 
     @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
@@ -511,6 +533,29 @@ class AsyncClient:
             ask = partial(asked.find, any_group_tokens=any_size, salt=chosen, any_dtype=any_dtype)
             found, _ = await ask(connection, tokens, wanted, live=self.options.live if live is None else live)
             return found if isinstance(found, Found) else None
+
+    @checked
+    async def find_joined(
+        self,
+        parts: Sequence[Part],
+        model: KVSpec,
+        *,
+        salt: bytes = b"",
+        max_loss: float = math.inf,
+        any_dtype: bool = False,
+        peer: PeersLike = None,
+    ) -> tuple[Found | None, Sequence[tuple[Passage, str]]]:
+        """Return what there is of a prompt made of passages for `play_prefix`, and which of them are left out, and why.
+
+        See `kvabr.client.joined_prefix.find_joined`, also for the errors.
+        """
+        refused: list[tuple[Passage, str]] = []
+        _, connection = await self._connected(peer)
+        found = await find_joined(
+            connection, parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
+            refused=lambda *why: refused.append(why),
+        )  # fmt: skip
+        return found, refused
 
     @checked
     async def find_asset(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from functools import update_wrapper
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
@@ -165,14 +165,58 @@ def _blocking(
     return call
 
 
-class Client:
+class Closable(Protocol):
+    """What a loop in a thread closes at the end."""
+
+    async def close(self) -> None:
+        """Close it."""
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class Background(Generic[C]):
+    """An asynchronous client on an event loop in a thread of its own."""
+
+    def __init__(self, client: C) -> None:
+        """Start the thread."""
+        self._client = client
+        self._loop = LoopThread()
+        self._closed = False
+
+    @checked
+    def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
+        """Begin anything that the client does, on its event loop, and return at once.
+
+        Raises:
+            UsageError: this client is closed.
+        """
+        if self._closed:
+            raise UsageError("the client is closed")
+        return Handle(self._loop.begin(work(self._client)))
+
+    def close(self) -> None:
+        """Close the client, and end the thread; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._loop.call(self._client.close())
+            finally:
+                self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise UsageError("the client is closed")
+        return self._loop.call(work)
+
+
+class Client(Background[AsyncClient]):
     """`AsyncClient` for code without asyncio; a context manager. Its calls take the same arguments, and block."""
 
     @_like(AsyncClient.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._client = AsyncClient(*args, **kwargs)
-        self._loop = LoopThread()
-        self._closed = False
+        super().__init__(AsyncClient(*args, **kwargs))
 
     measure_prefill = _blocking(AsyncClient.measure_prefill)
     play = _blocking(AsyncClient.play)
@@ -212,32 +256,6 @@ class Client:
     def submit(self, *args: Any, **kwargs: Any) -> Handle[Played | NothingCached]:
         """Begin a play, and return at once; see `AsyncClient.play`."""
         return self.begin(lambda client: client.play(*args, **kwargs))
-
-    @checked
-    def begin(self, work: Callable[[AsyncClient], Coroutine[Any, Any, T]]) -> Handle[T]:
-        """Begin anything that an `AsyncClient` does, on its event loop, and return at once.
-
-        Raises:
-            UsageError: this client is closed.
-        """
-        if self._closed:
-            raise UsageError("the client is closed")
-        return Handle(self._loop.begin(work(self._client)))
-
-    def close(self) -> None:
-        """See `AsyncClient.close`; may be called twice."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self._loop.call(self._client.close())
-            finally:
-                self._loop.close()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._closed:
-            work.close()
-            raise UsageError("the client is closed")
-        return self._loop.call(work)
 
     def __enter__(self) -> Self:
         try:

@@ -157,7 +157,8 @@ class Play:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
-        self._decoders = 1 if self._device is not None and self._device.type == "cuda" else decoder_threads()
+        batches = self.options.decode_rates is not None or (self._device is not None and self._device.type == "cuda")
+        self._decoders = 1 if batches else decoder_threads()
 
     @property
     def _limit(self) -> CallLimit:
@@ -448,7 +449,8 @@ class Play:
         if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() + self._doubt_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
-        rates = DecodeShare(self.speeds.rates(catalog, self._device), self.turn.plays)
+        known = options.decode_rates or self.speeds.rates(catalog, self._device)
+        rates = DecodeShare(known, self.turn.plays)
         if coded:  # it is expanded when it is there
             cheapest = ladder.cheapest
             rest_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / self._decoders

@@ -24,7 +24,6 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import Field
 
-from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import keep
@@ -34,9 +33,10 @@ from kvabr.codec.block_slots import Place, TensorRoom
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.data import default_catalog
 from kvabr.data.profiles import shipped_profiles
+from kvabr.engines.clients import EngineClient, open_client
 from kvabr.engines.keyed_tails import KeyedTails
 from kvabr.engines.origin_pause import OriginPause, answers
-from kvabr.engines.settings import Count, EngineSettings, Seconds, TroubleLog, open_client
+from kvabr.engines.settings import Count, EngineSettings, Seconds, TroubleLog
 from kvabr.engines.weights import weights_digest
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
@@ -288,11 +288,11 @@ class ChunkStore:
                 source=source,
                 digest=settings.digest,
             )
-        self.client = open_client(AsyncClient, settings)
+        self.client = open_client(settings)
         self._watching: asyncio.Task[None] | None = None
         self._pause = OriginPause(self._watch)
 
-    def _watch(self, probe: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
+    def _watch(self, probe: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
         self._watching = asyncio.get_running_loop().create_task(probe(self.client))
 
     def _text(self, key: str) -> str:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from cachetools import TTLCache
 
 from kvabr.abr.tail import MAX_TAIL
-from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.engines.clients import EngineClient
 from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
@@ -51,7 +51,7 @@ class KeyedTails:
         return self._promised.get(key, PromisedPlace(0, 1))
 
     async def leading(
-        self, client: AsyncClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
+        self, client: EngineClient, keys: Sequence[str], found: Sequence[Catalog], *, following: int
     ) -> int:
         """Return how many caches of those that were found, in the prompt's order, the engine is to fetch.
 
@@ -89,7 +89,7 @@ class KeyedTails:
         most = self._settings.max_load_tokens
         return len(found) if most is None else bisect_right(list(accumulate(one.tokens for one in found)), most)
 
-    async def _tail(self, client: AsyncClient, whole: Catalog, following: int) -> int:
+    async def _tail(self, client: EngineClient, whole: Catalog, following: int) -> int:
         settings, now = self._settings, time.monotonic()
         while self._recent and self._recent[0][0] <= now:
             self._recent.popleft()

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
-from kvabr.client.async_client import AsyncClient
+from kvabr.engines.clients import Begin, EngineClient
 from kvabr.types.backoff import Backoff
 from kvabr.types.errors import KvabrError
 
@@ -27,13 +25,11 @@ _PROBE_S = 1.0
 _NAPS_S = (0.1, 0.2, 0.4)
 """Seconds between probes: the last again and again."""
 
-Watch = Coroutine[Any, Any, None]
-
 
 class OriginPause:
     """Whether an origin is asked."""
 
-    def __init__(self, begin: Callable[[Callable[[AsyncClient], Watch]], object]) -> None:
+    def __init__(self, begin: Begin) -> None:
         """Start with an origin that is asked.
 
         Args:
@@ -77,7 +73,7 @@ class OriginPause:
         self._begin(self._until_it_answers)
         return pause_s
 
-    async def _unless_it_answers(self, client: AsyncClient) -> None:
+    async def _unless_it_answers(self, client: EngineClient) -> None:
         try:
             self._silent = not await answers(client, _PROBE_S)
         finally:
@@ -85,7 +81,7 @@ class OriginPause:
         if self._silent:
             await self._until_it_answers(client)
 
-    async def _until_it_answers(self, client: AsyncClient) -> None:
+    async def _until_it_answers(self, client: EngineClient) -> None:
         naps = iter(_NAPS_S)
         try:
             while not await answers(client, _PROBE_S):  # noqa: ASYNC110  # nobody says when a peer is back
@@ -94,11 +90,9 @@ class OriginPause:
             self._silent = False
 
 
-async def answers(client: AsyncClient, within_s: float) -> bool:
+async def answers(client: EngineClient, within_s: float) -> bool:
     """Return whether the client's origin answers a probe in time."""
     try:
-        async with asyncio.timeout(within_s):
-            connection = await client.connect()
-            return await connection.answers(within_s)
-    except (KvabrError, TimeoutError):
+        return await client.round_trip(probe_s=within_s) is not None
+    except KvabrError:
         return False

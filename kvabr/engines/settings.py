@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Self, TypeVar
+from typing import Annotated, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -31,9 +31,6 @@ from pydantic_core import ErrorDetails
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client
-from kvabr.client.options import Limits
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.moqt.options import TransportChoice
@@ -46,13 +43,9 @@ from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
 
-LOG = logging.getLogger("kvabr.engines")
-
-C = TypeVar("C", AsyncClient, Client)
-
 _TROUBLE_EVERY_S = 60.0
-_MAX_WAITING = 1 << 16
-"""Plays that may wait for their turn: an engine bounds its requests itself."""
+INSIDE, OWN = "inside", "process"
+"""Where plays run: in the engine's process, or in one that the engines of this user share, and start."""
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:
@@ -184,6 +177,8 @@ class EngineSettings(BaseModel):
     cache: FilePath | None = None
     """Folder that keeps codec profiles, the speed of the origin's link and what prefills cost from one process to the
     next. None: they are not kept."""
+    player: Text = INSIDE
+    """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     plays: Count = 256
     """Caches that may be fetched at once."""
     queue: Count = 64
@@ -279,29 +274,3 @@ class TroubleLog:
                 self._said_s, self._since = now, {kind: (0, last) for kind, (_, last) in self._since.items()}
         for line in lines:
             self._log.warning("kvabr: %s", line)
-
-
-def open_client(kind: type[C], settings: EngineSettings) -> C:
-    """Return an `AsyncClient` or a `Client` of an adapter's settings, which may be a `UsageError`."""
-
-    def make(limits: Limits) -> C:
-        return kind(
-            settings.url,
-            token=settings.token,
-            token_file=settings.token_file,
-            ca=settings.ca,
-            fingerprint=settings.fingerprint,
-            insecure=settings.insecure,
-            quic=settings.quic,
-            transport=settings.transport,
-            limits=limits,
-            cache=settings.cache,
-        )
-
-    memory = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)
-    if settings.disk is not None:
-        try:
-            return make(replace(memory, disk=settings.disk, disk_bytes=settings.disk_mib << 20))
-        except KvabrError as error:  # each rank is a process, and only one of them can have the folder
-            LOG.warning("fetched groups are kept in memory only (ranks can share shm://): %s", error)
-    return make(memory)

@@ -82,6 +82,11 @@ class BufferPool:
         weakref.finalize(shown, self._give_back, memory).atexit = False
         return shown.data
 
+    @property
+    def pin(self) -> Pin | None:
+        """What pins the memory; None if it is not pinned."""
+        return self._pin
+
     def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
         """Pin all memory that is allocated from now on, which takes long, and so keep more of it unused."""
         with self._lock:

@@ -291,6 +291,10 @@ def test_a_prefix_is_cut_once_what_has_arrived_is_decoded():
     assert planner.rest(view, idle=True).kind == "wait"
     view.decode_backlog_s = 0.0
     assert planner.rest(view, idle=True).kind == "recompute"
+    view.decodes_last, view.decode_backlog_s = True, 0.1  # of better tracks than the cheapest, once it is cut
+    assert planner.rest(view, idle=True).kind == "recompute"
+    view.undecoded[7] = 1
+    assert planner.rest(view, idle=True).kind == "wait"
 
 
 def test_where_some_groups_of_a_long_prompt_are_better_than_others_to_stop_costs_what_they_lose():

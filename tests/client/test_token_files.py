@@ -7,9 +7,10 @@ from dataclasses import fields
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.client.blocking import Client
+from kvabr.client.blocking import Background, Client
 from kvabr.client.options import PlayOptions
-from kvabr.engines.settings import EngineSettings, open_client
+from kvabr.engines.clients import open_client
+from kvabr.engines.settings import EngineSettings
 from kvabr.link.moqt.connect import connect
 from kvabr.link.moqt.options import DialOptions
 from kvabr.types.errors import UnauthorizedError, UsageError
@@ -98,8 +99,11 @@ def test_a_client_reads_it_again_when_it_connects(served, file):
 
 def test_engines_take_one(served, file):
     given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint, "quic": "aioquic"}
-    with open_client(Client, EngineSettings.read(given, "here")) as client:
-        assert client.models() == [SPEC]
+    client = Background(open_client(EngineSettings.read(given, "here")))
+    try:
+        assert client.begin(lambda client: client.models()).result(LIMIT_S) == [SPEC]
+    finally:
+        client.close()
 
 
 def test_a_token_is_not_shown(file):

@@ -16,7 +16,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies.fixed import Fixed
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
-from kvabr.engines.settings import Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
+from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
@@ -70,6 +70,11 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
+    player: Text = OWN
+    """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
+    share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
+    the socket of a `kvabr player` that somebody else starts. If it dies, requests are computed until there is
+    another."""
     plays: Count = 64
     """Caches that may be fetched at once."""
     window_mib: Annotated[int, Field(ge=0)] = 1024

@@ -147,6 +147,14 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             check_scales(self._vllm_config, kv_caches)
         self._worker.register(kv_caches, partial(layout_of, self._vllm_config))
 
+    def unregister_kv_caches(self) -> None:
+        """Leave the engine's cache alone: vLLM (0.33) begins to sleep."""
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Use the engine's cache again: vLLM has woken up."""
+        self._worker.wake()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step and its plays here: vLLM may call `start_load_kv` only after the forward pass."""
         super().bind_connector_metadata(connector_metadata)

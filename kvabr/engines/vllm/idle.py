@@ -66,6 +66,12 @@ class IdleWorker:
     def register(self, caches: object, layout_of: object) -> None:
         """Ignore the engine's cache."""
 
+    def sleep(self) -> None:
+        """Use no memory of the engine anyway."""
+
+    def wake(self) -> None:
+        """Go on doing nothing."""
+
     def begin(self, step: Step) -> None:
         """Ignore a step."""
 

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client, Handle
-from kvabr.client.joined_prefix import find_joined
+from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
-from kvabr.engines.settings import open_client
+from kvabr.engines.clients import EngineClient, open_client
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError
@@ -172,7 +170,7 @@ class Step:
 
 
 async def find_cache(
-    client: AsyncClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
+    client: EngineClient, tokens: Sequence[int], specs: Sequence[KVSpec], salt: bytes, within_s: float
 ) -> Found | None:
     """Return the longest cached prefix of a prompt for the first spec that has one; raise as `AsyncClient.find`.
 
@@ -187,7 +185,7 @@ async def find_cache(
 
 
 async def find_parts(
-    client: AsyncClient,
+    client: EngineClient,
     parts: Sequence[Part],
     spec: KVSpec,
     salt: bytes,
@@ -197,8 +195,10 @@ async def find_parts(
 ) -> Found | None:
     """Return what the origin has of a prompt made of passages; errors as `find_joined`, or `TimeoutError`."""
     async with asyncio.timeout(within_s):
-        origin = await client.connect()
-        return await find_joined(origin, parts, spec, salt=salt, max_loss=max_loss, any_dtype=True, refused=refused)
+        found, out = await client.find_joined(parts, spec, salt=salt, max_loss=max_loss, any_dtype=True)
+    for passage, why in out:
+        refused(passage, why)
+    return found
 
 
 def cut(found: Found, last: int) -> Found:
@@ -234,11 +234,11 @@ def _with_lower(catalog: Catalog, track: Track) -> int:
 
 _PROBE_EVERY_S, _PROBE_S = 10.0, 1.0
 """Seconds between two probes of the connection, fewer than QUIC keeps an idle one; and seconds for its answer."""
-_clients: dict[VllmSettings, tuple[Client, int, Handle[None]]] = {}
+_clients: dict[VllmSettings, tuple[Background[EngineClient], int, Handle[None]]] = {}
 _lock = threading.Lock()
 
 
-def take_client(settings: VllmSettings) -> Client:
+def take_client(settings: VllmSettings) -> Background[EngineClient]:
     """Return the client for these settings, the same for both halves if they live in one process.
 
     A new client dials at once, and keeps its connection, so that every request finds one.
@@ -247,7 +247,7 @@ def take_client(settings: VllmSettings) -> Client:
         if settings in _clients:
             client, users, stays = _clients[settings]
         else:
-            client = open_client(Client, settings)
+            client = Background(open_client(settings))
             # A bucket has no connection that ends when it is idle, and charges for each request.
             probes = str(settings.url).startswith("moqt")
             users, stays = 0, client.begin(partial(_stay_connected, probes=probes))
@@ -266,12 +266,11 @@ def leave_client(settings: VllmSettings) -> None:
     client.close()
 
 
-async def _stay_connected(client: AsyncClient, *, probes: bool) -> None:
+async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
     """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one."""
     while True:
         with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
-            connection = await client.connect()
+            await client.round_trip(probe_s=_PROBE_S if probes else None)
             if not probes:
                 return
-            await connection.answers(_PROBE_S)
         await asyncio.sleep(_PROBE_EVERY_S)

@@ -24,11 +24,11 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client, Handle
+from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.prefill_timings import guess
+from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
@@ -121,7 +121,7 @@ class SchedulerHalf:
         self,
         settings: VllmSettings,
         model: ServedModel,
-        client: Client | None,
+        client: Background[EngineClient] | None,
         *,
         produces: bool,
         evict: Callable[[set[int]], None],
@@ -448,7 +448,7 @@ class SchedulerHalf:
         """Whether tails are chosen before the play: several workers leave out the same, and promises are filled."""
         return self._promises is None or self._model.ranks > 1
 
-    async def _shortened(self, client: AsyncClient, lookup: _Lookup, found: Found) -> Found:
+    async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
         """Return what is to be loaded of what was found, and the engine does not compute with the question.
 
         Runs on the client's event loop. The tails of all requests that wait fit into a step.
@@ -504,7 +504,7 @@ class SchedulerHalf:
         lookup.handle = self._client.begin(partial(self._find, lookup, parts))
         return lookup
 
-    async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: AsyncClient) -> Found | None:
+    async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: EngineClient) -> Found | None:
         """Return what the origin has of a prompt; runs on the client's event loop."""
         within_s = lookup.within_s
         if parts is not None:
@@ -512,18 +512,16 @@ class SchedulerHalf:
             found = await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
         else:
             found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
-        self._rtt_s = (await client.connect()).stats().rtt_s or 0.0
+        self._rtt_s = await client.round_trip() or 0.0
         if found is None or parts is not None or not self._tails_first:
             return found
         return await self._shortened(client, lookup, found)
 
-    async def _look(self, client: AsyncClient) -> None:
+    async def _look(self, client: EngineClient) -> None:
         """Measure the round trip time; runs on the client's event loop."""
         try:
-            connection = await client.connect()
-            began_s = time.monotonic()
-            if await connection.answers(_LOOK_S):
-                self._rtt_s = min(self._rtt_s, time.monotonic() - began_s)
+            if (rtt_s := await client.round_trip(probe_s=_LOOK_S)) is not None:
+                self._rtt_s = min(self._rtt_s, rtt_s)
             await asyncio.sleep(_LOOK_S)
         finally:
             self._looking = False

@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.blocking import Client, Handle
+from kvabr.client.blocking import Background, Handle
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import PlayedPrefix, expand_here
+from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
@@ -63,12 +63,18 @@ class WorkerHalf:
     """Implements the worker's part of the connector."""
 
     def __init__(
-        self, settings: VllmSettings, model: ServedModel, client: Client | None, publishers: Publishers | None
+        self,
+        settings: VllmSettings,
+        model: ServedModel,
+        client: Background[EngineClient] | None,
+        publishers: Publishers | None,
     ) -> None:
         """Start; nothing is played or published before `register`, and nothing without a client or publishers."""
         self._settings, self._model, self._client = settings, model, client
         self.counts, self._trouble = ConnectorCounts(), TroubleLog(_log)
         self._blocks: EngineBlocks | None = None
+        self._asleep: EngineBlocks | None = None
+        """The blocks while the engine sleeps."""
         self._copier, self._loader = Copier("kvabr-copy"), Copier("kvabr-load")
         self._news = threading.Condition()
         self._received: set[str] = set()
@@ -113,6 +119,16 @@ class WorkerHalf:
             many,
             tracks,
         )
+
+    def sleep(self) -> None:
+        """Leave the engine's cache alone, whose memory goes away, until `wake`; may be called twice."""
+        for copier in (self._loader, self._copier):
+            copier.wait()
+        self._asleep, self._blocks = self._blocks or self._asleep, None
+
+    def wake(self) -> None:
+        """Use the engine's cache again, which is where it was; may be called twice."""
+        self._blocks, self._asleep = self._blocks or self._asleep, None
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -215,7 +231,7 @@ class WorkerHalf:
     def blocks(self) -> EngineBlocks:
         """The engine's blocks; raise `PlayError` before they are registered."""
         if self._blocks is None:
-            raise PlayError("vLLM has not said where its cache is")
+            raise PlayError("vLLM sleeps" if self._asleep is not None else "vLLM has not said where its cache is")
         return self._blocks
 
     def _play(self, load: LoadRequest, playing: int) -> None:
@@ -228,7 +244,7 @@ class WorkerHalf:
             self._plays[load.play] = _Playing(load, play)
         play.when_done(lambda ended: self._ended(load, ended, began_s))
 
-    async def _prefix(self, client: AsyncClient, load: LoadRequest, playing: int) -> PlayedPrefix:
+    async def _prefix(self, client: EngineClient, load: LoadRequest, playing: int) -> PlayedPrefix:
         """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
         settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
         found, skip = load.found, load.found.catalog.group_at(load.first)

@@ -9,6 +9,7 @@ import torch
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout
+from kvabr.engines.settings import INSIDE
 from kvabr.engines.vllm.blocks import EngineBlocks
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
@@ -67,14 +68,14 @@ class Bench:
             url=served.url,
             fingerprint=served.fingerprint,
             quic="aioquic",
-            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0} | options),
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0, "player": INSIDE} | options),
         )
         caches = caches or plain(spec)
         held = spec if layers is None else with_layers(spec, layers)
         each = tuple(heads or range(one.heads) for one in held.classes)
         self.model = ServedModel(spec, torch.float32, caches, each, waits=waits, layers=layers)
         self.client = take_client(self.options)
-        self.client.connect()
+        self.client.begin(lambda client: client.round_trip()).result()
         made = None
         if publish is not None:
             tracks = list(self.options.tracks or ("FP16",))

@@ -42,7 +42,8 @@ class World(VllmWorld):
         names = smollm2_folder(model)
         self.link = Shaper(self.origin.address, Conditions(rtt_s=0.01))
         url = f"moqt://127.0.0.1:{self.link.address[1]}/"
-        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names) | self.publishing("FP16")
+        own = {"player": "inside"}  # where tests look into the client
+        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names, **own) | self.publishing("FP16")
         self.engine = RealEngine(model, extra)
         self.prompts = prompts_of(self.engine.tokens(TEXT))
         self.cold = []
@@ -176,17 +177,26 @@ def test_a_group_that_is_lost_is_computed_and_what_is_before_it_is_used(world, w
     assert took_s < world.cold_s  # and not for the deadline: there was nothing to wait for
 
 
+def received(client):
+    """Bytes that came so far."""
+
+    async def ask(client):
+        return (await client.connect()).stats().bytes_received
+
+    return client.begin(ask).result()
+
+
 def test_an_origin_that_dies_mid_play(world, mode):
     trace = constant(60.0)
     world.engine.forget()
     world.link.begin(trace, 0.0, Conditions(rtt_s=0.01))
     client = world.engine.client
-    before = client.stats().bytes_received
+    before = received(client)
 
     over = threading.Event()
 
     def kill():
-        while client.stats().bytes_received < before + (24 << 20) and not over.wait(0.01):
+        while received(client) < before + (24 << 20) and not over.wait(0.01):
             pass
         world.origin.kill()
 

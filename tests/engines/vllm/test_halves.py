@@ -263,7 +263,7 @@ def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
 
 
 def test_a_round_trip_that_took_long_once_is_measured_again(bench):
-    bench.client.connect()
+    bench.client.begin(lambda client: client.round_trip()).result(LIMIT_S)
     bench.scheduler._rtt_s = 2 * LIMIT_S
     assert bench.scheduler.matched(request("hopeless"), 0) == (0, False)
     assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
@@ -323,6 +323,23 @@ def test_a_reset_while_caches_are_loaded_into_blocks_says_so(served):
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, [list(range(20))], count)
         assert bench.scheduler.reset() is False
+    finally:
+        bench.close()
+
+
+def test_nothing_is_written_while_the_engine_sleeps(served, mode):
+    bench = Bench(served, mode=mode)
+    try:
+        asked = request("before")
+        count, _ = bench.matched(asked)  # played, or promised, but in no block yet
+        for _ in range(2):
+            bench.worker.sleep()
+        bench.scheduler.allocated(asked, [list(range(20))], count)
+        bench.steps()
+        assert all(bool(cache.isnan().all()) for cache in bench.caches)
+        for _ in range(2):
+            bench.worker.wake()
+        assert bench.load(request("after"))[0] == 64
     finally:
         bench.close()
 

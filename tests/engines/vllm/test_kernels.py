@@ -10,6 +10,8 @@ from kvabr.client.profiles import keep
 from kvabr.codec import gpu
 from kvabr.codec.fit import fit
 from kvabr.engines.layouts import BlockLayout
+from kvabr.engines.player_process import client as remote
+from kvabr.engines.settings import OWN
 from tests.client.served import Served
 from tests.codec.gpu.conftest import DEVICE, interpreter  # noqa: F401  # a fixture
 from tests.engines.paging import paged_blocks
@@ -28,7 +30,8 @@ NUMBERS = list(range(5, 25))
 @pytest.fixture(autouse=True)
 def tried(monkeypatch):
     """The kernels have been tried before the play: none is compiled beside it."""
-    monkeypatch.setattr(play, "warm_in_background", lambda *_: None)
+    for module in (play, remote):
+        monkeypatch.setattr(module, "warm_in_background", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +67,11 @@ def played(served, layout, policy, **options):
         (BlockLayout.PLAIN, {}),
         (BlockLayout.TRANSPOSED, {"mode": "promise-first"}),
         (BlockLayout.PLAIN, {"heads": range(1, 2)}),
+        (BlockLayout.PLAIN, {"player": OWN}),
     ],
-    ids=["straight", "keys transposed", "a rank's heads"],
+    ids=["straight", "keys transposed", "a rank's heads", "from another process"],
 )
-def test_a_play_is_decoded_into_blocks_in_one_batch(coded, monkeypatch, layout, options):
+def test_a_play_is_decoded_into_blocks_in_one_batch(coded, home, monkeypatch, layout, options):
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     wanted = played(coded, layout, "AC-5x", **options)
     batches, decode = [], decoder.decode_to_blocks

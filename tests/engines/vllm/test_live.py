@@ -50,3 +50,18 @@ def test_both_say_the_same(world, mode):
     assert said["counted"]["published_live"] == 1
     assert counted["tokens_loaded"] == 640
     assert "tokens_missed" not in counted
+
+
+@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
+def test_disaggregated_prefill(world, mode):
+    """As vLLM's proxy asks: the prefill node for one token, and the decode node as soon as that has answered."""
+    world.engine.use(mode)
+    prompt = IDS[1600:2300] if mode == "play-first" else IDS[2400:3100]
+    cold, _ = world.says(prompt, SAID, play=False)
+    world.engine.forget()
+    (first,) = world.producer.generate(prompt, 1)
+    text, counted = world.says(prompt, SAID, forget=False)
+    assert text == cold
+    assert text[0] == first
+    assert counted["tokens_loaded"] == 640
+    assert "tokens_missed" not in counted

@@ -1,0 +1,91 @@
+"""What the settings of an engine say of its client."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits
+from kvabr.engines.settings import EngineSettings
+from kvabr.link.moqt.options import TransportChoice
+from kvabr.link.quic.backend import Quic
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.types.errors import KvabrError
+
+LOG = logging.getLogger("kvabr.engines")
+
+_MAX_WAITING = 1 << 16
+"""Plays that may wait for their turn: an engine bounds its requests itself."""
+
+
+@dataclass(frozen=True)
+class ClientArguments:
+    """What the settings of an engine say of its client. Engines with the same share one in a player process."""
+
+    url: str | None
+    token: str | None
+    token_file: Path | None
+    ca: Path | None
+    fingerprint: str | None
+    insecure: bool
+    quic: Quic
+    transport: TransportChoice
+    limits: Limits
+    cache: Path | None
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> ClientArguments:
+        """Return those of an engine's settings, with what its environment adds."""
+        token = settings.token
+        if token is None and settings.token_file is None:
+            token = os.environ.get("KVABR_TOKEN") or None
+        limits = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)
+        if settings.disk is not None:
+            limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
+        return cls(
+            settings.url,
+            token,
+            _absolute(settings.token_file),
+            _absolute(settings.ca),
+            settings.fingerprint,
+            settings.insecure,
+            settings.quic,
+            settings.transport,
+            limits,
+            _absolute(settings.cache),
+        )
+
+    def open(self, metrics: ClientMetrics | None = None) -> AsyncClient:
+        """Return a client in this process; a `UsageError` if something is wrong with these."""
+        try:
+            return self._client(self.limits, metrics)
+        except KvabrError as error:
+            if self.limits.disk is None:
+                raise
+            # Each rank is a process, and only one of them can have the folder.
+            LOG.warning("fetched groups are kept in memory only (ranks can share shm://): %s", error)
+        return self._client(replace(self.limits, disk=None), metrics)
+
+    def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
+        return AsyncClient(
+            self.url,
+            token=self.token,
+            token_file=self.token_file,
+            ca=self.ca,
+            fingerprint=self.fingerprint,
+            insecure=self.insecure,
+            quic=self.quic,
+            transport=self.transport,
+            limits=limits,
+            cache=self.cache,
+            metrics=metrics,
+        )
+
+
+def _absolute(path: Any) -> Any:
+    """Return a path that another process understands, too; URLs stay as they are."""
+    return path.absolute() if isinstance(path, Path) else path

@@ -1,0 +1,211 @@
+"""Messages between two processes of one user: pickled objects and open files, over a Unix socket.
+
+Bytes and codec profiles are not pickled with the rest. The sender puts bytes into shared memory (`regions`); a profile
+is sent once, and then named by its digest.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import io
+import os
+import pickle
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kvabr.codec.profile import Profile
+from kvabr.types.errors import ConnectionLostError, FormatError
+
+_HEAD = struct.Struct("=QB")
+"""Bytes of the message that follows, and files that come with it."""
+_MOST_BYTES = 1 << 30
+_READ_BYTES = 256 << 10
+_MOST_FILES = 8
+_NOTHING = memoryview(b"")
+_BYTES, _PROFILE = 0, 1
+"""What stands for something that is not pickled: bytes in shared memory, or a profile."""
+_CREDENTIALS = struct.Struct("=iii")
+"""A process, its user and its group, as Linux tells them of the other end of a socket."""
+
+
+class ChannelMessage(NamedTuple):
+    """What came."""
+
+    data: bytes
+    files: tuple[int, ...]
+    """Descriptors, which the receiver closes."""
+
+
+class ProcessChannel:
+    """One end of a connection, on an event loop. All its methods are for the loop's thread."""
+
+    def __init__(
+        self, link: socket.socket, received: Callable[[ChannelMessage], None], lost: Callable[[Exception], None]
+    ) -> None:
+        """Take over a connected socket; raise `ConnectionLostError` unless it leads to a process of the same user.
+
+        Args:
+            link: the socket.
+            received: is called with each message.
+            lost: is called, once, when the connection has ended otherwise than by `close`.
+        """
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if (user := _CREDENTIALS.unpack(credentials)[1]) != os.geteuid():
+            link.close()
+            raise ConnectionLostError(f"the other end belongs to user {user}, this process to {os.geteuid()}")
+        link.setblocking(False)
+        self._link, self._received, self._lost = link, received, lost
+        self._loop = asyncio.get_running_loop()
+        self._came, self._files = bytearray(), deque[int]()
+        self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._told: set[str] = set()
+        """Profiles that the other end has."""
+        self._profiles: dict[str, Profile] = {}
+        """Those that it has sent."""
+        self._open = True
+        self._loop.add_reader(link, self._read)
+
+    def send(
+        self, message: object, *, places: Mapping[int, tuple[int, int]] = MappingProxyType({}), file: int | None = None
+    ) -> None:
+        """Send an object; nothing once the connection has ended.
+
+        Args:
+            message: the object.
+            places: offset and bytes in shared memory of views within the message, by their ids.
+            file: an open file to send along, which may be closed afterwards.
+        """
+        if not self._open:
+            return
+        out = io.BytesIO()
+        out.write(bytes(_HEAD.size))
+        _Pickler(out, places, self._told).dump(message)
+        data = out.getbuffer()
+        _HEAD.pack_into(data, 0, len(data) - _HEAD.size, file is not None)
+        files = () if file is None else (os.dup(file),)
+        self._waiting.append((data, files))
+        if len(self._waiting) == 1:
+            self._write()
+
+    def read(self, message: ChannelMessage, shared: memoryview = _NOTHING) -> Any:
+        """Return the object of a message; ``shared`` is the memory that its views lie in. Read them in their order.
+
+        Raises:
+            FormatError: it is not from this version of kvabr.
+        """
+        try:
+            return _Unpickler(message.data, shared, self._profiles).load()
+        except FormatError:
+            raise
+        except Exception as error:  # unpickling raises whatever it likes
+            raise FormatError(f"a message that cannot be read: {error!r}") from error
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._link)
+            self._loop.remove_writer(self._link)
+            self._link.close()
+            for file in (*self._files, *(file for _, files in self._waiting for file in files)):
+                os.close(file)
+            self._waiting.clear()
+
+    def _fail(self, error: Exception) -> None:
+        if self._open:
+            self.close()
+            self._lost(error)
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                data, files = self._waiting[0]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+                sent = self._link.sendmsg([data], rights)
+                for file in files:
+                    os.close(file)
+                self._waiting[0] = (data[sent:], ())
+                if sent == len(data):
+                    self._waiting.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._link, self._write)
+        except OSError as error:
+            self._fail(error)
+        else:
+            self._loop.remove_writer(self._link)
+
+    def _read(self) -> None:
+        try:
+            data, files, _, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        self._files.extend(files)
+        if not data:
+            self._fail(ConnectionLostError("the other end has closed the connection"))
+            return
+        self._came += data
+        while self._open and len(self._came) >= _HEAD.size:
+            size, count = _HEAD.unpack_from(self._came)
+            if size > _MOST_BYTES or count > _MOST_FILES:
+                self._fail(FormatError(f"a message of {size:,} bytes with {count} files"))
+                return
+            end = _HEAD.size + size
+            if len(self._came) < end:
+                return
+            message = ChannelMessage(bytes(memoryview(self._came)[_HEAD.size : end]), tuple(self._take_files(count)))
+            del self._came[:end]
+            self._received(message)
+
+    def _take_files(self, count: int) -> list[int]:
+        return [self._files.popleft() for _ in range(min(count, len(self._files)))]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, places: Mapping[int, tuple[int, int]], told: set[str]) -> None:
+        super().__init__(out, pickle.HIGHEST_PROTOCOL)
+        self._places, self._told = places, told
+
+    def persistent_id(self, thing: object) -> tuple[object, ...] | None:
+        if isinstance(thing, memoryview):
+            return (_BYTES, *self._places[id(thing)])
+        if isinstance(thing, Profile):
+            new = thing.digest not in self._told
+            self._told.add(thing.digest)
+            return _PROFILE, thing.digest, thing.to_bytes() if new else None
+        return None
+
+    def reducer_override(self, thing: object) -> Any:
+        if isinstance(thing, BaseException):  # those with arguments of their own cannot be made again by calling them
+            return _error, (type(thing), thing.args, vars(thing))
+        return NotImplemented
+
+
+def _error(kind: type[BaseException], args: tuple[object, ...], facts: dict[str, object]) -> BaseException:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(facts)
+    return error
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, shared: memoryview, profiles: dict[str, Profile]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._shared, self._profiles = shared, profiles
+
+    def persistent_load(self, place: Any) -> memoryview | Profile:
+        kind, first, second = place
+        if kind == _BYTES:
+            if not 0 <= first <= first + second <= len(self._shared):
+                raise FormatError(f"{second} bytes at {first} of {len(self._shared)} in shared memory")
+            return self._shared[first : first + second]
+        if second is not None and first not in self._profiles:
+            self._profiles[first] = Profile.from_bytes(second)
+        return self._profiles[first]

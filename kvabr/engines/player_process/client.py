@@ -1,0 +1,289 @@
+"""`RemoteClient`: the client of an engine whose plays run in a player process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import update_wrapper
+from itertools import count
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from kvabr import __version__
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
+from kvabr.client.lookup import Found
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import PlayedPrefix
+from kvabr.client.warming import warm_engine, warm_in_background
+from kvabr.codec.block_slots import BlockLayers
+from kvabr.engines.client_arguments import ClientArguments
+from kvabr.engines.player_process import regions
+from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.messages import (
+    OPENED,
+    CallAnswer,
+    CallMethod,
+    CancelCall,
+    ForgetRegion,
+    OpenClient,
+    PlayedMemory,
+    ReleaseRegion,
+)
+from kvabr.engines.player_process.sockets import own_socket, private_folder
+from kvabr.engines.settings import INSIDE, OWN
+from kvabr.store.memory import GROUPS
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
+from kvabr.types.kv import KVSpec
+
+_log = logging.getLogger("kvabr.engines")
+
+_IDLE_S = 60
+"""Seconds without an engine after which a process ends that engines have started."""
+_START_S, _NAP_S = 30.0, 0.05
+_started: list[subprocess.Popen[bytes]] = []
+"""Kept, so that nothing is said of processes that outlive this one."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _remote(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RemoteClient, P], Coroutine[Any, Any, T]]:
+    """Return a method of `AsyncClient` as one that is called in the player process."""
+
+    async def call(self: RemoteClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        value: T = await self.call(method.__name__, args, kwargs)
+        return value
+
+    update_wrapper(call, method)
+    return call
+
+
+class RemoteClient:
+    """As `AsyncClient`, for one event loop: what an adapter needs of it (`kvabr.engines.clients.EngineClient`)."""
+
+    def __init__(self, arguments: ClientArguments, player: str) -> None:
+        """Prepare; a process is looked for, and started, when it is needed.
+
+        Args:
+            arguments: of the client in that process.
+            player: the socket of a process that somebody else starts, or `OWN`.
+        """
+        self.metrics = ClientMetrics()
+        """Count nothing: the player process does."""
+        self._arguments = arguments
+        self._starts = player == OWN
+        self._socket = own_socket() if self._starts else Path(player).absolute()
+        self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
+        self._link: asyncio.Task[_Link] | None = None
+
+    find = _remote(AsyncClient.find)
+    find_joined = _remote(AsyncClient.find_joined)
+    find_asset = _remote(AsyncClient.find_asset)
+    fetch_profile = _remote(AsyncClient.fetch_profile)
+    tail_of = _remote(AsyncClient.tail_of)
+    round_trip = _remote(AsyncClient.round_trip)
+    play_prefix = _remote(AsyncClient.play_prefix)
+    play_coded = _remote(AsyncClient.play_coded)
+
+    async def warm(
+        self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
+    ) -> None:
+        """As `AsyncClient.warm`, here: this process has the device."""
+        warm_engine(spec, device, dtype, like, self._speeds)
+
+    async def close(self) -> None:
+        """Leave the process, which ends all plays of this client."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.cancel()
+            with contextlib.suppress(asyncio.CancelledError, TransportError, UsageError):
+                (await link).close()
+
+    # -------------------------------------------------------------- internals
+
+    async def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Have a method of the client in the process called; errors are its own, or a `TransportError` without one."""
+        how, device = options.get("options"), None
+        if isinstance(how, PlayOptions):
+            device, options["options"] = how.device, self._planned(how, args)
+        value = await (await self._connected()).call(name, args, options)
+        if isinstance(value, PlayedPrefix) and device is not None:
+            # Profiles that are new to this process: the process that played has no GPU.
+            for profile in {id(one.context.profile): one.context.profile for one in value.groups}.values():
+                if profile is not None:
+                    warm_in_background(profile, device, speeds=self._speeds)
+        return value
+
+    def _planned(self, how: PlayOptions, args: tuple[Any, ...]) -> PlayOptions:
+        """Return the options for a process without a GPU: instead of this one's, how fast it expands groups."""
+        rates = None
+        if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
+            catalog = args[0].catalog.to_play
+            if not self._speeds.lacks(catalog, how.device):
+                rates = self._speeds.rates(catalog, how.device)
+        return replace(how, device=None, decode_rates=rates)
+
+    async def _connected(self) -> _Link:
+        """Return the connection to the process, which is made, or made again, if there is none."""
+        made = self._link
+        if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
+            made = self._link = asyncio.get_running_loop().create_task(self._connect())
+        # Whoever gives up must not end it for the others.
+        return await asyncio.shield(made)
+
+    async def _connect(self) -> _Link:
+        link = _Link(await self._dialled())
+        await link.open(OpenClient(__version__, self._arguments))
+        return link
+
+    async def _dialled(self) -> socket.socket:
+        loop, started = asyncio.get_running_loop(), False
+        until_s = loop.time() + _START_S
+        while True:
+            link = socket.socket(socket.AF_UNIX)
+            try:
+                link.connect(str(self._socket))
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                link.close()
+                if not self._starts:
+                    raise TransportError(f"{self._socket}: no player process ({error}); see `kvabr player`") from error
+                if not started:
+                    started = True
+                    await loop.run_in_executor(None, start, self._socket)
+                elif loop.time() > until_s or _started[-1].poll():
+                    log = self._socket.with_suffix(".log")
+                    raise TransportError(
+                        f'the player process does not start, see {log}; "player": "{INSIDE}" does without'
+                    ) from error
+            except OSError as error:
+                link.close()
+                raise TransportError(f"{self._socket}: {error}") from error
+            else:
+                return link
+            await asyncio.sleep(_NAP_S)
+
+
+class _Link:
+    """A connection to a player process."""
+
+    def __init__(self, link: socket.socket) -> None:
+        """Take over a connected socket; errors as `ProcessChannel`."""
+        self._loop = asyncio.get_running_loop()
+        self._channel = ProcessChannel(link, self._received, self._lost)
+        self.over = False
+        """Whether it has ended."""
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count(OPENED + 1)
+        self._regions: dict[int, mmap.mmap] = {}
+        self._shared: memoryview | None = None
+        """Where the views of the next message lie."""
+
+    async def open(self, message: OpenClient) -> None:
+        """Begin; raise a `UsageError` if the process does not take us."""
+        try:
+            await self._answer(OPENED, message)
+        except BaseException:
+            self.close()
+            raise
+
+    async def call(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
+        """Have a method called, and return what it returns; cancelling this cancels it."""
+        number = next(self._numbers)
+        try:
+            return await self._answer(number, CallMethod(number, name, args, options))
+        except asyncio.CancelledError:
+            self._channel.send(CancelCall(number))
+            raise
+
+    async def _answer(self, number: int, message: object) -> Any:
+        answer = self._answers[number] = self._loop.create_future()
+        try:
+            if self.over:
+                raise ConnectionLostError("the player process has ended")
+            self._channel.send(message)
+            return await answer
+        finally:
+            del self._answers[number]
+
+    def close(self) -> None:
+        """End it, and all calls."""
+        self._channel.close()
+        self._lost(ConnectionLostError("this side closed the connection"))
+
+    def _lost(self, error: Exception) -> None:
+        self.over = True
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ConnectionLostError(f"the player process has ended: {error}"))
+        self._regions.clear()
+
+    def _received(self, message: ChannelMessage) -> None:
+        shared, self._shared = self._shared, None
+        try:
+            thing = self._channel.read(message, memoryview(b"") if shared is None else shared)
+            if isinstance(thing, PlayedMemory):
+                self._shared = self._mapped(thing, message)
+        except (FormatError, OSError) as error:
+            self._channel.close()
+            self._lost(error)
+            return
+        if isinstance(thing, ForgetRegion):
+            self._regions.pop(thing.region, None)
+        elif isinstance(thing, CallAnswer):
+            answer = self._answers.get(thing.number)
+            if answer is None or answer.done():
+                return
+            if thing.error is None:
+                answer.set_result(thing.value)
+            else:
+                answer.set_exception(thing.error)
+
+    def _mapped(self, memory: PlayedMemory, message: ChannelMessage) -> memoryview:
+        """Return the memory of a play, and give it back when no view of it is left."""
+        if message.files:
+            self._regions[memory.region] = regions.mapped(message.files[0], GROUPS.pin)
+        shown = np.frombuffer(self._regions[memory.region], np.uint8, count=memory.nbytes)
+        weakref.finalize(shown, self._released, memory.region).atexit = False
+        return shown.data.toreadonly()
+
+    def _released(self, region: int) -> None:
+        """Called in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._channel.send, ReleaseRegion(region))
+
+
+def start(path: Path) -> None:
+    """Start a player process that ends some time after the last engine has left; what it says is in a file beside.
+
+    Raises:
+        TransportError: it cannot be started.
+    """
+    try:
+        private_folder(path.parent)
+        with path.with_suffix(".log").open("ab") as log:
+            command = [sys.executable, "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
+            started = subprocess.Popen(  # noqa: S603  # this very interpreter
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+    except (OSError, UsageError) as error:
+        raise TransportError(
+            f'no player process can be started ({error}); "player": "{INSIDE}" does without'
+        ) from error
+    _started.append(started)
+    _log.info("kvabr: started a player process, %s", path)

@@ -1,0 +1,220 @@
+"""The player process: clients of origins, for engines that connect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import TYPE_CHECKING
+
+from kvabr import __version__
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.result import PlayedPrefix
+from kvabr.engines.client_arguments import ClientArguments
+from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.messages import (
+    OPENED,
+    CallAnswer,
+    CallMethod,
+    CancelCall,
+    ForgetRegion,
+    OpenClient,
+    PlayedMemory,
+    ReleaseRegion,
+)
+from kvabr.engines.player_process.regions import Regions, laid_out
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.transfer.work import cancel_all, decoders
+from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PlayError, UsageError
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+_CALLS = frozenset(
+    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "play_prefix", "play_coded", "round_trip"}
+)
+"""Methods of `AsyncClient` that engines may call."""
+_KEEP_S = 60.0
+"""Seconds for which a client that no engine uses is kept, with its connections and groups."""
+_MOST_SPARE_BYTES = 512 << 20
+
+
+class PlayerProcess:
+    """Serves the engines of a node; a context manager for one event loop."""
+
+    def __init__(self, listener: socket.socket, log: FilteringBoundLogger, metrics: ClientMetrics) -> None:
+        """Take over a socket that listens.
+
+        Args:
+            listener: the socket.
+            log: hears of engines that come and go.
+            metrics: counts what all clients do.
+        """
+        self._listener, self._log, self._metrics = listener, log, metrics
+        self._clients: dict[ClientArguments, _Shared] = {}
+        self._engines: set[_Engine] = set()
+        self._changed = asyncio.Event()
+
+    async def serve(self, idle_s: float | None) -> None:
+        """Serve until there was no engine for ``idle_s`` seconds; None: until this is cancelled."""
+        accepting = asyncio.create_task(self._accept())
+        try:
+            while True:
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(None if self._engines else idle_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    return
+        finally:
+            await cancel_all([accepting])
+            for engine in list(self._engines):
+                engine.close()
+            for shared in list(self._clients.values()):
+                await shared.client.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            link, _ = await loop.sock_accept(self._listener)
+            with contextlib.suppress(ConnectionLostError):  # another user's process
+                self._engines.add(_Engine(self, link))
+                self._changed.set()
+
+    def take(self, arguments: ClientArguments) -> AsyncClient:
+        """Return the client with these arguments, for one more engine; errors as `ClientArguments.open`."""
+        shared = self._clients.get(arguments)
+        if shared is None:
+            shared = self._clients[arguments] = _Shared(arguments.open(self._metrics))
+        shared.users += 1
+        return shared.client
+
+    def left(self, engine: _Engine, arguments: ClientArguments | None, why: Exception | None) -> None:
+        """Note that an engine has left."""
+        self._engines.discard(engine)
+        self._changed.set()
+        self._log.info("engine left", engines=len(self._engines), why=None if why is None else str(why))
+        if arguments is None:
+            return
+        shared = self._clients[arguments]
+        shared.users -= 1
+        if not shared.users:
+            asyncio.get_running_loop().call_later(_KEEP_S, self._drop, arguments, shared)
+
+    def joined(self, arguments: ClientArguments) -> None:
+        """Note that an engine has come."""
+        self._log.info("engine joined", engines=len(self._engines), url=(arguments.url or "").partition("?")[0])
+
+    def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
+        if not shared.users and self._clients.get(arguments) is shared:
+            del self._clients[arguments]
+            shared.closing = asyncio.get_running_loop().create_task(shared.client.close())
+
+
+class _Shared:
+    """A client, and how many engines use it."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client, self.users = client, 0
+        self.closing: asyncio.Task[None] | None = None
+        """Kept until it is done."""
+
+
+class _Engine:
+    """The connection of an engine's process."""
+
+    def __init__(self, process: PlayerProcess, link: socket.socket) -> None:
+        """Take over a connection; errors as `ProcessChannel`."""
+        self._process = process
+        self._channel = ProcessChannel(link, self._received, self._over)
+        self._arguments: ClientArguments | None = None
+        self._client: AsyncClient | None = None
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._regions = Regions(_MOST_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
+
+    def close(self) -> None:
+        """End all calls and the connection."""
+        self._channel.close()
+        self._over(None)
+
+    def _over(self, why: Exception | None) -> None:
+        for call in self._calls.values():
+            call.cancel()
+        self._regions.close()
+        self._process.left(self, self._arguments, why)
+
+    def _received(self, message: ChannelMessage) -> None:
+        try:
+            self._take(self._channel.read(message))
+        except FormatError as error:
+            self._channel.send(
+                CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {error}"))
+            )
+            self._channel.close()
+            self._over(error)
+
+    def _take(self, thing: object) -> None:
+        if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
+            self._calls[thing.number] = asyncio.get_running_loop().create_task(self._call(self._client, thing))
+        elif isinstance(thing, CancelCall):
+            if thing.number in self._calls:
+                self._calls[thing.number].cancel()
+        elif isinstance(thing, ReleaseRegion):
+            self._regions.give_back(thing.region)
+        elif isinstance(thing, OpenClient) and self._client is None:
+            self._open(thing)
+        else:
+            raise FormatError(f"{type(thing).__name__} out of turn")
+
+    def _open(self, message: OpenClient) -> None:
+        try:
+            if message.version != __version__:
+                raise UsageError(
+                    f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
+                )
+            self._client = self._process.take(message.arguments)
+        except KvabrError as error:
+            self._channel.send(CallAnswer(OPENED, error=error))
+            return
+        self._arguments = message.arguments
+        self._process.joined(message.arguments)
+        self._channel.send(CallAnswer(OPENED))
+
+    async def _call(self, client: AsyncClient, call: CallMethod) -> None:
+        try:
+            value = await getattr(client, call.name)(*call.args, **call.options)
+            if isinstance(value, PlayedPrefix):
+                await self._hand_over(call.number, value)
+            else:
+                self._channel.send(CallAnswer(call.number, value))
+        except Exception as error:  # noqa: BLE001  # it is the engine's
+            self._fail(call.number, error)
+        finally:
+            del self._calls[call.number]
+
+    def _fail(self, number: int, error: Exception) -> None:
+        try:
+            self._channel.send(CallAnswer(number, error=error))
+        except Exception:  # noqa: BLE001  # an error of a plug-in, say, with something that cannot be sent
+            self._channel.send(CallAnswer(number, error=PlayError(f"{type(error).__name__}: {error}")))
+
+    async def _hand_over(self, number: int, played: PlayedPrefix) -> None:
+        """Send what was played, its bytes in shared memory."""
+        views = {id(view): view for group in played.groups for view in (group.payload, *group.below)}
+        placed, nbytes = laid_out(views.values())
+        if not nbytes:
+            self._channel.send(CallAnswer(number, played), places=dict.fromkeys(views, (0, 0)))
+            return
+        try:
+            region = self._regions.take(nbytes)
+        except OSError as error:
+            raise PlayError(f"no shared memory for {nbytes:,} bytes: {error}") from error
+        try:
+            await asyncio.get_running_loop().run_in_executor(decoders(), region.fill, placed)
+        except BaseException:
+            self._regions.give_back(region.number)
+            raise
+        file, region.told = None if region.told else region.file, True
+        self._channel.send(PlayedMemory(region.number, nbytes), file=file)
+        places = {id(view): (at, len(view)) for at, view in placed}
+        self._channel.send(CallAnswer(number, played), places=places)

@@ -1,0 +1,134 @@
+"""Shared memory that a player process writes what it has played to, and an engine's process reads.
+
+A region is used for one play after the other: fresh memory costs both ends as much time as copying to it, and a device
+as much again to pin it. It is nobody's file: when the last process that has it open or mapped ends, it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvabr.store.memory import Pin, PinnedMemory
+from kvabr.types.errors import FormatError
+
+_STEP_BYTES = 2 << 20
+_ALIGN = 64
+"""Bytes: a cache line, so that no two groups share one."""
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""A file with these seals cannot be cut short, which would end a process that has mapped it."""
+
+
+class Region:
+    """A region of the process that writes."""
+
+    def __init__(self, number: int, size: int) -> None:
+        """Make one of at least ``size`` bytes; raise `OSError` if there is no memory."""
+        self.number, self.told = number, False
+        """``told``: whether the other process has the file."""
+        self.size = -(-size // _STEP_BYTES) * _STEP_BYTES
+        self.file = os.memfd_create("kvabr-played", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.file, self.size)
+            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _FIXED)
+            self._memory = mmap.mmap(self.file, self.size)
+        except BaseException:
+            os.close(self.file)
+            raise
+
+    def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Copy pieces to their offsets; other threads run meanwhile."""
+        here = np.frombuffer(self._memory, np.uint8)
+        for at, piece in pieces:
+            here[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process has it, once nothing is being copied there."""
+        os.close(self.file)
+
+
+class Regions:
+    """The regions of one connection."""
+
+    def __init__(self, most_spare_bytes: int, forget: Callable[[int], None]) -> None:
+        """Begin without any.
+
+        Args:
+            most_spare_bytes: of unused ones that are kept.
+            forget: is told the numbers of those that are gone.
+        """
+        self._most, self._forget = most_spare_bytes, forget
+        self._used: dict[int, Region] = {}
+        self._spare: list[Region] = []
+        """The longest unused first."""
+        self._made = 0
+
+    def take(self, size: int) -> Region:
+        """Return a region for ``size`` bytes, until it is given back; raise `OSError` if there is no memory."""
+        fitting = [region for region in self._spare if size <= region.size <= 2 * size + _STEP_BYTES]
+        if fitting:
+            region = min(fitting, key=lambda one: one.size)
+            self._spare.remove(region)
+        else:
+            self._made += 1
+            region = Region(self._made, size)
+        self._used[region.number] = region
+        return region
+
+    def give_back(self, number: int) -> None:
+        """Take back a region that the other process does not read any more."""
+        region = self._used.pop(number, None)
+        if region is None:
+            return
+        self._spare.append(region)
+        while sum(one.size for one in self._spare) > self._most:
+            gone = self._spare.pop(0)
+            gone.close()
+            if gone.told:
+                self._forget(gone.number)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for region in (*self._used.values(), *self._spare):
+            region.close()
+        self._used.clear()
+        self._spare.clear()
+
+
+def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]], int]:
+    """Return the offset of each piece, and the bytes that they take together."""
+    placed, end = [], 0
+    for piece in pieces:
+        placed.append((end, piece))
+        end += -(-len(piece) // _ALIGN) * _ALIGN
+    return placed, end
+
+
+def mapped(file: int, pin: Pin | None) -> mmap.mmap:
+    """Return a region as the reading process has it, and close the file.
+
+    Args:
+        file: its descriptor.
+        pin: pins memory for a device; None: there is none.
+
+    Raises:
+        FormatError: it is no region.
+        OSError: there is no memory.
+    """
+    try:
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _FIXED != _FIXED:
+            raise FormatError("shared memory that could be cut short")
+        size = os.fstat(file).st_size
+        if pin is not None:
+            memory = PinnedMemory(file, size)
+            memory.undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
+            if memory.undo is not None:
+                return memory
+        return mmap.mmap(file, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)

@@ -1,0 +1,66 @@
+"""Where player processes listen. Imports nothing that takes time: a process that is not needed ends at once."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from kvabr import __version__
+from kvabr.types.errors import UsageError
+
+_MOST_CHARACTERS = 107
+"""Of a Unix socket's path on Linux."""
+
+
+def own_socket() -> Path:
+    """Return the socket of the process that the engines of this user share; one for each installation of kvabr."""
+    installation = hashlib.sha256(os.fsencode(Path(__file__).resolve())).hexdigest()[:8]
+    given = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(given) / "kvabr" if given else Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
+    return folder / f"player-{__version__}-{installation}.sock"
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that only this user can enter; raise `UsageError` if it is there, and somebody else can.
+
+    Raises `OSError` if it cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{folder}: other users can enter it, or it is not yours; whoever can reach a player process can use its "
+            "tokens: give another folder, or `chmod 700` this one"
+        )
+
+
+def listening(path: Path) -> tuple[socket.socket, int] | None:
+    """Return a socket that listens, and the open file that keeps others from doing so; None if somebody does.
+
+    Raises:
+        UsageError: the path is too long, or others can enter its folder.
+        OSError: it cannot be used.
+    """
+    if len(os.fsencode(path)) > _MOST_CHARACTERS:
+        raise UsageError(f"{path}: the path of a socket has at most {_MOST_CHARACTERS} characters; give a shorter one")
+    private_folder(path.parent)
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        made.bind(str(path))
+        made.listen(64)
+        made.setblocking(False)
+    except BaseException as error:
+        made.close()
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return made, lock

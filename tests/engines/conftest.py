@@ -1,0 +1,22 @@
+"""A home for player processes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvabr.engines.player_process import client as remote
+from tests.processes import LIMIT_S
+
+
+@pytest.fixture(scope="module")
+def home():
+    """A folder of sockets with a short path; whatever process was started there ends."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kv") as folder:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+        for started in remote._started:
+            started.terminate()
+            assert started.wait(LIMIT_S) == 0

@@ -1,0 +1,131 @@
+"""Messages as they cross: in their order, with files, profiles once, and errors as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import numpy as np
+import pytest
+
+from kvabr.client.result import IncompleteError
+from kvabr.codec.fit import fit
+from kvabr.codec.profile import Profile
+from kvabr.engines.player_process import regions
+from kvabr.engines.player_process.channel import ProcessChannel
+from kvabr.player.session_types import PlayRecord
+from kvabr.types.errors import FormatError, KvabrError, NotFoundError, Reason
+from tests.toymodel import SPEC, ToyModel, prompt
+
+
+class Pair:
+    """Two ends: what came to the second, and what they lost."""
+
+    def __init__(self):
+        one, two = socket.socketpair()
+        self.came, self.lost = asyncio.Queue(), asyncio.Queue()
+        self.one = ProcessChannel(one, lambda _: None, self.lost.put_nowait)
+        self.two = ProcessChannel(two, self.came.put_nowait, self.lost.put_nowait)
+
+    async def cross(self, thing, shared=None, **how):
+        self.one.send(thing, **how)
+        message = await self.came.get()
+        return self.two.read(message, *(() if shared is None else (shared,))), message.files
+
+    def close(self):
+        self.one.close()
+        self.two.close()
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+async def test_large_messages_come_in_their_order(pair):
+    for number in range(4):
+        pair.one.send((number, bytes(3_000_000)))
+    for number in range(4):
+        assert pair.two.read(await pair.came.get()) == (number, bytes(3_000_000))
+
+
+async def test_bytes_lie_in_shared_memory_that_a_file_brings(pair):
+    made = regions.Regions(1 << 30, lambda _: None)
+    pieces = [memoryview(os.urandom(size)) for size in (1, 70, 5000)]
+    placed, size = regions.laid_out(pieces)
+    region = made.take(size)
+    region.fill(placed)
+    _, (file,) = await pair.cross("memory", file=region.file)
+    memory = regions.mapped(file, None)
+    places = {id(piece): (at, len(piece)) for at, piece in placed}
+    found, _ = await pair.cross(pieces, np.frombuffer(memory, np.uint8).data, places=places)
+    assert found == pieces
+    assert all(at % 64 == 0 for at, _ in placed)
+    outside = {id(piece): (at, region.size) for at, piece in placed}
+    with pytest.raises(FormatError, match="in shared memory"):
+        await pair.cross(pieces, np.frombuffer(memory, np.uint8).data, places=outside)
+    made.close()
+    assert bytes(memory[:1]) == bytes(pieces[0])  # of both processes, the last keeps it
+
+
+async def test_a_region_is_told_of_once_it_is_gone():
+    gone = []
+    made = regions.Regions(3 << 20, gone.append)
+    taken = [made.take(1 << 20) for _ in range(2)]
+    assert [each.size for each in taken] == [2 << 20, 2 << 20]
+    for each in taken:
+        each.told = True
+        made.give_back(each.number)
+    assert gone == [1]
+    assert made.take(100).number == 2
+    made.give_back(77)  # nothing of the kind
+    made.close()
+
+
+async def test_a_file_that_could_be_cut_short_is_not_mapped():
+    file = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 4096)
+    with pytest.raises(FormatError, match="cut short"):
+        regions.mapped(file, None)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file)
+
+
+async def test_a_profile_crosses_once(pair):
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(64).tokens)]))
+    (first, _), (second, _) = await pair.cross([profile, profile]), await pair.cross(profile)
+    assert isinstance(second, Profile)
+    assert first == [second, second]
+    assert second.digest == profile.digest
+    size = len(profile.to_bytes())
+    pair.one.send(profile)
+    assert len((await pair.came.get()).data) < size / 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KvabrError("as it was"),
+        NotFoundError("not there", reason=Reason.MISSING, retry_after_s=2.0),
+        IncompleteError("late", "why", (1, 2), PlayRecord([]), None),
+        KeyError("of a plug-in"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_are_what_they_were(pair, error):
+    found, _ = await pair.cross(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)
+
+
+async def test_an_end_that_goes_is_noticed_once(pair):
+    pair.one.close()
+    pair.one.send("nobody hears")
+    assert "closed the connection" in str(await pair.lost.get())
+    pair.two.send("nor this")
+    pair.two.close()
+    assert pair.lost.empty()

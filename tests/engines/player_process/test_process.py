@@ -1,0 +1,245 @@
+"""Plays in a player process: real processes, a real origin, and the ways in which they end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from kvabr.client.blocking import Background
+from kvabr.client.options import PlayOptions
+from kvabr.engines.clients import open_client
+from kvabr.engines.player_process import client as remote
+from kvabr.engines.player_process.sockets import own_socket
+from kvabr.engines.settings import INSIDE, OWN, EngineSettings
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import NotFoundError, PlayError, TransportError, UsageError
+from tests.client.served import LIMIT_S, Served
+from tests.processes import gone
+from tests.toymodel import SPEC, prompt, toy_asset
+
+pytestmark = pytest.mark.process
+
+TOKENS = list(prompt(70).tokens)
+COST = PrefillCost.from_rate(1.0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    toy_asset(folder / "one")
+    served = Served(folder, tmp_path_factory.mktemp("tls"))
+    yield served
+    served.close()
+
+
+@contextlib.contextmanager
+def engine(served, player=OWN, **more):
+    given = {"url": served.url, "fingerprint": served.fingerprint, "quic": "aioquic", "player": str(player)}
+    client = Background(open_client(EngineSettings.read(given | more, "here")))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def play(client, tokens=TOKENS, **options):
+    async def ask(client):
+        found = await client.find(tokens, model=SPEC, any_dtype=True, within_s=LIMIT_S)
+        how = PlayOptions(policy="fixed:FP16", tail=0, **options)
+        return await client.play_prefix(found, deadline=LIMIT_S, cost=COST, options=how)
+
+    return client.begin(ask).result(LIMIT_S)
+
+
+def link_of(client):
+    return client._client._link.result()
+
+
+def test_what_is_played_is_what_would_be_played_inside(served, home):
+    with engine(served) as client, engine(served, INSIDE) as inside:
+        played, wanted = play(client), play(inside)
+        assert torch.equal(played.kv, wanted.kv)
+        assert played.tokens == 70
+        for name in ("units", "coverage", "loss", "cut", "spans", "spec"):
+            assert getattr(played, name) == getattr(wanted, name)
+        assert client.begin(lambda client: client.round_trip(probe_s=LIMIT_S)).result(LIMIT_S) > 0
+
+
+def test_memory_is_used_for_one_play_after_the_other_and_never_for_two_at_once(served, home):
+    with engine(served) as client:
+        first, second = play(client), play(client)
+        assert set(link_of(client)._regions) == {1, 2}
+        assert torch.equal(first.kv, second.kv)
+        kept = first.groups[0].payload
+        wanted = bytes(kept)
+        del first, second
+        gc.collect()
+        for _ in range(3):
+            play(client)
+        assert set(link_of(client)._regions) == {1, 2}  # a view of the first is left, the second is used again
+        assert bytes(kept) == wanted
+
+
+def test_what_goes_wrong_is_told_as_inside(served, home):
+    with engine(served) as client:
+
+        async def absent(client):
+            await client.find_asset(f"{SPEC.model}/{'0' * 64}")
+
+        with pytest.raises(NotFoundError):
+            client.begin(absent).result(LIMIT_S)
+
+        async def late(client):
+            await client.play_coded(await client.find(TOKENS, model=SPEC), deadline=1e-6)
+
+        with pytest.raises(PlayError, match="allow more"):
+            client.begin(late).result(LIMIT_S)
+        assert play(client).tokens == 70
+
+
+def test_a_call_that_is_cancelled_ends(served, home):
+    with engine(served) as client:
+        play(client)
+
+        for handle in [client.begin(lambda client: client.find([1] * 20, model=SPEC)) for _ in range(3)]:
+            handle.cancel()
+        assert play(client).tokens == 70
+        assert link_of(client)._answers == {}
+
+
+def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home):
+    with engine(served) as client:
+        held = play(client)
+        wanted, before = held.kv.clone(), remote._started[-1]
+        hanging = client.begin(lambda client: client.fetch_profile(None))  # nothing of the kind: it fails either way
+        before.kill()
+        assert gone(before.pid)
+        with pytest.raises((TransportError, TypeError, AttributeError)):
+            hanging.result(LIMIT_S)
+        end_s = time.monotonic() + LIMIT_S
+        while True:  # until this end has noticed
+            try:
+                again = play(client)
+            except TransportError:
+                assert time.monotonic() < end_s
+            else:
+                break
+        assert torch.equal(again.kv, wanted)
+        assert torch.equal(type(held)(**vars_of(held)).kv, wanted)  # what was played before stays readable
+        assert remote._started[-1].pid != before.pid
+        remote._started.remove(before)
+
+
+def vars_of(played):
+    """The fields of a play, without what was expanded before."""
+    return {name: getattr(played, name) for name in played.__dataclass_fields__}
+
+
+def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_path):
+    other = tmp_path / "two"
+    toy_asset(other / "two", ("FP16",), tokens=40)
+    served_too = Served(other, tmp_path)
+    try:
+        with engine(served) as one, engine(served_too) as two, engine(served) as three:
+            assert play(one).tokens == 70
+            assert play(two, list(prompt(40).tokens)).tokens == 40
+            assert play(three).tokens == 70
+            code = (
+                "from tests.engines.player_process.test_process import *\n"
+                f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
+                "    print(play(client).tokens, remote._started)"
+            )
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+            assert done.stdout.split() == ["70", "[]"]
+    finally:
+        served_too.close()
+
+
+def test_a_socket_without_a_process(served, home):
+    with engine(served, home / "nobody.sock") as client, pytest.raises(TransportError, match="see `kvabr player`"):
+        play(client)
+
+
+def run(*words):
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "kvabr", "player", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
+    path = home / "mine" / "p.sock"
+    first = run("--socket", str(path), "--idle", "2")
+    try:
+        end_s = time.monotonic() + LIMIT_S
+        while not path.exists():
+            assert first.poll() is None
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        second = run("--socket", str(path))
+        assert second.communicate()[0] == f"a player process serves {path} already\n"
+        assert second.returncode == 0
+        with engine(served, path) as client:
+            assert play(client).tokens == 70
+        assert first.communicate(timeout=LIMIT_S)[0].count("engine left") == 1
+        assert first.returncode == 0
+        assert not path.exists()
+    finally:
+        first.kill()
+
+
+def test_others_cannot_enter(home):
+    folder = home / "open"
+    folder.mkdir(mode=0o755)
+    done = run("--socket", str(folder / "p.sock"))
+    assert "other users can enter it" in done.communicate()[0]
+    assert done.returncode == 2
+    done = run("--socket", str(home / ("long" * 40)))
+    assert "at most 107 characters" in done.communicate()[0]
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\n\r\n" + bytes(64), struct.pack("=QB", 1 << 40, 0), struct.pack("=QB", 4, 0) + b"\x80\x05N."],
+    ids=["something else", "a huge message", "nothing that is known"],
+)
+def test_who_talks_nonsense_is_left_and_the_others_go_on(served, home, sent):
+    with engine(served) as client:
+        play(client)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(own_socket()))
+            link.sendall(sent)
+            link.settimeout(LIMIT_S)
+            while link.recv(1 << 16):
+                pass  # it says why
+        assert play(client).tokens == 70
+
+
+def test_another_version_is_refused(served, home, monkeypatch):
+    with engine(served) as client:
+        play(client)
+    monkeypatch.setattr(remote, "__version__", "0.0.1")
+    with engine(served) as client, pytest.raises(UsageError, match=r"this engine has 0\.0\.1"):
+        play(client)
+
+
+def test_a_signal_ends_it(home):
+    path = home / "signal" / "p.sock"
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        process = run("--socket", str(path))
+        end_s = time.monotonic() + LIMIT_S
+        while "playing for engines" not in (line := process.stdout.readline()):
+            assert time.monotonic() < end_s, line
+        os.kill(process.pid, number)
+        process.communicate(timeout=LIMIT_S)
+        assert process.returncode == status
