@@ -82,6 +82,15 @@ def test_while_nothing_has_come_none_is_begun_that_ends_late():
     assert plan(view(0.0, now=1.0), per_group(0.9), "hole", range(10), 0.0).first == 0
 
 
+def test_in_an_outage_no_tail_is_begun_that_ends_late():
+    """The link may recover; only once it is given up, or the deadline has passed, is late better than never."""
+    cost = per_group(0.5)
+    assert plan(view(0.0), cost, "suffix", range(5, 10), 0.0) is None
+    assert plan(view(0.0), cost, "suffix", range(5, 10), 0.0, dead=True).first == 5
+    assert plan(view(0.0, now=1.1), cost, "suffix", range(5, 10), 0.0).first == 5
+    assert plan(view(0.0), per_group(0.1), "suffix", range(5, 10), 0.0).first == 5
+
+
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10
