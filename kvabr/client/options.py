@@ -17,7 +17,7 @@ from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
 from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.snapshot import Watch
-from kvabr.player.decode_queue import DecodeRates
+from kvabr.player.decode_queue import DecodeShare
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
@@ -86,8 +86,9 @@ class PlayOptions:
     """Element type of the new tensor; None: that of the cache."""
     device: torch.device | None = None
     """Where a prefix is going to be expanded, for its cost; None: on the processor. Other plays have ``out``."""
-    decode_rates: DecodeRates | None = None
-    """How fast another process expands a prefix, one batch after the other; None: as this one does, on ``device``."""
+    decode_share: DecodeShare | None = None
+    """How fast another process expands a prefix, one batch after the other, beside its other plays; None: as this one
+    does, on ``device``."""
     patience: float = 1.0
     """Deadlines after which a play ends although groups are missing (`IncompleteError`); at least 1, which is to say at
     the deadline. An engine may complete it beyond that, within twice the time of a whole prefill."""

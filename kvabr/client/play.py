@@ -157,7 +157,7 @@ class Play:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
-        batches = self.options.decode_rates is not None or (self._device is not None and self._device.type == "cuda")
+        batches = self.options.decode_share is not None or (self._device is not None and self._device.type == "cuda")
         self._decoders = 1 if batches else decoder_threads()
 
     @property
@@ -449,8 +449,7 @@ class Play:
         if not isinstance(goal, PrefixGoal):
             least, end_s = _MIN_SHARE, self._patience_s() + self._doubt_s() - self.clock.now()
         # At most half of the deadline is set aside for the rest: a worse cache would not make up for more.
-        known = options.decode_rates or self.speeds.rates(catalog, self._device)
-        rates = DecodeShare(known, self.turn.plays)
+        rates = options.decode_share or DecodeShare(self.speeds.rates(catalog, self._device), self.turn.plays)
         if coded:  # it is expanded when it is there
             cheapest = ladder.cheapest
             rest_s += rates.latency(cheapest) + rates.seconds(cheapest) * catalog.groups / self._decoders

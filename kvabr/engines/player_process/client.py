@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -43,6 +43,7 @@ from kvabr.engines.player_process.messages import (
 )
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
+from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
@@ -75,7 +76,7 @@ def _remote(
 
 
 class RemoteClient:
-    """As `AsyncClient`, for one event loop: what an adapter needs of it (`kvabr.engines.clients.EngineClient`)."""
+    """What an adapter needs of `AsyncClient`, for one event loop."""
 
     def __init__(self, arguments: ClientArguments, player: str) -> None:
         """Prepare; a process is looked for, and started, when it is needed.
@@ -91,6 +92,8 @@ class RemoteClient:
         self._socket = own_socket() if self._starts else Path(player).absolute()
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
+        self._playing = 0
+        """Plays under way, which share this process' GPU."""
 
     find = _remote(AsyncClient.find)
     find_joined = _remote(AsyncClient.find_joined)
@@ -119,10 +122,14 @@ class RemoteClient:
 
     async def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Have a method of the client in the process called; errors are its own, or a `TransportError` without one."""
-        how, device = options.get("options"), None
-        if isinstance(how, PlayOptions):
-            device, options["options"] = how.device, self._planned(how, args)
-        value = await (await self._connected()).call(name, args, options)
+        how, device, plays = options.get("options"), None, name.startswith("play")
+        self._playing += plays
+        try:
+            if isinstance(how, PlayOptions):
+                device, options["options"] = how.device, self._planned(how, args)
+            value = await (await self._connected()).call(name, args, options)
+        finally:
+            self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
             # Profiles that are new to this process: the process that played has no GPU.
             for profile in {id(one.context.profile): one.context.profile for one in value.groups}.values():
@@ -132,12 +139,12 @@ class RemoteClient:
 
     def _planned(self, how: PlayOptions, args: tuple[Any, ...]) -> PlayOptions:
         """Return the options for a process without a GPU: instead of this one's, how fast it expands groups."""
-        rates = None
+        share = None
         if how.device is not None and how.device.type == "cuda" and isinstance(args[0], Found):
             catalog = args[0].catalog.to_play
             if not self._speeds.lacks(catalog, how.device):
-                rates = self._speeds.rates(catalog, how.device)
-        return replace(how, device=None, decode_rates=rates)
+                share = DecodeShare(self._speeds.rates(catalog, how.device), partial(int, self._playing))
+        return replace(how, device=None, decode_share=share)
 
     async def _connected(self) -> _Link:
         """Return the connection to the process, which is made, or made again, if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvabr import __version__
@@ -36,6 +37,8 @@ _CALLS = frozenset(
 """Methods of `AsyncClient` that engines may call."""
 _KEEP_S = 60.0
 """Seconds for which a client that no engine uses is kept, with its connections and groups."""
+_ENGINES = 64
+"""Engines' processes that may share a client."""
 _MOST_SPARE_BYTES = 512 << 20
 
 
@@ -85,7 +88,9 @@ class PlayerProcess:
         """Return the client with these arguments, for one more engine; errors as `ClientArguments.open`."""
         shared = self._clients.get(arguments)
         if shared is None:
-            shared = self._clients[arguments] = _Shared(arguments.open(self._metrics))
+            # Each engine bounds its own plays, and a rank of one plays what the others play.
+            limits = replace(arguments.limits, plays=_ENGINES * arguments.limits.plays)
+            shared = self._clients[arguments] = _Shared(replace(arguments, limits=limits).open(self._metrics))
         shared.users += 1
         return shared.client
 

@@ -20,8 +20,9 @@ from kvabr.types.errors import FormatError
 _STEP_BYTES = 2 << 20
 _ALIGN = 64
 """Bytes: a cache line, so that no two groups share one."""
-_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""A file with these seals cannot be cut short, which would end a process that has mapped it."""
+_FIXED = 2 | 4
+"""F_SEAL_SHRINK and F_SEAL_GROW, of Linux: a file with these seals cannot be cut short, which would end a process that
+has mapped it."""
 
 
 class Region:

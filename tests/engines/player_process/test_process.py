@@ -21,6 +21,7 @@ from kvabr.engines.clients import open_client
 from kvabr.engines.player_process import client as remote
 from kvabr.engines.player_process.sockets import own_socket
 from kvabr.engines.settings import INSIDE, OWN, EngineSettings
+from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, TransportError, UsageError
 from tests.client.served import LIMIT_S, Served
@@ -73,6 +74,27 @@ def test_what_is_played_is_what_would_be_played_inside(served, home):
         for name in ("units", "coverage", "loss", "cut", "spans", "spec"):
             assert getattr(played, name) == getattr(wanted, name)
         assert client.begin(lambda client: client.round_trip(probe_s=LIMIT_S)).result(LIMIT_S) > 0
+
+
+def test_the_process_is_told_how_fast_a_gpu_expands_groups(served, home, monkeypatch):
+    """It has none itself: how fast this process' is comes with the play."""
+    with engine(served) as client:
+        rates = DecodeRates(client.begin(lambda client: client.find(TOKENS, model=SPEC)).result(LIMIT_S).catalog)
+        sent, call = [], remote._Link.call
+
+        async def seen(link, name, args, options):
+            sent.append(options.get("options"))
+            return await call(link, name, args, options)
+
+        monkeypatch.setattr(remote._Link, "call", seen)
+        monkeypatch.setattr(client._client._speeds, "lacks", lambda *_: False)
+        monkeypatch.setattr(client._client._speeds, "rates", lambda *_: rates)
+        assert play(client, device=torch.device("cuda")).tokens == 70
+        assert sent[-1].device is None
+        assert sent[-1].decode_share.seconds("FP16") == rates.seconds("FP16")
+        monkeypatch.setattr(client._client._speeds, "lacks", lambda *_: True)
+        assert play(client, device=torch.device("cuda")).tokens == 70
+        assert sent[-1].decode_share is None
 
 
 def test_memory_is_used_for_one_play_after_the_other_and_never_for_two_at_once(served, home):
