@@ -11,10 +11,12 @@ lose on the tracks that the network can bring, the price of the time until both 
   soon as nothing more is worth a request.
 
 While no rate is known, or in slow start, the rule weighs a spread of rates: the division with the least mean of costs,
-each over the least at that rate. A call is as long as its constant part asks for, and otherwise so short that a wrong
-rate can be corrected; while the rate is not known well, none begins that is worth less than to wait for a better known
-one. The engine does not compute behind groups for which an upgrade is in flight, whose errors would stay. With nothing
-else to do it recomputes groups in place that gain more than that costs (`kvabr.types.loss`: what they inherit).
+each over the least at that rate. The longer a link brings nothing at all, the more counts that it may be dead, and no
+wait goes on until the engine could not be in time any more. A call is as long as its constant part asks for, and
+otherwise so short that a wrong rate can be corrected; while the rate is not known well, none begins that is worth less
+than to wait for a better known one. The engine does not compute behind groups for which an upgrade is in flight, whose
+errors would stay. With nothing else to do it recomputes groups in place that gain more than that costs
+(`kvabr.types.loss`: what they inherit).
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvabr.abr.estimator import WINDOW
-from kvabr.abr.policy import Decision
+from kvabr.abr.policy import Decision, Division
 from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED, predicted_loss
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ _CALL = 5.0
 """Length of a call at least, as a multiple of its constant part."""
 _HOPED = 3.0
 """Multiple of the rate at which the engine must compute something as well, so that one call does it all."""
+_CHANCES = 4.0
+"""What a shorter call must save at that rate, as a multiple of what the constant part of another one costs."""
 _SPLIT = 0.02
 """Constant part of a call, as a share of it, with which it is cut in two for no other reason."""
 _CALL_SHARE = 0.1
@@ -77,6 +81,11 @@ _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
 """Seconds until more is known of the rate, at least."""
+_SILENT_ROUNDS, _DEAD = 4.0, 1e-3
+"""Round trips without a byte after which a link may be dead, and what such a link brings in time, as a share of the
+base."""
+_SAME_COST = 1e-9
+"""Share of a cost that is no difference."""
 _NEVER = 1e6
 """Cost of what is not to be done, nats per token."""
 _TINY = 1e-6
@@ -102,6 +111,17 @@ Worth = Callable[[int, str | None], float]
 
 
 Array = npt.NDArray[np.float64]
+
+
+class _Belief(NamedTuple):
+    """What the link may carry."""
+
+    rates: list[float]
+    """Bytes per second."""
+    shares: Array
+    """How much each of them counts."""
+    ramp: tuple[float, float] | None
+    """In slow start, the rate at which the link begins to double, and the seconds in which it does."""
 
 
 class _Ways(NamedTuple):
@@ -184,8 +204,8 @@ class ComputePlanner:
         """The rate that earlier plays told, bytes per second; 0.0: none."""
         self._round_s = math.inf
         """The shortest time to first byte so far: slow start doubles in it."""
-        self._growing = self._slow = False
-        """Whether the link may be in slow start; and whether it is much slower than it was."""
+        self._growing = self._slow = self._silent = False
+        """Whether the link may be in slow start; is much slower than it was; and has brought nothing yet, for long."""
         self._best_rate, self._fast_s = 0.0, 0.0
         """The best rate so far, and when the link was last about as fast."""
         self._computed = 0
@@ -202,7 +222,8 @@ class ComputePlanner:
         """Whether better knowledge of the rate is worth its wait."""
         self._call_to: int | None = None
         """Where the next call ends while the rate is not known well; where it would begin, if it should not."""
-        self._why = ""
+        self.division: Division | None = None
+        """What was decided last, and what is expected of it."""
 
     def settled(self, group: int, track: str, loss: float) -> None:
         """Note that a group is in place on a track, with its loss."""
@@ -290,12 +311,14 @@ class ComputePlanner:
             front: the first group that is missing.
             kept: where it stops by the last plan, if the rate was known.
         """
-        rates, ramp = self._rates_of(view)
+        computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
+        belief = self._believed(view, saved=computed_s <= view.time_left)
+        rates, shares = belief.rates, belief.shares
         # What is in place right behind what is exact may be taken over.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
-        ways = [self._ways(view, start, rates, ramp) for start in starts]
+        ways = [self._ways(view, start, rates, belief.ramp) for start in starts]
         least = np.maximum(np.min([way.costs.min(axis=1) for way in ways], axis=0)[:, None], _TINY)
-        regrets = [(way.costs / least).mean(axis=0) for way in ways]
+        regrets = [shares @ (way.costs / least) for way in ways]
         number = int(np.argmin([regret.min() for regret in regrets]))
         way, regret = ways[number], regrets[number]
         best = int(regret.argmin())
@@ -309,27 +332,61 @@ class ComputePlanner:
             if same < len(way.stops) and float(regret[same]) <= (1.0 + better) * float(regret[best]):
                 best = same
         self._waits, self._call_to = False, None
-        if len(rates) > 1 and (self._growing or self._slow):
+        quiet = self._slow or self._silent
+        if len(rates) > 1 and (self._growing or quiet):
             waited_s = self._better_known_s(view)
-            waiting = 1.0 + view.time_price * waited_s / least
+            more = view.time_price * waited_s
+            if quiet and computed_s <= view.time_left < computed_s + waited_s:
+                more += MISS_PENALTY  # the engine could not save the deadline any more
+            waits = 1.0 + more / least
+            waiting = float((shares @ waits)[0])
             if self._suffix:
-                affordable = self._slow or float(waiting.max()) <= _MOST_WAIT
-                self._waits = affordable and float(waiting.mean()) < float(regret[best])
+                self._waits = (quiet or float(waits.max()) <= _MOST_WAIT) and waiting < float(regret[best])
             else:
-                share = _SLOW_START if view.rate > 0 else 1.0
-                self._call_to = self._first_call(view, way, least, 1.0 + share * (float(waiting.mean()) - 1.0))
+                share = _SLOW_START if self._growing and view.rate > 0 else 1.0
+                self._call_to = self._first_call(view, way, least, shares, 1.0 + share * (waiting - 1.0))
         self._network_s = float(way.network_s[best])
+        stop = int(way.stops[best])
         play, compute = (-1, 0) if self._suffix else (0, -1)
-        self._why = (
-            f"takes {float(way.engine_s[best]):.2g} s beside {self._network_s:.2g} s of the network; to play all would "
-            f"take {float(way.network_s[play]):.2g} s, to compute all {float(way.engine_s[compute]):.2g} s"
+        begins_s, before_s = (self._network_s, float(way.network_s[compute])) if self._suffix else (0.0, 0.0)
+        self.division = Division(
+            view.now,
+            *((stop, view.groups) if self._suffix else (way.start, stop)),
+            self._network_s,
+            begins_s + float(way.engine_s[best]),
+            float(way.network_s[play]),
+            before_s + float(way.engine_s[compute]),
+            known=view.rate > 0 and not self._growing,
         )
-        return way.start, int(way.stops[best])
+        return way.start, stop
+
+    def _believed(self, view: View, *, saved: bool) -> _Belief:
+        """Return the rates to weigh; ``saved``: without the link the engine would still be in time."""
+        rates, ramp = self._rates_of(view)
+        shares = np.full(len(rates), 1.0 / len(rates))
+        if self._silent and saved:
+            dead = min(1.0, view.now / view.deadline_s)
+            rates = [_DEAD * view.ladder.tracks[0].total_bytes / view.time_left, *rates]
+            shares = np.append(dead, (1.0 - dead) * shares)
+        return _Belief(rates, shares, ramp)
+
+    def _why(self) -> str:
+        """Return what is expected of the division."""
+        if (here := self.division) is None:
+            return "is sooner"
+        taken = "with" if self._suffix else "beside"
+        return (
+            f"takes {here.engine_s:.2g} s {taken} {here.network_s:.2g} s of the network; to play all would take "
+            f"{here.play_s:.2g} s, to compute all {here.compute_s:.2g} s"
+        )
 
     def _rates_of(self, view: View) -> tuple[list[float], tuple[float, float] | None]:
-        """Return the rates to weigh, bytes per second; and in slow start, that at which the link begins to double."""
+        """Return the rates of a link that is alive, bytes per second; and its slow start, see `_Belief`."""
         self._growing = self._grows(view)
         told = 0.0 < view.rate == self._told
+        measured_s = max(view.ttfb_s or _UNKNOWN_WAIT_S, _DOUBT_SHARE * view.deadline_s)
+        heard = self._best_rate > 0 or view.in_flight.receiving or view.settled.history
+        self._silent = not heard and view.outstanding_bytes > 0 and view.now > _SILENT_ROUNDS * measured_s
         if not told and view.rate >= _SLOW_SHARE * self._best_rate:
             self._best_rate, self._fast_s = max(self._best_rate, view.rate), view.now
         self._slow = view.rate < _SLOW_SHARE * self._best_rate
@@ -343,7 +400,7 @@ class ComputePlanner:
             # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
             doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
             due = math.log2(max(1.0, view.rate / first))
-            late = _LATE_START * due - view.now / max(round_s, _DOUBT_SHARE * view.deadline_s)
+            late = _LATE_START * due - view.now / measured_s
             less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
             return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
@@ -366,25 +423,26 @@ class ComputePlanner:
 
     def _better_known_s(self, view: View) -> float:
         """Return the seconds until the rate is known better; the longer it was waited for already, the longer."""
-        since_s = view.now - self._fast_s if self._slow else 0.0 if self._growing else view.now
+        since_s = view.now - self._fast_s if self._slow else 0.0 if self._growing and not self._silent else view.now
         return max(_LEAST_WAIT_S if view.ttfb_s > 0 else _UNKNOWN_WAIT_S, view.ttfb_s, since_s)
 
-    def _first_call(self, view: View, way: _Ways, least: Array, waiting: float) -> int:
+    def _first_call(self, view: View, way: _Ways, least: Array, shares: Array, waiting: float) -> int:
         """Return where the next call ends, so that what follows may be decided better; the start: none should begin.
 
         Args:
             view: the play.
             way: what each length costs, if the engine stops there; it may also go on in another call.
             least: the least cost at each rate.
+            shares: how much each rate counts.
             waiting: what it costs to wait for a better known rate, as a multiple of that.
         """
         again = self._constant_s(view, way.start) * (view.time_price + min(view.gpu_price, 1.0))
         behind = np.minimum.accumulate(way.costs[:, ::-1], axis=1)[:, ::-1]
         behind = np.concatenate([behind[:, 1:] + again, np.full((len(behind), 1), np.inf)], axis=1)
-        begun = (np.minimum(way.costs, behind) / least).mean(axis=0)
+        begun = shares @ (np.minimum(way.costs, behind) / least)
         took = way.engine_s - view.engine_backlog_s
         begun[took < min(self._better_known_s(view), float(took[-1]))] = np.inf
-        best = int(begun.argmin())
+        best = int((begun <= (1.0 + _SAME_COST) * begun.min()).argmax())  # of equal ones the shortest
         return int(way.stops[best]) if begun[best] <= waiting else way.start
 
     def _constant_s(self, view: View, first: int) -> float:
@@ -457,7 +515,7 @@ class ComputePlanner:
             return None  # the player has left it to the engine already
         if (last := self._last(view, first, stop)) is None:
             return None
-        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why}", last=last)
+        return Decision.recompute(first, f"to compute up to group {stop - 1} {self._why()}", last=last)
 
     @staticmethod
     def _unsettled_before(view: View, group: int) -> bool:
@@ -476,9 +534,13 @@ class ComputePlanner:
             if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
                 most_s = min(most_s, whole_s / 2)
             wanted_s = max(_CALL * constant_s, most_s)
-            if whole_s > wanted_s and constant_s > 0:  # what is computed on a much faster link, too, is one call
+            # What a much faster link leaves to the engine, too, is one call; or all, if that would not save enough.
+            if whole_s > wanted_s and constant_s > 0 and view.rate > 0:
                 hoped = self._ways(view, first, [_HOPED * view.rate], None)
-                surely = min(stop, int(hoped.stops[hoped.costs[0].argmin()]))
+                costs, again = hoped.costs[0], constant_s * (view.time_price + min(view.gpu_price, 1.0))
+                whole = int(np.searchsorted(hoped.stops, stop))
+                surely = stop if costs[whole] - costs.min() <= _CHANCES * again else int(hoped.stops[costs.argmin()])
+                surely = min(stop, surely)
                 wanted_s = max(wanted_s, self._call_s(view, first, max(first, surely)))
             if whole_s > wanted_s:
                 last = self._within(view, first, stop, wanted_s)
@@ -523,7 +585,7 @@ class ComputePlanner:
                 return Decision.wait("what has arrived is decoded first, and then the play is cut")
         if view.rate > 0 and rest_s > view.time_left + _LATE * view.deadline_s:
             return None  # it could not be shortened any more, and the link may recover
-        return Decision.recompute(cut, f"to compute from group {cut} on {self._why}")
+        return Decision.recompute(cut, f"to compute from group {cut} on {self._why()}")
 
     # ---------------------------------------------------------- what is in place
 
@@ -538,8 +600,8 @@ class ComputePlanner:
         """Pick the group in place, with all before it, whose recomputation gains most per second."""
         offers, settled, track_of = self._offers, view.settled, view.track_of
         looked: list[tuple[float, int, str]] = []
-        # With nothing under way, the play could end now: then a second costs its time, too.
-        price = view.gpu_price + (0.0 if view.in_flight or view.missing_groups else view.time_price)
+        # The play could end once the network is done: what the engine takes longer costs its time, too.
+        network_s = self._network_s - (view.now - self._planned[2]) if self._planned is not None else 0.0
         # Before that, the engine must stay free for what the link may not bring in time.
         left_s = view.time_left if self._solid == view.groups else view.slack_s()
         most, best = 0.0, -1
@@ -553,6 +615,7 @@ class ComputePlanner:
                 continue
             seconds = self._seconds[group]
             gain = self._gain(view, group, track) / seconds
+            price = view.gpu_price + view.time_price * max(0.0, 1.0 - max(0.0, network_s) / seconds)
             if gain > max(most, price) and _SAFETY * seconds <= left_s:
                 most, best = gain, group
         for offer in looked:

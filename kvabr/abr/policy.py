@@ -91,6 +91,36 @@ _ALIKE = 1e-4
 """Nats per token by which a longer tail must be better than a shorter one: the estimates are rough."""
 
 
+class Division(NamedTuple):
+    """How the rest of a play is divided between network and engine, and what that is expected to take."""
+
+    at_s: float
+    """When that was decided, seconds since the play began; the others are seconds from then on."""
+    first: int
+    """The first group that the engine is to compute."""
+    last: int
+    """The group behind the last one; equal: it computes none."""
+    network_s: float
+    """Until the network has brought its part."""
+    engine_s: float
+    """Until the engine is done with its own; in suffix mode it begins once the network is through."""
+    play_s: float
+    """Until everything would be in place if the network brought it all."""
+    compute_s: float
+    """The same if the engine computed it all."""
+    known: bool
+    """Whether the rate of the link was known."""
+
+    @property
+    def ends_s(self) -> float:
+        """Until everything should be in place."""
+        return max(self.network_s, self.engine_s)
+
+    def to_json(self) -> dict[str, float]:
+        """Return plain JSON values, with `ends_s`."""
+        return self._asdict() | {"ends_s": self.ends_s}
+
+
 class Policy(ABC):
     """Decides what a play requests. One object serves one play."""
 
@@ -136,6 +166,11 @@ class Policy(ABC):
         """
         good = min(costs) + _ALIKE
         return next(index for index, cost in enumerate(costs) if cost <= good)
+
+    @property
+    def division(self) -> Division | None:
+        """How it divides the work at present, for the log and the record; None: it does not weigh that."""
+        return None
 
     def will_replace(self, view: View, group: int) -> bool:  # noqa: ARG002  # a hook that few need
         """Return whether another track will be requested for a group that has arrived and is not decoded yet.

@@ -176,8 +176,9 @@ class Rest:
                 if stalled is not None and (best is None or stalled.finish < best.finish):
                     best = stalled
             other_s = self._wait_s + self._tail_s
-        # A late plan yields to a network that would make it at its expected rate.
-        on_time = view.rate > 0 and view.now + other_s + self._total / view.rate <= deadline_s
+        # A late plan yields to a network that would make it at its expected rate, or that may recover.
+        carried_s = self._total / view.rate if view.rate > 0 else 0.0 if view.settled else float("inf")
+        on_time = view.now + other_s + carried_s <= deadline_s
         if best is None or best.finish >= self._eta_s or (not dead and best.finish > deadline_s and on_time):
             return None
         late = "never arrives" if self._eta_s == float("inf") else f"arrives {self._eta_s - deadline_s:.2f} s late"

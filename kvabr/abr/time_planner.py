@@ -91,6 +91,8 @@ class Divisions(NamedTuple):
     """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
     network_s: Array
     """Seconds until the network has brought its part."""
+    late: npt.NDArray[np.bool_]
+    """Whether the deadline is missed."""
 
 
 class TimePlanner:
@@ -291,13 +293,13 @@ class TimePlanner:
         outside[computed.start : computed.stop] = 0.0
         nbytes = picked.bytes @ outside
         works = picked.work * outside
-        wait_s = 0.0 if view.in_flight else view.ttfb_s
-        arrives_s = (view.outstanding_bytes + nbytes) / rate + (nbytes > 0) * wait_s
+        wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+        arrives_s = (view.outstanding_bytes + nbytes) / rate + wait_s
         # What comes last is decoded after it has come, in a batch at least.
         batch_s = max(map(view.decode_latency_s, self.names))
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
-        ends_s = np.maximum(last_s, self._queued_s(view) + worked_s) + batch_s
+        ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
         totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
         best = int(totals.argmin())
         idle = np.inf
@@ -359,6 +361,37 @@ class TimePlanner:
     def _queued_s(self, view: View) -> float:
         return view.decode_backlog_s + self._flying_s(view)
 
+    def _parts(self, view: View, starts: npt.NDArray[np.intp]) -> tuple[_Options, Array, Array]:
+        """Return what can be chosen for the parts of a prompt that begin at some groups, and what is in flight of them.
+
+        The second array is each part's share in decoding; the third has bytes and requests, by part.
+        """
+        options, share, held = self._later_options(view), self._share, np.zeros((2, len(self._missing)))
+        for transfer in view.in_flight.required.values():
+            held[:, transfer.group] += transfer.remaining, 1
+        if len(starts) == len(self._missing):
+            return options, share, held
+        # Of groups that are taken together some may have better tracks already, and keep them.
+        stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
+        together = _Options(
+            np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
+            *(
+                np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
+                for each in (options.bytes, options.moves * share, options.waste)
+            ),
+        )
+        return together, np.ones(len(starts)), np.add.reduceat(held, starts, axis=1)
+
+    @staticmethod
+    def _ready_s(view: View, stops: npt.NDArray[np.intp]) -> Array:
+        """Return the seconds until what the network is to bring is published, by stop."""
+        if not view.coming or view.ready_s is None:
+            return np.zeros(len(stops))
+        last = stops if view.front_first else np.where(stops < view.groups, view.groups, 0)
+        ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])
+        found: Array = ready - view.now + (ready > view.now) * view.ttfb_s / 2
+        return found
+
     def divide(
         self,
         view: View,
@@ -384,34 +417,16 @@ class TimePlanner:
             inherited: loss of what the engine computes, by stop.
             ramp: in slow start, the rate that the link begins with, and the seconds in which that doubles.
         """
-        least = max(view.time_price, _LEAST_PRICE)
-        prices = [(view.time_price, _FEW_SHARES)]
-        if not view.front_first:  # where the engine takes longer, the network's time is worth less
-            prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
-        prices += [(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]
-        link = np.concatenate([price * shares for price, shares in prices])
-        decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
-        options, share, held = self._later_options(view), self._share, np.zeros((2, len(self._missing)))
-        for transfer in view.in_flight.required.values():
-            held[:, transfer.group] += transfer.remaining, 1
         groups = len(self._missing)
         edges, apart = np.arange(groups + 1), groups // _MOST_PARTS
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
         ends = np.searchsorted(edges, stops)
         begin = int(np.searchsorted(edges, first))
-        if len(starts := edges[edges < groups]) < groups:  # groups of a long prompt are taken together
-            # Of those some may have better tracks already, and keep them.
-            stay = (options.loss >= _NEVER) & (self._stay < _NEVER)
-            options = _Options(
-                np.add.reduceat(np.where(stay, self._stay, options.loss), starts, axis=1),
-                *(
-                    np.add.reduceat(np.where(stay, 0.0, each), starts, axis=1)
-                    for each in (options.bytes, options.moves * share, options.waste)
-                ),
-            )
-            held, share = np.add.reduceat(held, starts, axis=1), np.ones(len(starts))
-        picked = self._pick(view, rate, link, decoding, options, share)
+        options, share, held = self._parts(view, starts := edges[edges < groups])
+        lacking, ready_s = stops > view.solid if view.front_first else stops < groups, self._ready_s(view, stops)
+        batch_s = max(map(view.decode_latency_s, self.names))
+        decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
 
         def brought(each: Array) -> Array:
             """Return the sums over the groups that the network brings, by prices and stop."""
@@ -419,31 +434,43 @@ class TimePlanner:
             behind: Array = sums[..., ends]
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
-        works, nbytes, (flying, requests), lost = map(brought, (picked.work, picked.bytes, held, picked.loss))
-        if self._behind is not None:
-            on = picked.tracks[:, None] == np.arange(len(self.names))[:, None]
-            counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[..., stops]
-            lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
-        arrives_s = _carried_s(nbytes + flying, rate, ramp) + (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
-        batch_s = max(map(view.decode_latency_s, self.names))
-        decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
-        last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-        queued_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
-        network_s = np.maximum(last_s, queued_s + works) + batch_s * (works > 0)
-        lacking = stops > view.solid if view.front_first else stops < len(self._missing)
-        network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
-        if view.coming and view.ready_s is not None:  # what is not published yet
-            last = stops if view.front_first else np.where(stops < len(self._missing), len(self._missing), 0)
-            ready = np.array([view.ready_s(int(stop) - 1) if stop > view.edge else view.now for stop in last])
-            network_s = np.maximum(network_s, ready - view.now + (ready > view.now) * view.ttfb_s / 2)
-        together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
-        late_s = together_s - view.time_left
-        objective = (
-            lost + inherited + view.time_price * together_s + (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
-        )
-        best = objective.argmin(axis=0)
-        columns = np.arange(len(stops))
-        return Divisions(objective[best, columns], network_s[best, columns])
+        flying, requests = brought(held)
+        queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
+
+        def divided(prices: list[tuple[float, Array]]) -> Divisions:
+            """Return the best divisions with what groups get at some prices of time and shares of the link in them."""
+            link = np.concatenate([price * shares for price, shares in prices])
+            decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
+            picked = self._pick(view, rate, link, decoding, options, share)
+            works, nbytes, lost = map(brought, (picked.work, picked.bytes, picked.loss))
+            if self._behind is not None:
+                used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
+                on = picked.tracks[:, None] == used[:, None]
+                counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[:, used][..., stops]
+                lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
+            wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
+            arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
+            last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
+            network_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + works) + batch_s * (works > 0)
+            network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
+            network_s = np.maximum(network_s, ready_s)
+            together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
+            late_s = together_s - view.time_left
+            missed = (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
+            objective = lost + inherited + view.time_price * together_s + missed
+            best, columns = objective.argmin(axis=0), np.arange(len(stops))
+            return Divisions(objective[best, columns], network_s[best, columns], late_s[best, columns] > 0)
+
+        prices = [(view.time_price, _FEW_SHARES)]
+        if not view.front_first:  # where the engine takes longer, the network's time is worth less
+            prices += [(level * view.time_price, _FEW_SHARES) for level in _ENGINE_LEVELS]
+        found = divided(prices)
+        if (found.late & (engine_s <= view.time_left)).any():  # at a higher price of time the network may be in time
+            least = max(view.time_price, _LEAST_PRICE)
+            sooner = divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS])
+            better = sooner.objective < found.objective
+            found = Divisions(*(np.where(better, *pair) for pair in zip(sooner, found, strict=True)))
+        return found
 
     def bytes_to(self, group: int, number: int) -> float:
         """Return the bytes that a group still needs for a track."""

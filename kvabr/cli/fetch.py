@@ -444,6 +444,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
         f"expected loss {played.loss:.2g} nats per token" + _behind(played),
         f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
+        *_expected(played),
     ]
     if played.tail:
         lines.append(f"the last {counted(played.tail, 'token')} of what is cached are left to the question's call")
@@ -486,6 +487,17 @@ def _behind(played: Played) -> str:
         f" right behind it; {loss:.2g} if the engine computes the last {counted(last, 'token')} with a question of "
         f"{_QUESTION} (--question)"
     )
+
+
+def _expected(played: Played) -> Iterator[str]:
+    """Yield the line about what was expected of network and engine, if there is one."""
+    if (division := played.record.division) is not None:
+        at_s, computed = played.lookup_s + division.at_s, counted(division.last - division.first, "group")
+        ends_s, play_s, compute_s = (at_s + each for each in (division.ends_s, division.play_s, division.compute_s))
+        yield (
+            f"expected after {at_s:.2f} s: {ends_s:.2f} s with {computed} computed, {play_s:.2f} s if all were played, "
+            f"{compute_s:.2f} s if all were computed; the engine took {played.record.recompute_s:.2f} s"
+        )
 
 
 def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
@@ -534,6 +546,7 @@ def _result(
         "live": None if played.live is None else asdict(played.live),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": record.recompute_s,
+        "division": None if record.division is None else record.division.to_json(),
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
         "bytes_held_up": record.bytes_held_up,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args
 
 from kvabr.abr.plugins import where
-from kvabr.abr.policy import Decision, Kind, Policy
+from kvabr.abr.policy import Decision, Division, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
@@ -81,6 +81,15 @@ class PolicyGuard(PolicyCalls):
         if (fault := self._fault(decision)) is not None:
             raise self.invalid(fault)
         return decision
+
+    def division(self) -> Division | None:
+        """Return how the policy divides the work, if it says so; raise `PolicyError` if it raises."""
+        if type(self.policy).division is Policy.division:
+            return None
+        found = self._call(lambda: self.policy.division)
+        if not isinstance(found, Division | None):
+            raise self.invalid(f"gave {found!r} as its division, which must be a Division or None")
+        return found
 
     def will_replace(self, group: int) -> bool:
         """Return whether the policy will request another track for a group; raise `PolicyError` if it raises."""

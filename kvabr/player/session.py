@@ -500,12 +500,14 @@ class Session:
         if self.over:
             return
         self.content, asked, self._more_s = False, 0, math.inf
-        while not self.content and self.has_room():
+        while not self.content and (self.has_room() or (asked == 0 and self._engine_waits())):
             if asked == _ASKED:
                 self._more_s = now
                 break
             asked += 1
-            self.obey(self.guard.ask(), now)
+            decision = self.guard.ask()
+            self.events.divided(self.guard.division(), self.record, now)
+            self.obey(decision, now)
         self.decode(now)
         self.aim.conclude(now, complete=complete)
         self.aim.advanced(now)
@@ -653,6 +655,11 @@ class Session:
         if share is None or not view.in_flight or self.undecoded():
             return False
         return now - self.heard_s >= max(share * view.deadline_s, 4 * view.ttfb_s, LEAST_SILENCE_S)
+
+    def _engine_waits(self) -> bool:
+        """Return whether an engine is idle while nothing comes: the policy is asked then, whatever is in flight."""
+        idle = self.engine is not None and self.view.engine_backlog_s <= 0 and self.guard.policy.divides
+        return idle and (self.view.rate <= 0 or not self.record.bytes_fetched)
 
     def has_room(self) -> bool:
         """Return whether there may be more requests now."""

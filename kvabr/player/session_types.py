@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, overload
 
-from kvabr.abr.policy import Decision
+from kvabr.abr.policy import Decision, Division
 from kvabr.abr.view import View
 from kvabr.types.errors import UsageError
-from kvabr.types.events import DecisionMade, Limit, Log, PlayEvent, ProgressMade, SampleLimited
+from kvabr.types.events import DecisionMade, Limit, Log, PlayEvent, ProgressMade, SampleLimited, WorkDivided
 
 # ---------------------------------------------------------------------------- goals
 
@@ -384,6 +384,9 @@ class PlayRecord:
     """None unless the prompt is joined from passages."""
     steps: list[tuple[str, int, int | str]] = field(default_factory=list)
     """What came into place, in order: ("fetch", group, track) or ("compute", first, last). Used to verify a replay."""
+    division: Division | None = None
+    """How the work was divided between network and engine as soon as the rate was known, else at last, and what was
+    expected of that; None without an engine, or if the policy does not weigh that. Later it may be divided anew."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -399,10 +402,11 @@ P = ParamSpec("P")
 class EventLog:
     """Passes events to the listener. Every method returns at once if there is none."""
 
-    __slots__ = ("_log", "_view")
+    __slots__ = ("_divided", "_log", "_view")
 
     def __init__(self, log: Log | None, view: View) -> None:
         self._log, self._view = log, view
+        self._divided: tuple[int, int, bool] | None = None
 
     def emit(self, event: Callable[P, PlayEvent], *args: P.args, **kwargs: P.kwargs) -> None:
         """Emit an event, given its class and fields."""
@@ -447,6 +451,16 @@ class EventLog:
                 alternatives=None if others is None else dict(others),
             )
         )
+
+    def divided(self, division: Division | None, record: PlayRecord, now: float) -> None:
+        """Note how the work is divided: for the record until the rate is known, and as an event where it is new."""
+        if division is None:
+            return
+        if record.division is None or not record.division.known:
+            record.division = division
+        if self._divided != (new := (division.first, division.last, division.known)):
+            self._divided = new
+            self.emit(WorkDivided, now, *division[1:])
 
     def _slack(self) -> float | None:
         slack = self._view.slack_s()

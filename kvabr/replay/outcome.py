@@ -41,6 +41,8 @@ def shift(record: PlayRecord, lines: list[PlayEvent] | None, seconds: float) -> 
         for name in ("requested_s", "first_byte_s", "done_s", "ready_s"):
             if (value := getattr(group, name)) is not None:
                 setattr(group, name, value + seconds)
+    if record.division is not None:
+        record.division = record.division._replace(at_s=record.division.at_s + seconds)
     if lines is not None:
         lines[1:] = [replace(line, t=line.t + seconds) for line in lines[1:]]
 
@@ -132,6 +134,7 @@ def run_line(
         "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": rounded(record.recompute_s),
+        **({} if record.division is None else {"division": record.division.to_json()}),
         **({"tail_tokens": record.tail, "tail_s": rounded(record.tail_s)} if catalog.tail else {}),
         "abandoned": record.abandoned,
         **({} if record.blend is None else {"share": record.blend.share, "fusion_loss": record.blend.fusion_loss}),

@@ -196,6 +196,27 @@ class DecisionMade(PlayEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkDivided(PlayEvent):
+    """The policy divides the rest of the work anew between network and engine. Times are seconds from then on."""
+
+    name: ClassVar[str] = "division"
+    first: int
+    """The first group that the engine is to compute."""
+    last: int
+    """The group behind the last one; equal: it computes none."""
+    network_s: float
+    """Until the network should have brought its part."""
+    engine_s: float
+    """Until the engine should be done with its own."""
+    play_s: float
+    """Until everything would be in place if the network brought it all."""
+    compute_s: float
+    """The same if the engine computed it all."""
+    known: bool
+    """Whether the rate of the link was known."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressMade(PlayEvent):
     """A tick while requests are in flight: bytes so far, and what the estimator makes of them."""
 

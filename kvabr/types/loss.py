@@ -103,8 +103,8 @@ def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, floa
 def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return what each of the first n groups loses on a track if an engine computes all others behind them.
 
-    As a multiple of what it loses otherwise, and what is added to that, for n from 0 to all: see `losses_behind`. 1.0
-    and 0.0 where nothing is known of tails.
+    As a multiple of what it loses otherwise, and what is added to that, for n from 0 to all: see `losses_behind`. Where
+    nothing is known of tails, what the computed groups inherit is added.
     """
     import numpy as np  # noqa: PLC0415  # slow to load
 
@@ -112,7 +112,8 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     sums: npt.NDArray[np.float64] = np.append(0.0, np.cumsum(track.loss))
     factors = np.ones(sums.shape)
     if not (catalog.even and track.tails):
-        return factors, np.zeros(sums.shape)
+        inherited = _inherited_behind(np.array(track.loss)) if catalog.every_token else np.zeros(sums.shape)
+        return factors, inherited / np.maximum(1, np.arange(len(sums)))
     behind = catalog.tokens - np.array([catalog.tokens_before(count) for count in range(catalog.groups + 1)])
     left = sums[-1] * np.exp(np.interp(np.log1p(behind), *share_points(track.tails)))
     longest = track.tails[-1].tokens
@@ -125,6 +126,19 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     np.divide(left, sums, out=factors, where=sums > 0)
     even = np.array([even_share(tokens) for tokens in behind.tolist()])
     return (1.0 - even) * factors, even * factors * sums / np.maximum(1, np.arange(len(sums)))
+
+
+def _inherited_behind(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return what all groups behind the first n inherit if these are on one track, for n from 0 to all."""
+    import numpy as np  # noqa: PLC0415  # slow to load
+
+    near, size = np.append(0.0, np.cumsum(losses[::-1])), 2 * len(losses) + 2
+    each = np.divide(losses, near[:-1], out=np.zeros(len(losses)), where=near[:-1] > 0)
+    # Of a group's loss the groups behind the first n keep away a part: all its sums are one correlation.
+    kept = np.fft.irfft(np.fft.rfft(each, size) * np.fft.rfft(near, size).conj(), size)[: len(near)]
+    every = np.append(np.cumsum((each * near[:-1])[::-1])[::-1], 0.0)
+    found: npt.NDArray[np.float64] = INHERITED * np.maximum(0.0, every - kept)
+    return found
 
 
 class _LossyGroups:

@@ -17,6 +17,7 @@ from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
+from kvabr.types.events import WorkDivided
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
@@ -105,6 +106,12 @@ def test_time_has_its_price_where_the_play_could_end():
         view, planner = on_its_way(None, time_price=time_price)
         found = planner.next(view)
         assert (None if found is None else found.group) == group
+    # Another group is on its way: what a computation takes longer than the network costs its time.
+    for network_s, group in ((0.02, None), (0.2, 0)):
+        view, planner = on_its_way(5, time_price=1.0)
+        planner._network_s = network_s
+        found = planner.next(view)
+        assert (None if found is None else found.group) == group
 
 
 @pytest.mark.slow
@@ -162,9 +169,9 @@ GPU = PrefillCost(20e-3, 1e-6)
 """An engine that computes any prompt here in the time of a lookup."""
 
 
-def simulated(cost, *, rate=1e6, deadline=4.0, rtt=0.02, load=None, groups=32, **options):
+def simulated(cost, *, rates=(1e6,), deadline=4.0, rtt=0.02, load=None, groups=32, **options):
     experiment = Experiment(catalog(groups, layered=True), ReplayOptions(deadline, rtt, load, cost, **options))
-    link = world("steady", [rate])
+    link = world("steady", [*rates])
     capacity, rtt_s, bound = experiment.prepare(link, 0.0)
     return experiment.play_on(link, 0.0, "anytime", capacity, rtt_s, bound, log=False).run
 
@@ -176,6 +183,28 @@ def test_what_is_sooner_computed_than_anything_comes_is_computed_at_once(mode, p
     assert run["track_tokens"] == {"recomputed": 32 * 128}
     assert run["ttft_s"] == pytest.approx(GPU.seconds(0, 32 * 128))
     assert run["loss"] == 0.0
+
+
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+@pytest.mark.parametrize("rate", [3e5, 1e6, 1e7])
+def test_what_playing_computing_and_both_take_is_expected_and_told(mode, prefix, rate):
+    """On a steady link of which earlier plays told, a play does each of them as it was expected to."""
+    offer, cost = catalog(32, layered=True), PrefillCost.from_rate(2000.0)
+    link = world("steady", [rate])
+
+    def played(cost, **options):
+        experiment = Experiment(offer, ReplayOptions(4.0, 0.02, None, cost, prior=Prior(rate, 0.02), **options))
+        return experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=True)
+
+    both, alone = played(cost, mode=mode, prefix=prefix), played(None).run
+    found = both.run["division"]
+    assert found["compute_s"] == pytest.approx(cost.seconds(0, offer.tokens), rel=0.1)
+    assert found["play_s"] == pytest.approx(alone["ttft_s"], rel=0.25)
+    assert found["ends_s"] == pytest.approx(both.run["ttft_s"], rel=0.25)
+    first, *_ = told = [event for event in both.log if isinstance(event, WorkDivided)]
+    assert (first.first, first.last, first.play_s) == (found["first"], found["last"], found["play_s"])
+    assert len(told) <= 2 * offer.groups  # one for each new division, not for each question
+    assert "division" not in alone
 
 
 def test_a_slow_engine_waits_for_the_rate():
@@ -193,9 +222,21 @@ def test_a_slow_engine_makes_no_play_miss_a_deadline_that_the_network_meets(load
     assert with_engine["met"]
 
 
+@pytest.mark.parametrize("load", [None, 3.0, 300.0])
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("mode", "prefix"), [("hole", False), ("suffix", True)])
+def test_an_engine_begins_in_time_where_the_link_brings_nothing(mode, prefix, told, load):
+    """For as long as the link may recover it waits, but not until it could not meet the deadline any more."""
+    cost, dead = PrefillCost.from_rate(32 * 128 / 2.7), [0.0] * 20 + [1e6] * 20
+    prior = Prior((load or 1.0) * 1e6, 0.02) if told else None
+    run = simulated(cost, rates=dead, load=load, mode=mode, prefix=prefix, prior=prior)
+    assert run["met"]
+    assert run["ttft_s"] < 3.6
+
+
 def test_one_call_computes_what_a_second_would_pay_the_constant_for_again():
     cost = PrefillCost(0.1, 0.1 / 4096)
-    run = simulated(cost, rate=1.0)  # next to nothing comes
+    run = simulated(cost, rates=(1.0,))  # next to nothing comes
     assert run["ttft_s"] == pytest.approx(cost.seconds(0, 4096))
 
 

@@ -82,6 +82,21 @@ def test_while_nothing_has_come_none_is_begun_that_ends_late():
     assert plan(view(0.0, now=1.0), per_group(0.9), "hole", range(10), 0.0).first == 0
 
 
+def test_in_an_outage_no_tail_is_begun_that_ends_late():
+    """The link may recover; if it never brought anything, or the deadline has passed, late is better than never."""
+
+    def first(seconds, *, now=0.0, came=5, dead=False):
+        seen = view(0.0, now=now)
+        for group in range(came):
+            seen.settled.add(group)
+        found = plan(seen, per_group(seconds), "suffix", range(came, 10), 0.0, dead=dead)
+        return None if found is None else found.first
+
+    assert first(0.5) is None
+    assert first(0.5, dead=True) == first(0.5, now=1.1) == first(0.1) == 5
+    assert first(0.5, came=0) == 0
+
+
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10

@@ -292,8 +292,9 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
         how = (origin.url, *network(origin), "--deadline", 60, "--json", result)
         for more in ((), ("--recompute", model, "--gpu-price", "inf")):
             assert kvabr("fetch", *how, *prompt_of, *more) == 0
-            assert "200 of 352 tokens in place" in capsys.readouterr().out
-            line = json.loads(result.read_text())
+            said, line = capsys.readouterr().out, json.loads(result.read_text())
+            assert "200 of 352 tokens in place" in said
+            assert ("if all were computed; the engine took 0.00 s" in said) == bool(more) == bool(line["division"])
             assert [group["source"] for group in line["groups"]] == ["fetched"] * 4
         capsys.readouterr()
         # Only what computes needs the weights, and it is loaded only once the origin was reached.

@@ -112,6 +112,16 @@ def test_nonsense_names_the_policy_the_file_and_the_line(answer, words):
     assert "test_session_nonsense.py, line " in str(caught.value)
 
 
+def test_a_division_that_is_none_is_refused():
+    class Divides(Nonsense):
+        @property
+        def division(self):
+            return 0.5
+
+    with pytest.raises(PolicyError, match=r"gave 0.5 as its division.*test_session_nonsense\.py"):
+        session(2, Divides(Decision.wait("x"))).start(0.0)
+
+
 @pytest.mark.parametrize("fault", ["raises", "text", "nan", "negative"])
 def test_a_broken_estimator_is_named_with_its_place(fault):
     class Broken(DualEwma):

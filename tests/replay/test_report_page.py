@@ -108,6 +108,7 @@ def test_the_digest_says_what_the_log_said():
             seen.add(request["outcome"])
         sources = {row[FIELDS["groups"].index("source")] for row in play["groups"]}
         seen |= sources
+        assert play["division"] == result["runs"][play["run"]].get("division")
         placed = [row[0] for row in play["groups"]]
         final = [group["track"] for group in result["runs"][play["run"]]["groups"]]
         assert [None if t is None else "recomputed" if t == -1 else tracks[t] for t in placed] == final

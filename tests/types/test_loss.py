@@ -140,14 +140,15 @@ def test_groups_computed_at_the_end_are_a_tail():
     assert min(each) < both < max(each)
 
 
-@pytest.mark.parametrize("made", [tailed(8), tailed(4, short=100), catalog(6)])
-def test_what_a_prefix_loses_in_front_of_what_is_computed_is_known_for_every_length(made):
-    groups, behind = made.groups, {name: factors_behind(made, name) for name in ("Int4", "AC-5x")}
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [(tailed(8), ("Int4", "AC-5x")), (tailed(4, short=100), ("Int4", "AC-5x")), (catalog(6), ("FP4",))],
+)
+def test_what_a_prefix_loses_in_front_of_what_is_computed_is_known_for_every_length(made, names):
+    groups, behind = made.groups, {name: factors_behind(made, name) for name in names}
     for count in range(groups + 1):
-        played = [("Int4", "AC-5x")[group % 3 == 1] for group in range(count)]  # a mixture
+        played = [names[group % 3 == 1 and len(names) > 1] for group in range(count)]  # a mixture
         expected = predicted_loss(made, [*played, *[RECOMPUTED] * (groups - count)])
-        if not made.track("Int4").tails:
-            expected = sum(made.track(name).loss[group] for group, name in enumerate(played))
         found = sum(
             behind[name][0][count] * made.track(name).loss[group] + behind[name][1][count]
             for group, name in enumerate(played)

@@ -27,7 +27,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvabr.abr.policies.time_saver import TimeSaver
-from kvabr.abr.policy import Decision, Parameter, Policy
+from kvabr.abr.policy import Decision, Division, Parameter, Policy
 from kvabr.abr.view import View
 from kvabr.types.catalog import Track
 
@@ -194,6 +194,11 @@ class Anytime(Policy):
         if saver is not None and (sooner := saver.request(view) if missing else saver.upgrade(view)) is not None:
             return sooner
         return self._fetch(view) if missing else self._upgrade(view)
+
+    @property
+    def division(self) -> Division | None:
+        """How the work is divided at present; None without an engine."""
+        return None if self._planner is None else self._planner.division
 
     def will_replace(self, view: View, group: int) -> bool:
         """Return whether the plan has another track for a group."""

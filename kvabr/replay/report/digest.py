@@ -181,6 +181,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
         "met": bool(run.get("met")),
         "feasible": feasible(run),
         **numbers,
+        "division": run.get("division"),
         "measured": run.get("measured"),
         "gave_up": run.get("gave_up"),
         "wrapped": bool(run.get("wrapped")),

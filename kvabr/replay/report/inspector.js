@@ -207,6 +207,7 @@ function drawHead() {
       tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
       play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
       play.tail > 0 && tile("tail", whole(play.tail), "tokens computed behind the cache, in the question's call"),
+      play.division && tile("expected", seconds(play.division.at_s + play.division.ends_s), `all played ${seconds(play.division.at_s + play.division.play_s)}, all computed ${seconds(play.division.at_s + play.division.compute_s)}; as of ${seconds(play.division.at_s)}`),
       play.tokens_recomputed > 0 && tile("recomputed", whole(play.tokens_recomputed), known(play.recompute_s) ? `tokens in ${seconds(play.recompute_s)}` : "tokens")),
     other ? el("p", { class: "rival" }, el("b", {}, other.policy), ": TTFT ", outcome(other), `, loss ${nats(other.loss)}, regret ${nats(other.regret)}, ` +
       `fetched ${bytes(other.bytes_fetched)}, wasted ${percent(other.bytes_fetched ? other.bytes_wasted / other.bytes_fetched : 0)}`) : "");

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
 
+from kvabr.abr import Ladder, View
+from kvabr.abr.time_planner import TimePlanner
+from kvabr.replay.engines import ENGINES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route import (
@@ -29,6 +35,37 @@ def by_place(tokens, local=None, remote=None, link=None, size=SIZE):
         tokens, local or PrefillSite(SLOW), remote or PrefillSite(FAST), link or RouteLink(5e6, 0.04), size
     )
     return {one.place: one for one in found}
+
+
+ENGINES_TO_SPLIT = [
+    *(ENGINES[name] for name in ("h200-8b", "h200-70b", "cpu-smollm2")),
+    PrefillCost.from_rate(3000.0),
+    PrefillCost(0.02, 1e-6, floor_s=0.03),
+]
+
+
+@pytest.mark.parametrize("decode_s", [1e-5, 1e-3, 1e-2])
+@pytest.mark.parametrize("cost", ENGINES_TO_SPLIT)
+@pytest.mark.parametrize("groups", [32, 256])
+def test_a_split_prompt_takes_what_the_rule_of_players_expects(groups, cost, decode_s):
+    """One track, all of it in place elsewhere, idle engines: the forecast is the rule's, and the first token's step."""
+    made = catalog(groups)
+    track = replace(made.track("Int4"), decode_s=decode_s, loss=(1e-9,) * groups)
+    offer = replace(made, tracks=(track,))
+    size = CacheSize(track.total_bytes / offer.tokens, decode_s=decode_s / 128)
+    stops = np.arange(groups + 1)
+    computed_s = cost.seconds_many(0, np.array([offer.tokens_before(stop) for stop in stops]))
+    step_s = np.where(stops < groups, cost.seconds(offer.tokens - 1, 1), 0.0)
+    there = PrefillSite(PrefillCost(0.0, 1e-12), cached_tokens=offer.tokens)
+    for share, rtt_s in product((0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0), (0.001, 0.02, 0.1)):
+        rate = share * track.total_bytes / computed_s[-1]
+        view = View(Ladder(offer), 1e6, cost=cost, gpu_price=0.0, time_price=1.0)
+        view.rate, view.ttfb_s = rate, rtt_s
+        rule = TimePlanner(view).divide(view, rate, 0, stops, computed_s, np.zeros(groups + 1))
+        found = by_place(offer.tokens, PrefillSite(cost), there, RouteLink(rate, rtt_s), size)
+        # To fetch a prefix is another thing: its rest is computed behind it.
+        least = min(one.ttft_s for place, one in found.items() if place != "fetch")
+        assert least == pytest.approx((rule.objective + step_s).min(), rel=0.03)
 
 
 def test_local_prefill_waits_and_computes_what_is_not_cached():
