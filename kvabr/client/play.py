@@ -156,14 +156,12 @@ class Play:
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
-        self.connection.left_out = self._left_out
+        # Not a method of its own, with which the connection would keep what the play has left in memory.
+        self.connection.left_out = partial(_left_out, self.options, self.clock)
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
         batches = self.options.decode_share is not None or (self._device is not None and self._device.type == "cuda")
         self._decoders = 1 if batches else decoder_threads()
-
-    def _left_out(self, source: int, why: str) -> None:
-        self.options.note(SourceLeftOut(self.clock.now(), source, why))
 
     @property
     def _limit(self) -> CallLimit:
@@ -809,6 +807,10 @@ def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int |
         for kind, where, what in record.steps
         if where < groups
     ]
+
+
+def _left_out(options: PlayOptions, clock: Clock, source: int, why: str) -> None:
+    options.note(SourceLeftOut(clock.now(), source, why))
 
 
 def _late(log: Log, begun_s: float, event: PlayEvent) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.engines.player_process import client as remote
 from tests.processes import LIMIT_S
 
 
 @pytest.fixture(scope="module")
 def home():
     """A folder of sockets with a short path; whatever process was started there ends."""
+    from kvabr.engines.player_process import client as remote  # not before Triton, which tests of kernels load first
+
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kv") as folder:
         patch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
