@@ -218,7 +218,7 @@ class _Engine:
         try:
             await asyncio.get_running_loop().run_in_executor(decoders(), region.fill, placed)
         except BaseException:
-            self._regions.give_back(region.number)
+            self._regions.drop(region.number)  # who was cancelled leaves a thread that copies
             raise
         file, region.told = None if region.told else region.file, True
         self._channel.send(PlayedMemory(region.number, nbytes), file=file)

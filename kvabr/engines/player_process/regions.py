@@ -88,10 +88,13 @@ class Regions:
             return
         self._spare.append(region)
         while sum(one.size for one in self._spare) > self._most:
-            gone = self._spare.pop(0)
-            gone.close()
-            if gone.told:
-                self._forget(gone.number)
+            self._end(self._spare.pop(0))
+
+    def drop(self, number: int) -> None:
+        """Never use a region again: a thread may still be copying to it."""
+        region = self._used.pop(number, None)
+        if region is not None:
+            self._end(region)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -99,6 +102,11 @@ class Regions:
             region.close()
         self._used.clear()
         self._spare.clear()
+
+    def _end(self, region: Region) -> None:
+        region.close()
+        if region.told:
+            self._forget(region.number)
 
 
 def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]], int]:

@@ -1,0 +1,61 @@
+"""The player process' end of an engine's connection, on a socket pair: what is left when things end out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import structlog
+
+from kvabr.engines.player_process import regions
+from kvabr.engines.player_process.process import PlayerProcess, _Engine
+from kvabr.telemetry.client_metrics import ClientMetrics
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+async def engine():
+    """An engine that has connected, and the other end of its socket."""
+    here, there = socket.socketpair()
+    process = PlayerProcess(socket.socket(socket.AF_UNIX), structlog.get_logger(), ClientMetrics())
+    engine = _Engine(process, here)
+    process._engines.add(engine)
+    yield engine, there
+    engine.close()
+    there.close()
+    process._listener.close()
+
+
+def played(byte):
+    """What `_hand_over` reads of a play."""
+    return SimpleNamespace(groups=[SimpleNamespace(payload=memoryview(bytes([byte]) * SIZE), below=())])
+
+
+async def test_memory_that_a_cancelled_play_is_still_copied_to_is_not_used_for_the_next(engine, monkeypatch):
+    engine, _ = engine
+    begun, goes_on, fill = threading.Event(), threading.Event(), regions.Region.fill
+
+    def slowly(region, pieces):
+        begun.set()
+        goes_on.wait(60)
+        fill(region, pieces)
+
+    monkeypatch.setattr(engine._channel, "send", lambda *_, **__: None)
+    monkeypatch.setattr(regions.Region, "fill", slowly)
+    first = asyncio.create_task(engine._hand_over(1, played(1)))
+    await asyncio.to_thread(begun.wait, 60)
+    copied_to = next(iter(engine._regions._used.values()))
+    first.cancel()
+    await asyncio.wait({first})
+    monkeypatch.setattr(regions.Region, "fill", fill)
+    await engine._hand_over(2, played(2))
+    goes_on.set()
+    while np.frombuffer(copied_to._memory, np.uint8, count=SIZE).min() < 1:
+        await asyncio.sleep(0.01)
+    (region,) = engine._regions._used.values()
+    assert (np.frombuffer(region._memory, np.uint8, count=SIZE) == 2).all()
