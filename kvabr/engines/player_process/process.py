@@ -40,6 +40,8 @@ _KEEP_S = 60.0
 _ENGINES = 64
 """Engines' processes that may share a client."""
 _MOST_SPARE_BYTES = 512 << 20
+_PAUSE_S = 1.0
+"""Seconds until a listener that could not accept an engine tries again."""
 
 
 class PlayerProcess:
@@ -79,7 +81,12 @@ class PlayerProcess:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            link, _ = await loop.sock_accept(self._listener)
+            try:
+                link, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptor is left
+                self._log.warning("no engine can join", why=str(error))
+                await asyncio.sleep(_PAUSE_S)
+                continue
             with contextlib.suppress(ConnectionLostError):  # another user's process
                 self._engines.add(_Engine(self, link))
                 self._changed.set()

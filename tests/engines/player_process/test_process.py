@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import struct
@@ -234,6 +235,25 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
         assert not path.exists()
     finally:
         first.kill()
+
+
+def test_engines_join_again_once_there_are_descriptors(served, home):
+    path = home / "few" / "p.sock"
+    process = run("--socket", str(path))
+    try:
+        while "playing for engines" not in process.stdout.readline():
+            assert process.poll() is None
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (32, 32))
+        with contextlib.ExitStack() as stack:
+            for _ in range(40):
+                stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            while "no engine can join" not in process.stdout.readline():
+                assert process.poll() is None
+        with engine(served, path) as client:
+            assert client.begin(lambda client: client.find(TOKENS, model=SPEC)).result(LIMIT_S) is not None
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 def test_others_cannot_enter(home):
