@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import os
 import socket
 import subprocess
 import sys
@@ -291,9 +292,16 @@ def start(path: Path) -> None:
     try:
         private_folder(path.parent)
         with path.with_suffix(".log").open("ab") as log:
-            command = [sys.executable, "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
+            command = [sys.executable, "-P", "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
+            # Modules come from where this process has them, and not from its working directory, which may be anybody's.
+            places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
             started = subprocess.Popen(  # noqa: S603  # this very interpreter
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": places},
             )
     except (OSError, UsageError) as error:
         raise TransportError(

@@ -292,6 +292,15 @@ def test_another_version_is_refused(served, home, monkeypatch):
         play(client)
 
 
+def test_what_lies_in_the_working_directory_is_not_run(served, home, tmp_path, monkeypatch):
+    (tmp_path / "kvabr").mkdir()
+    (tmp_path / "kvabr" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "elsewhere"))
+    with engine(served) as client:
+        assert play(client).tokens == 70
+
+
 def test_a_signal_ends_it(home):
     path = home / "signal" / "p.sock"
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):

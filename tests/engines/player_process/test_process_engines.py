@@ -38,24 +38,23 @@ def played(byte):
 
 async def test_memory_that_a_cancelled_play_is_still_copied_to_is_not_used_for_the_next(engine, monkeypatch):
     engine, _ = engine
-    begun, goes_on, fill = threading.Event(), threading.Event(), regions.Region.fill
+    begun, goes_on, done, fill = threading.Event(), threading.Event(), threading.Event(), regions.Region.fill
 
     def slowly(region, pieces):
         begun.set()
         goes_on.wait(60)
         fill(region, pieces)
+        done.set()
 
     monkeypatch.setattr(engine._channel, "send", lambda *_, **__: None)
     monkeypatch.setattr(regions.Region, "fill", slowly)
     first = asyncio.create_task(engine._hand_over(1, played(1)))
     await asyncio.to_thread(begun.wait, 60)
-    copied_to = next(iter(engine._regions._used.values()))
     first.cancel()
     await asyncio.wait({first})
     monkeypatch.setattr(regions.Region, "fill", fill)
     await engine._hand_over(2, played(2))
     goes_on.set()
-    while np.frombuffer(copied_to._memory, np.uint8, count=SIZE).min() < 1:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(done.wait, 60)
     (region,) = engine._regions._used.values()
     assert (np.frombuffer(region._memory, np.uint8, count=SIZE) == 2).all()
