@@ -156,14 +156,12 @@ class Play:
 
     def __post_init__(self) -> None:
         self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
-        self.connection.left_out = self._left_out
+        options, clock = self.options, self.clock  # not this object: the cache would lie in memory with the connection
+        self.connection.left_out = lambda source, why: options.note(SourceLeftOut(clock.now(), source, why))
         out, device = self.options.out, self.options.device
         self._device = device if out is None else out.device
         batches = self.options.decode_share is not None or (self._device is not None and self._device.type == "cuda")
         self._decoders = 1 if batches else decoder_threads()
-
-    def _left_out(self, source: int, why: str) -> None:
-        self.options.note(SourceLeftOut(self.clock.now(), source, why))
 
     @property
     def _limit(self) -> CallLimit:
