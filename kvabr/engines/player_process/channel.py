@@ -141,13 +141,16 @@ class ProcessChannel:
 
     def _read(self) -> None:
         try:
-            data, files, _, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
+            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
         except BlockingIOError:
             return
         except OSError as error:
             self._fail(error)
             return
         self._files.extend(files)
+        if flags & socket.MSG_CTRUNC:  # a later message's file would be taken for this one's
+            self._fail(ConnectionLostError("a file did not come along: this process has no descriptor left"))
+            return
         if not data:
             self._fail(ConnectionLostError("the other end has closed the connection"))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 
 import numpy as np
@@ -69,6 +70,20 @@ async def test_bytes_lie_in_shared_memory_that_a_file_brings(pair):
         await pair.cross(pieces, np.frombuffer(memory, np.uint8).data, places=outside)
     made.close()
     assert bytes(memory[:1]) == bytes(pieces[0])  # of both processes, the last keeps it
+
+
+async def test_a_file_that_does_not_come_is_not_mistaken_for_the_next(pair):
+    with open(os.devnull) as file:  # noqa: PTH123, ASYNC230
+        pair.one.send("first", file=file.fileno())
+        pair.one.send("second", file=file.fileno())
+        free, (soft, hard) = os.dup(file.fileno()), resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            assert "no descriptor left" in str(await pair.lost.get())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pair.came.empty()
 
 
 async def test_a_region_is_told_of_once_it_is_gone():
