@@ -48,7 +48,7 @@ from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
+from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError, told_if_exhausted
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.engines")
@@ -168,7 +168,8 @@ class RemoteClient:
         loop, started = asyncio.get_running_loop(), False
         until_s = loop.time() + _START_S
         while True:
-            link = socket.socket(socket.AF_UNIX)
+            with told_if_exhausted():
+                link = socket.socket(socket.AF_UNIX)
             try:
                 link.connect(str(self._socket))
             except (FileNotFoundError, ConnectionRefusedError) as error:

@@ -26,7 +26,7 @@ from kvabr.engines.player_process.messages import (
 from kvabr.engines.player_process.regions import Regions, laid_out
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all, decoders
-from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.errors import ConnectionLostError, FormatError, PlayError, UsageError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -154,7 +154,8 @@ class _Engine:
         for call in self._calls.values():
             call.cancel()
         self._regions.close()
-        self._process.left(self, self._arguments, why)
+        arguments, self._arguments = self._arguments, None  # it may be told twice
+        self._process.left(self, arguments, why)
 
     def _received(self, message: ChannelMessage) -> None:
         try:
@@ -168,7 +169,9 @@ class _Engine:
 
     def _take(self, thing: object) -> None:
         if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
-            self._calls[thing.number] = asyncio.get_running_loop().create_task(self._call(self._client, thing))
+            number, call = thing.number, asyncio.get_running_loop().create_task(self._call(self._client, thing))
+            self._calls[number] = call
+            call.add_done_callback(lambda _: self._calls.pop(number, None))  # it may end before it begins
         elif isinstance(thing, CancelCall):
             if thing.number in self._calls:
                 self._calls[thing.number].cancel()
@@ -180,14 +183,14 @@ class _Engine:
             raise FormatError(f"{type(thing).__name__} out of turn")
 
     def _open(self, message: OpenClient) -> None:
+        if message.version != __version__:
+            why = f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
+            self._fail(OPENED, UsageError(why))
+            return
         try:
-            if message.version != __version__:
-                raise UsageError(
-                    f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
-                )
             self._client = self._process.take(message.arguments)
-        except KvabrError as error:
-            self._channel.send(CallAnswer(OPENED, error=error))
+        except Exception as error:  # noqa: BLE001  # it is the engine's, which waits
+            self._fail(OPENED, error)
             return
         self._arguments = message.arguments
         self._process.joined(message.arguments)
@@ -202,8 +205,6 @@ class _Engine:
                 self._channel.send(CallAnswer(call.number, value))
         except Exception as error:  # noqa: BLE001  # it is the engine's
             self._fail(call.number, error)
-        finally:
-            del self._calls[call.number]
 
     def _fail(self, number: int, error: Exception) -> None:
         try:
@@ -227,7 +228,11 @@ class _Engine:
         except BaseException:
             self._regions.drop(region.number)  # who was cancelled leaves a thread that copies
             raise
-        file, region.told = None if region.told else region.file, True
-        self._channel.send(PlayedMemory(region.number, nbytes), file=file)
+        try:
+            self._channel.send(PlayedMemory(region.number, nbytes), file=None if region.told else region.file)
+        except OSError as error:  # no descriptor is left
+            self._regions.drop(region.number)
+            raise PlayError(f"shared memory cannot be handed over: {error}") from error
+        region.told = True
         places = {id(view): (at, len(view)) for at, view in placed}
         self._channel.send(CallAnswer(number, played), places=places)
