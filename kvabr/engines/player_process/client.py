@@ -206,7 +206,7 @@ class _Link:
         """Whether it has ended."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(OPENED + 1)
-        self._regions: dict[int, mmap.mmap] = {}
+        self._regions: dict[int, mmap.mmap | memoryview] = {}
         self._shared: memoryview | None = None
         """Where the views of the next message lie."""
 

@@ -229,10 +229,10 @@ class _Engine:
             self._regions.drop(region.number)  # who was cancelled leaves a thread that copies
             raise
         try:
-            self._channel.send(PlayedMemory(region.number, nbytes), file=None if region.told else region.file)
+            self._channel.send(PlayedMemory(region.number, nbytes), file=region.file)
         except OSError as error:  # no descriptor is left
             self._regions.drop(region.number)
             raise PlayError(f"shared memory cannot be handed over: {error}") from error
-        region.told = True
+        region.close()
         places = {id(view): (at, len(view)) for at, view in placed}
         self._channel.send(CallAnswer(number, played), places=places)

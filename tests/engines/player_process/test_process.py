@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_memory_is_used_for_one_play_after_the_other_and_never_for_two_at_once(s
             play(client)
         assert set(link_of(client)._regions) == {1, 2}  # a view of the first is left, the second is used again
         assert bytes(kept) == wanted
+
+
+def test_plays_that_an_engine_keeps_take_none_of_its_descriptors(served, home):
+    with engine(served) as client:
+        kept = [play(client)]
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        kept += [play(client) for _ in range(5)]
+        assert len(link_of(client)._regions) == 6
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_goes_wrong_is_told_as_inside(served, home):
