@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvabr.codec.profile import Profile
-from kvabr.types.errors import ConnectionLostError, FormatError
+from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
 """Bytes of the message that follows, and files that come with it."""
@@ -192,7 +192,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _error(kind: type[BaseException], args: tuple[object, ...], facts: dict[str, object]) -> BaseException:
-    error = kind.__new__(kind)
+    try:
+        error = kind.__new__(kind)
+    except TypeError:  # a group of errors, say
+        return PlayError(f"{kind.__name__}: {args}")
     error.args = args
     vars(error).update(facts)
     return error

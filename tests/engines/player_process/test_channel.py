@@ -16,7 +16,7 @@ from kvabr.codec.profile import Profile
 from kvabr.engines.player_process import regions
 from kvabr.engines.player_process.channel import ProcessChannel
 from kvabr.player.session_types import PlayRecord
-from kvabr.types.errors import FormatError, KvabrError, NotFoundError, Reason
+from kvabr.types.errors import FormatError, KvabrError, NotFoundError, PlayError, Reason
 from tests.toymodel import SPEC, ToyModel, prompt
 
 
@@ -135,6 +135,12 @@ async def test_errors_are_what_they_were(pair, error):
     assert type(found) is type(error)
     assert str(found) == str(error)
     assert vars(found) == vars(error)
+
+
+async def test_an_error_that_cannot_be_made_again_is_told(pair):
+    found, _ = await pair.cross(ExceptionGroup("several", [KeyError("a"), ValueError("b")]))
+    assert isinstance(found, PlayError)
+    assert "ExceptionGroup: ('several'" in str(found)
 
 
 async def test_an_end_that_goes_is_noticed_once(pair):
