@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import count
@@ -56,6 +56,8 @@ _log = logging.getLogger("kvabr.engines")
 _IDLE_S = 60
 """Seconds without an engine after which a process ends that engines have started."""
 _START_S, _NAP_S = 30.0, 0.05
+_ANSWER_S = 10.0
+"""Seconds that a process may need to answer beyond those of a call, which it counts itself: one that hangs does not."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, so that nothing is said of processes that outlive this one."""
@@ -132,7 +134,12 @@ class RemoteClient:
         try:
             if isinstance(how, PlayOptions):
                 device, options["options"] = how.device, self._planned(how, args)
-            value = await (await self._connected()).call(name, args, options)
+            async with asyncio.timeout(_longest_s(options)) as bound:
+                value = await (await self._connected()).call(name, args, options)
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise TransportError("the player process does not answer") from error
         finally:
             self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
@@ -149,7 +156,8 @@ class RemoteClient:
             catalog = args[0].catalog.to_play
             if not self._speeds.lacks(catalog, how.device):
                 share = DecodeShare(self._speeds.rates(catalog, how.device), partial(int, self._playing))
-        return replace(how, device=None, decode_share=share)
+        own = _from_here(how.policy), None if how.estimator is None else _from_here(how.estimator)
+        return replace(how, device=None, decode_share=share, policy=own[0], estimator=own[1])
 
     async def _connected(self) -> _Link:
         """Return the connection to the process, which is made, or made again, if there is none."""
@@ -171,6 +179,7 @@ class RemoteClient:
             with told_if_exhausted():
                 link = socket.socket(socket.AF_UNIX)
             try:
+                link.setblocking(False)  # with too many who wait to be accepted, it would wait, too
                 link.connect(str(self._socket))
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 link.close()
@@ -193,6 +202,19 @@ class RemoteClient:
                 self._pauses.reset()
                 return link
             await asyncio.sleep(_NAP_S)
+
+
+def _longest_s(options: Mapping[str, Any]) -> float:
+    """Return the seconds after which an answer to a call will not come any more."""
+    how, given = options.get("options"), (options.get(name) for name in ("deadline", "within_s", "probe_s"))
+    patience = how.patience if isinstance(how, PlayOptions) else 1.0
+    return _ANSWER_S + max(1.0, patience) * max(seconds or 0.0 for seconds in given)
+
+
+def _from_here(plugin: str) -> str:
+    """Return the name of a plug-in, of which a file is found from another working directory, too."""
+    file, colon, rest = plugin.partition(":")
+    return f"{Path(file).absolute()}{colon}{rest}" if file.endswith(".py") else plugin
 
 
 class _Link:
@@ -308,5 +330,5 @@ def start(path: Path) -> None:
         raise TransportError(
             f'no player process can be started ({error}); "player": "{INSIDE}" does without'
         ) from error
-    _started.append(started)
+    _started[:] = [*(one for one in _started if one.poll() is None), started]  # those that have ended are reaped
     _log.info("kvabr: started a player process, %s", path)

@@ -170,7 +170,41 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
         assert torch.equal(again.kv, wanted)
         assert torch.equal(type(held)(**vars_of(held)).kv, wanted)  # what was played before stays readable
         assert remote._started[-1].pid != before.pid
-        remote._started.remove(before)
+        assert before not in remote._started  # nor a zombie
+
+
+def test_a_process_that_hangs_is_not_waited_for(served, home, monkeypatch):
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    with engine(served) as client:
+
+        async def hung(client):
+            await client.find(TOKENS, model=SPEC, within_s=0.1)
+
+        while True:  # until it has started
+            with contextlib.suppress(TransportError):
+                play(client)
+                break
+        os.kill(remote._started[-1].pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TransportError, match="does not answer"):
+                client.begin(hung).result(LIMIT_S)
+        finally:
+            os.kill(remote._started[-1].pid, signal.SIGCONT)
+        assert play(client).tokens == 70
+
+
+def test_a_policy_is_found_from_where_its_engine_is(served, home, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("from kvabr.abr.policies import Anytime\nclass Own(Anytime): pass\n")
+    with engine(served) as client:
+        play(client)  # by a process that runs elsewhere
+        monkeypatch.chdir(tmp_path)
+
+        async def ask(client):
+            found = await client.find(TOKENS, model=SPEC, any_dtype=True, within_s=LIMIT_S)
+            how = PlayOptions(policy="own.py:Own", tail=0)
+            return await client.play_prefix(found, deadline=LIMIT_S, cost=COST, options=how)
+
+        assert client.begin(ask).result(LIMIT_S).tokens == 70
 
 
 def vars_of(played):
@@ -264,6 +298,19 @@ def test_engines_join_again_once_there_are_descriptors(served, home):
     finally:
         process.terminate()
         process.communicate()
+
+
+def test_each_environment_of_python_has_its_own(home, monkeypatch):
+    before = own_socket()
+    assert before.parent == home / "kvabr"
+    monkeypatch.setattr(sys, "prefix", "/another")
+    assert own_socket().parent == before.parent
+    assert own_socket() != before
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR"):
+        own_socket()
 
 
 def test_others_cannot_enter(home):
