@@ -272,6 +272,9 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
         second = run("--socket", str(path))
         assert second.communicate()[0] == f"a player process serves {path} already\n"
         assert second.returncode == 0
+        third = run("--socket", str(path), "--metrics", "127.0.0.1:0")
+        assert "already, without --metrics" in third.communicate()[0]
+        assert third.returncode == 2
         with engine(served, path) as client:
             assert play(client).tokens == 70
         assert first.communicate(timeout=LIMIT_S)[0].count("engine left") == 1
