@@ -168,6 +168,12 @@ class RemoteClient:
         return await asyncio.shield(made)
 
     async def _connect(self) -> _Link:
+        if self._starts:
+            with contextlib.suppress(ConnectionLostError):  # nobody had needed that process, and it was about to end
+                return await self._opened()
+        return await self._opened()
+
+    async def _opened(self) -> _Link:
         link = _Link(await self._dialled())
         await link.open(OpenClient(__version__, self._arguments))
         return link

@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -247,6 +248,25 @@ def test_a_process_that_does_not_start_is_not_started_for_every_request(served, 
             with pytest.raises(TransportError, match=r"does not start, see .*never\.log"):
                 play(client)
     assert len(begun) == 1
+
+
+def test_another_process_comes_for_one_that_was_about_to_end(served, home, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "ending"))
+    own_socket().parent.mkdir(mode=0o700, parents=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(own_socket()))
+    listener.listen()
+
+    def end():
+        link, _ = listener.accept()
+        listener.close()
+        link.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with engine(served) as client:
+        assert play(client).tokens == 70
+    ending.join()
 
 
 def test_a_socket_without_a_process(served, home):
