@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         taken = listening(path)
     except OSError as error:
         raise UsageError(f"--socket {path}: {error.strerror or error}") from error
+    if taken is None and args.metrics is not None:
+        raise UsageError(f"a player process serves {path} already, without --metrics: end it, or give another --socket")
     if taken is None:
         print(f"a player process serves {path} already")
         return 0

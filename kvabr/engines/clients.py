@@ -5,6 +5,7 @@ In the engine's process, network, policy and checks share the interpreter's lock
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,4 +22,6 @@ Begin = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], object]
 def open_client(settings: EngineSettings) -> EngineClient:
     """Return the client of an engine's settings, which may be a `UsageError`; nothing is dialled."""
     arguments = ClientArguments.of(settings)
-    return arguments.open() if settings.player == INSIDE else RemoteClient(arguments, settings.player)
+    if settings.player == INSIDE or not sys.platform.startswith("linux"):  # what a player process needs is Linux'
+        return arguments.open()
+    return RemoteClient(arguments, settings.player)

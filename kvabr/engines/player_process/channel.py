@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvabr.codec.profile import Profile
-from kvabr.types.errors import ConnectionLostError, FormatError
+from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
 """Bytes of the message that follows, and files that come with it."""
@@ -84,7 +84,9 @@ class ProcessChannel:
             return
         out = io.BytesIO()
         out.write(bytes(_HEAD.size))
-        _Pickler(out, places, self._told).dump(message)
+        told = set(self._told)
+        _Pickler(out, places, told).dump(message)
+        self._told = told  # unless it could not be pickled
         data = out.getbuffer()
         _HEAD.pack_into(data, 0, len(data) - _HEAD.size, file is not None)
         files = () if file is None else (os.dup(file),)
@@ -141,13 +143,16 @@ class ProcessChannel:
 
     def _read(self) -> None:
         try:
-            data, files, _, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
+            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
         except BlockingIOError:
             return
         except OSError as error:
             self._fail(error)
             return
         self._files.extend(files)
+        if flags & socket.MSG_CTRUNC:  # a later message's file would be taken for this one's
+            self._fail(ConnectionLostError("a file did not come along: this process has no descriptor left"))
+            return
         if not data:
             self._fail(ConnectionLostError("the other end has closed the connection"))
             return
@@ -189,7 +194,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _error(kind: type[BaseException], args: tuple[object, ...], facts: dict[str, object]) -> BaseException:
-    error = kind.__new__(kind)
+    try:
+        error = kind.__new__(kind)
+    except TypeError:  # a group of errors, say
+        return PlayError(f"{kind.__name__}: {args}")
     error.args = args
     vars(error).update(facts)
     return error

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import os
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from itertools import count
@@ -47,7 +48,7 @@ from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError
+from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError, told_if_exhausted
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.engines")
@@ -55,6 +56,8 @@ _log = logging.getLogger("kvabr.engines")
 _IDLE_S = 60
 """Seconds without an engine after which a process ends that engines have started."""
 _START_S, _NAP_S = 30.0, 0.05
+_ANSWER_S = 10.0
+"""Seconds that a process may need to answer beyond those of a call, which it counts itself: one that hangs does not."""
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, so that nothing is said of processes that outlive this one."""
@@ -131,7 +134,12 @@ class RemoteClient:
         try:
             if isinstance(how, PlayOptions):
                 device, options["options"] = how.device, self._planned(how, args)
-            value = await (await self._connected()).call(name, args, options)
+            async with asyncio.timeout(_longest_s(options)) as bound:
+                value = await (await self._connected()).call(name, args, options)
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise TransportError("the player process does not answer") from error
         finally:
             self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
@@ -148,7 +156,8 @@ class RemoteClient:
             catalog = args[0].catalog.to_play
             if not self._speeds.lacks(catalog, how.device):
                 share = DecodeShare(self._speeds.rates(catalog, how.device), partial(int, self._playing))
-        return replace(how, device=None, decode_share=share)
+        own = _from_here(how.policy), None if how.estimator is None else _from_here(how.estimator)
+        return replace(how, device=None, decode_share=share, policy=own[0], estimator=own[1])
 
     async def _connected(self) -> _Link:
         """Return the connection to the process, which is made, or made again, if there is none."""
@@ -159,6 +168,12 @@ class RemoteClient:
         return await asyncio.shield(made)
 
     async def _connect(self) -> _Link:
+        if self._starts:
+            with contextlib.suppress(ConnectionLostError):  # nobody had needed that process, and it was about to end
+                return await self._opened()
+        return await self._opened()
+
+    async def _opened(self) -> _Link:
         link = _Link(await self._dialled())
         await link.open(OpenClient(__version__, self._arguments))
         return link
@@ -167,8 +182,10 @@ class RemoteClient:
         loop, started = asyncio.get_running_loop(), False
         until_s = loop.time() + _START_S
         while True:
-            link = socket.socket(socket.AF_UNIX)
+            with told_if_exhausted():
+                link = socket.socket(socket.AF_UNIX)
             try:
+                link.setblocking(False)  # with too many who wait to be accepted, it would wait, too
                 link.connect(str(self._socket))
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 link.close()
@@ -193,6 +210,19 @@ class RemoteClient:
             await asyncio.sleep(_NAP_S)
 
 
+def _longest_s(options: Mapping[str, Any]) -> float:
+    """Return the seconds after which an answer to a call will not come any more."""
+    how, given = options.get("options"), (options.get(name) for name in ("deadline", "within_s", "probe_s"))
+    patience = how.patience if isinstance(how, PlayOptions) else 1.0
+    return _ANSWER_S + max(1.0, patience) * max(seconds or 0.0 for seconds in given)
+
+
+def _from_here(plugin: str) -> str:
+    """Return the name of a plug-in, of which a file is found from another working directory, too."""
+    file, colon, rest = plugin.partition(":")
+    return f"{Path(file).absolute()}{colon}{rest}" if file.endswith(".py") else plugin
+
+
 class _Link:
     """A connection to a player process."""
 
@@ -204,7 +234,7 @@ class _Link:
         """Whether it has ended."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(OPENED + 1)
-        self._regions: dict[int, mmap.mmap] = {}
+        self._regions: dict[int, mmap.mmap | memoryview] = {}
         self._shared: memoryview | None = None
         """Where the views of the next message lie."""
 
@@ -291,13 +321,20 @@ def start(path: Path) -> None:
     try:
         private_folder(path.parent)
         with path.with_suffix(".log").open("ab") as log:
-            command = [sys.executable, "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
+            command = [sys.executable, "-P", "-m", "kvabr", "player", "--socket", str(path), "--idle", str(_IDLE_S)]
+            # Modules come from where this process has them, and not from its working directory, which may be anybody's.
+            places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
             started = subprocess.Popen(  # noqa: S603  # this very interpreter
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": places},
             )
     except (OSError, UsageError) as error:
         raise TransportError(
             f'no player process can be started ({error}); "player": "{INSIDE}" does without'
         ) from error
-    _started.append(started)
+    _started[:] = [*(one for one in _started if one.poll() is None), started]  # those that have ended are reaped
     _log.info("kvabr: started a player process, %s", path)

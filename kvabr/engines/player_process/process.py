@@ -48,13 +48,15 @@ _FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """Between attempts to serve neighbours while the origin cannot be reached."""
 _CLEAR_S = 5.0
 _MOST_SPARE_BYTES = 512 << 20
+_PAUSE_S = 1.0
+"""Seconds until a listener that could not accept an engine tries again."""
 
 
 ServesOn = Callable[[AsyncClient], AbstractAsyncContextManager["Server"]]
 
 
 class PlayerProcess:
-    """Serves the engines of a node; a context manager for one event loop."""
+    """Serves the engines of a node, on one event loop."""
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class PlayerProcess:
         self._listener, self._log, self._metrics, self._serves_on = listener, log, metrics, serves_on
         self._serving: asyncio.Task[None] | None = None
         self._clients: dict[ClientArguments, _Shared] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        """Clients that are being closed."""
         self._engines: set[_Engine] = set()
         self._changed = asyncio.Event()
 
@@ -98,7 +102,12 @@ class PlayerProcess:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            link, _ = await loop.sock_accept(self._listener)
+            try:
+                link, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # no descriptor is left
+                self._log.warning("no engine can join", why=str(error))
+                await asyncio.sleep(_PAUSE_S)
+                continue
             with contextlib.suppress(ConnectionLostError):  # another user's process
                 self._engines.add(_Engine(self, link))
                 self._changed.set()
@@ -113,6 +122,8 @@ class PlayerProcess:
             if self._serves_on is not None and (self._serving is None or self._serving.done()):
                 self._serving = asyncio.get_running_loop().create_task(self._serve_on(self._serves_on, shared))
         shared.users += 1
+        if shared.ends is not None:
+            shared.ends.cancel()
         return shared.client
 
     async def _serve_on(self, serves_on: ServesOn, shared: _Shared) -> None:
@@ -139,7 +150,7 @@ class PlayerProcess:
         shared = self._clients[arguments]
         shared.users -= 1
         if not shared.users:
-            asyncio.get_running_loop().call_later(_KEEP_S, self._drop, arguments, shared)
+            shared.ends = asyncio.get_running_loop().call_later(_KEEP_S, self._drop, arguments, shared)
 
     def joined(self, arguments: ClientArguments) -> None:
         """Note that an engine has come."""
@@ -147,10 +158,11 @@ class PlayerProcess:
         self._log.info("engine joined", engines=len(self._engines), url=urls)
 
     def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
-        if not shared.users and self._clients.get(arguments) is shared:
-            del self._clients[arguments]
-            shared.dropped.set()
-            shared.closing = asyncio.get_running_loop().create_task(self._close(shared))
+        del self._clients[arguments]
+        shared.dropped.set()
+        closing = asyncio.get_running_loop().create_task(self._close(shared))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _close(self, shared: _Shared) -> None:
         if self._serving is not None:  # it may be this client's, which it must leave before
@@ -164,8 +176,8 @@ class _Shared:
     def __init__(self, client: AsyncClient) -> None:
         self.client, self.users = client, 0
         self.dropped = asyncio.Event()
-        self.closing: asyncio.Task[None] | None = None
-        """Kept until it is done."""
+        self.ends: asyncio.TimerHandle | None = None
+        """When it is dropped, unless it is used before."""
 
 
 class _Engine:
@@ -189,7 +201,8 @@ class _Engine:
         for call in self._calls.values():
             call.cancel()
         self._regions.close()
-        self._process.left(self, self._arguments, why)
+        arguments, self._arguments = self._arguments, None  # it may be told twice
+        self._process.left(self, arguments, why)
 
     def _received(self, message: ChannelMessage) -> None:
         try:
@@ -203,7 +216,9 @@ class _Engine:
 
     def _take(self, thing: object) -> None:
         if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
-            self._calls[thing.number] = asyncio.get_running_loop().create_task(self._call(self._client, thing))
+            number, call = thing.number, asyncio.get_running_loop().create_task(self._call(self._client, thing))
+            self._calls[number] = call
+            call.add_done_callback(lambda _: self._calls.pop(number, None))  # it may end before it begins
         elif isinstance(thing, CancelCall):
             if thing.number in self._calls:
                 self._calls[thing.number].cancel()
@@ -215,14 +230,14 @@ class _Engine:
             raise FormatError(f"{type(thing).__name__} out of turn")
 
     def _open(self, message: OpenClient) -> None:
+        if message.version != __version__:
+            why = f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
+            self._fail(OPENED, UsageError(why))
+            return
         try:
-            if message.version != __version__:
-                raise UsageError(
-                    f"the player process is of kvabr {__version__}, this engine has {message.version}: start it again"
-                )
             self._client = self._process.take(message.arguments)
-        except KvabrError as error:
-            self._channel.send(CallAnswer(OPENED, error=error))
+        except Exception as error:  # noqa: BLE001  # it is the engine's, which waits
+            self._fail(OPENED, error)
             return
         self._arguments = message.arguments
         self._process.joined(message.arguments)
@@ -237,8 +252,6 @@ class _Engine:
                 self._channel.send(CallAnswer(call.number, value))
         except Exception as error:  # noqa: BLE001  # it is the engine's
             self._fail(call.number, error)
-        finally:
-            del self._calls[call.number]
 
     def _fail(self, number: int, error: Exception) -> None:
         try:
@@ -260,9 +273,13 @@ class _Engine:
         try:
             await asyncio.get_running_loop().run_in_executor(decoders(), region.fill, placed)
         except BaseException:
-            self._regions.give_back(region.number)
+            self._regions.drop(region.number)  # who was cancelled leaves a thread that copies
             raise
-        file, region.told = None if region.told else region.file, True
-        self._channel.send(PlayedMemory(region.number, nbytes), file=file)
+        try:
+            self._channel.send(PlayedMemory(region.number, nbytes), file=region.file)
+        except OSError as error:  # no descriptor is left
+            self._regions.drop(region.number)
+            raise PlayError(f"shared memory cannot be handed over: {error}") from error
+        region.close()
         places = {id(view): (at, len(view)) for at, view in placed}
         self._channel.send(CallAnswer(number, played), places=places)

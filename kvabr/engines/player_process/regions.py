@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvabr.store.memory import Pin, PinnedMemory
+from kvabr.store import memory
 from kvabr.types.errors import FormatError
 
 _STEP_BYTES = 2 << 20
@@ -30,16 +30,17 @@ class Region:
 
     def __init__(self, number: int, size: int) -> None:
         """Make one of at least ``size`` bytes; raise `OSError` if there is no memory."""
-        self.number, self.told = number, False
-        """``told``: whether the other process has the file."""
+        self.number = number
         self.size = -(-size // _STEP_BYTES) * _STEP_BYTES
-        self.file = os.memfd_create("kvabr-played", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = os.memfd_create("kvabr-played", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.file: int | None = file
+        """None: the other process has it."""
         try:
-            os.ftruncate(self.file, self.size)
-            fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _FIXED)
-            self._memory = mmap.mmap(self.file, self.size)
+            os.ftruncate(file, self.size)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _FIXED)
+            self._memory = mmap.mmap(file, self.size)
         except BaseException:
-            os.close(self.file)
+            os.close(file)
             raise
 
     def fill(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
@@ -49,8 +50,10 @@ class Region:
             here[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
 
     def close(self) -> None:
-        """Give the memory back, as far as this process has it, once nothing is being copied there."""
-        os.close(self.file)
+        """Close the file; the memory is given back, as far as this process has it, when nobody uses this any more."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 class Regions:
@@ -88,10 +91,13 @@ class Regions:
             return
         self._spare.append(region)
         while sum(one.size for one in self._spare) > self._most:
-            gone = self._spare.pop(0)
-            gone.close()
-            if gone.told:
-                self._forget(gone.number)
+            self._end(self._spare.pop(0))
+
+    def drop(self, number: int) -> None:
+        """Never use a region again: a thread may still be copying to it."""
+        region = self._used.pop(number, None)
+        if region is not None:
+            self._end(region)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -99,6 +105,11 @@ class Regions:
             region.close()
         self._used.clear()
         self._spare.clear()
+
+    def _end(self, region: Region) -> None:
+        if region.file is None:
+            self._forget(region.number)
+        region.close()
 
 
 def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]], int]:
@@ -110,7 +121,7 @@ def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]]
     return placed, end
 
 
-def mapped(file: int, pin: Pin | None) -> mmap.mmap:
+def mapped(file: int, pin: memory.Pin | None) -> mmap.mmap | memoryview:
     """Return a region as the reading process has it, and close the file.
 
     Args:
@@ -126,10 +137,10 @@ def mapped(file: int, pin: Pin | None) -> mmap.mmap:
             raise FormatError("shared memory that could be cut short")
         size = os.fstat(file).st_size
         if pin is not None:
-            memory = PinnedMemory(file, size)
-            memory.undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
-            if memory.undo is not None:
-                return memory
-        return mmap.mmap(file, size, prot=mmap.PROT_READ)
+            pinned = memory.PinnedMemory(file, size)
+            pinned.undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(pinned)), size)
+            if pinned.undo is not None:
+                return pinned
+        return memory.mapped(file, size)
     finally:
         os.close(file)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,10 +19,17 @@ _MOST_CHARACTERS = 107
 
 
 def own_socket() -> Path:
-    """Return the socket of the process that the engines of this user share; one for each installation of kvabr."""
-    installation = hashlib.sha256(os.fsencode(Path(__file__).resolve())).hexdigest()[:8]
+    """Return the socket of the process that the engines of this user share.
+
+    There is one for each installation of kvabr and each environment of Python, which says what kvabr finds installed.
+    A `UsageError` says that there is no folder for it.
+    """
+    installation = hashlib.sha256(os.fsencode(f"{Path(__file__).resolve()}\n{sys.prefix}")).hexdigest()[:8]
     given = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(given) / "kvabr" if given else Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
+    try:
+        folder = Path(given).absolute() / "kvabr" if given else Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
+    except FileNotFoundError as error:
+        raise UsageError(f"no folder for a player process' socket ({error.strerror}): set XDG_RUNTIME_DIR") from error
     return folder / f"player-{__version__}-{installation}.sock"
 
 

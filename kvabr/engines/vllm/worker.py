@@ -122,9 +122,13 @@ class WorkerHalf:
 
     def sleep(self) -> None:
         """Leave the engine's cache alone, whose memory goes away, until `wake`; may be called twice."""
+        self._wait_for_copies()
+        self._asleep, self._blocks = self._blocks or self._asleep, None
+        self._wait_for_copies()  # what has begun between the two
+
+    def _wait_for_copies(self) -> None:
         for copier in (self._loader, self._copier):
             copier.wait()
-        self._asleep, self._blocks = self._blocks or self._asleep, None
 
     def wake(self) -> None:
         """Use the engine's cache again, which is where it was; may be called twice."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvabr.codec.profile import Profile
 from kvabr.engines.player_process import regions
 from kvabr.engines.player_process.channel import ProcessChannel
 from kvabr.player.session_types import PlayRecord
-from kvabr.types.errors import FormatError, KvabrError, NotFoundError, Reason
+from kvabr.types.errors import FormatError, KvabrError, NotFoundError, PlayError, Reason
 from tests.toymodel import SPEC, ToyModel, prompt
 
 
@@ -71,13 +72,27 @@ async def test_bytes_lie_in_shared_memory_that_a_file_brings(pair):
     assert bytes(memory[:1]) == bytes(pieces[0])  # of both processes, the last keeps it
 
 
+async def test_a_file_that_does_not_come_is_not_mistaken_for_the_next(pair):
+    with open(os.devnull) as file:  # noqa: PTH123, ASYNC230
+        pair.one.send("first", file=file.fileno())
+        pair.one.send("second", file=file.fileno())
+        free, (soft, hard) = os.dup(file.fileno()), resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            assert "no descriptor left" in str(await pair.lost.get())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pair.came.empty()
+
+
 async def test_a_region_is_told_of_once_it_is_gone():
     gone = []
     made = regions.Regions(3 << 20, gone.append)
     taken = [made.take(1 << 20) for _ in range(2)]
     assert [each.size for each in taken] == [2 << 20, 2 << 20]
     for each in taken:
-        each.told = True
+        each.close()  # the other end has its file
         made.give_back(each.number)
     assert gone == [1]
     assert made.take(100).number == 2
@@ -120,6 +135,12 @@ async def test_errors_are_what_they_were(pair, error):
     assert type(found) is type(error)
     assert str(found) == str(error)
     assert vars(found) == vars(error)
+
+
+async def test_an_error_that_cannot_be_made_again_is_told(pair):
+    found, _ = await pair.cross(ExceptionGroup("several", [KeyError("a"), ValueError("b")]))
+    assert isinstance(found, PlayError)
+    assert "ExceptionGroup: ('several'" in str(found)
 
 
 async def test_an_end_that_goes_is_noticed_once(pair):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +117,15 @@ def test_memory_is_used_for_one_play_after_the_other_and_never_for_two_at_once(s
         assert bytes(kept) == wanted
 
 
+def test_plays_that_an_engine_keeps_take_none_of_its_descriptors(served, home):
+    with engine(served) as client:
+        kept = [play(client)]
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        kept += [play(client) for _ in range(5)]
+        assert len(link_of(client)._regions) == 6
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_what_goes_wrong_is_told_as_inside(served, home):
     with engine(served) as client:
 
@@ -149,7 +161,6 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
         hanging = client.begin(lambda client: client.round_trip())
         before.kill()
         assert gone(before.pid)
-        remote._started.remove(before)
         with pytest.raises(TransportError):
             hanging.result(LIMIT_S)
         end_s = time.monotonic() + LIMIT_S
@@ -163,6 +174,41 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
         assert torch.equal(again.kv, wanted)
         assert torch.equal(type(held)(**vars_of(held)).kv, wanted)  # what was played before stays readable
         assert remote._started[-1].pid != before.pid
+        assert before not in remote._started  # nor a zombie
+
+
+def test_a_process_that_hangs_is_not_waited_for(served, home, monkeypatch):
+    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
+    with engine(served) as client:
+
+        async def hung(client):
+            await client.find(TOKENS, model=SPEC, within_s=0.1)
+
+        while True:  # until it has started
+            with contextlib.suppress(TransportError):
+                play(client)
+                break
+        os.kill(remote._started[-1].pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TransportError, match="does not answer"):
+                client.begin(hung).result(LIMIT_S)
+        finally:
+            os.kill(remote._started[-1].pid, signal.SIGCONT)
+        assert play(client).tokens == 70
+
+
+def test_a_policy_is_found_from_where_its_engine_is(served, home, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("from kvabr.abr.policies import Anytime\nclass Own(Anytime): pass\n")
+    with engine(served) as client:
+        play(client)  # by a process that runs elsewhere
+        monkeypatch.chdir(tmp_path)
+
+        async def ask(client):
+            found = await client.find(TOKENS, model=SPEC, any_dtype=True, within_s=LIMIT_S)
+            how = PlayOptions(policy="own.py:Own", tail=0)
+            return await client.play_prefix(found, deadline=LIMIT_S, cost=COST, options=how)
+
+        assert client.begin(ask).result(LIMIT_S).tokens == 70
 
 
 def vars_of(played):
@@ -207,6 +253,25 @@ def test_a_process_that_does_not_start_is_not_started_for_every_request(served, 
     assert len(begun) == 1
 
 
+def test_another_process_comes_for_one_that_was_about_to_end(served, home, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "ending"))
+    own_socket().parent.mkdir(mode=0o700, parents=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(own_socket()))
+    listener.listen()
+
+    def end():
+        link, _ = listener.accept()
+        listener.close()
+        link.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with engine(served) as client:
+        assert play(client).tokens == 70
+    ending.join()
+
+
 def test_a_socket_without_a_process(served, home):
     with engine(served, home / "nobody.sock") as client, pytest.raises(TransportError, match="see `kvabr player`"):
         play(client)
@@ -230,6 +295,9 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
         second = run("--socket", str(path))
         assert second.communicate()[0] == f"a player process serves {path} already\n"
         assert second.returncode == 0
+        third = run("--socket", str(path), "--metrics", "127.0.0.1:0")
+        assert "already, without --metrics" in third.communicate()[0]
+        assert third.returncode == 2
         with engine(served, path) as client:
             assert play(client).tokens == 70
         assert first.communicate(timeout=LIMIT_S)[0].count("engine left") == 1
@@ -268,6 +336,38 @@ def until(process, said):
         assert line, "it has ended"
 
 
+def test_engines_join_again_once_there_are_descriptors(served, home):
+    path = home / "few" / "p.sock"
+    process = run("--socket", str(path))
+    try:
+        while "playing for engines" not in process.stdout.readline():
+            assert process.poll() is None
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (32, 32))
+        with contextlib.ExitStack() as stack:
+            for _ in range(40):
+                stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+            while "no engine can join" not in process.stdout.readline():
+                assert process.poll() is None
+        with engine(served, path) as client:
+            assert client.begin(lambda client: client.find(TOKENS, model=SPEC)).result(LIMIT_S) is not None
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_each_environment_of_python_has_its_own(home, monkeypatch):
+    before = own_socket()
+    assert before.parent == home / "kvabr"
+    monkeypatch.setattr(sys, "prefix", "/another")
+    assert own_socket().parent == before.parent
+    assert own_socket() != before
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR"):
+        own_socket()
+
+
 def test_others_cannot_enter(home):
     folder = home / "open"
     folder.mkdir(mode=0o755)
@@ -302,6 +402,15 @@ def test_another_version_is_refused(served, home, monkeypatch):
     monkeypatch.setattr(remote, "__version__", "0.0.1")
     with engine(served) as client, pytest.raises(UsageError, match=r"this engine has 0\.0\.1"):
         play(client)
+
+
+def test_what_lies_in_the_working_directory_is_not_run(served, home, tmp_path, monkeypatch):
+    (tmp_path / "kvabr").mkdir()
+    (tmp_path / "kvabr" / "__init__.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "elsewhere"))
+    with engine(served) as client:
+        assert play(client).tokens == 70
 
 
 def test_a_signal_ends_it(home):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from dataclasses import replace
 
@@ -340,6 +341,23 @@ def test_nothing_is_written_while_the_engine_sleeps(served, mode):
         for _ in range(2):
             bench.worker.wake()
         assert bench.load(request("after"))[0] == 64
+    finally:
+        bench.close()
+
+
+def test_a_copy_that_begins_while_the_engine_falls_asleep_is_waited_for(served, monkeypatch):
+    bench, over = Bench(served), threading.Event()
+    try:
+        wait = bench.worker._copier.wait
+
+        def late():
+            monkeypatch.setattr(bench.worker._copier, "wait", wait)
+            bench.worker._loader.submit(lambda: (time.sleep(0.2), over.set()))
+            wait()
+
+        monkeypatch.setattr(bench.worker._copier, "wait", late)
+        bench.worker.sleep()
+        assert over.is_set()
     finally:
         bench.close()
 

@@ -1,0 +1,113 @@
+"""The player process' end of an engine's connection, on a socket pair: what is left when things end out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import structlog
+
+from kvabr import __version__
+from kvabr.engines.player_process import regions
+from kvabr.engines.player_process.channel import ProcessChannel
+from kvabr.engines.player_process.messages import CallMethod, CancelCall, OpenClient
+from kvabr.engines.player_process.process import PlayerProcess, _Engine, _Shared
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.types.errors import PlayError
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+async def engine():
+    """An engine that has connected, and the other end of its socket."""
+    here, there = socket.socketpair()
+    process = PlayerProcess(socket.socket(socket.AF_UNIX), structlog.get_logger(), ClientMetrics())
+    engine = _Engine(process, here)
+    process._engines.add(engine)
+    yield engine, there
+    engine.close()
+    there.close()
+    process._listener.close()
+
+
+def played(byte):
+    """What `_hand_over` reads of a play."""
+    return SimpleNamespace(groups=[SimpleNamespace(payload=memoryview(bytes([byte]) * SIZE), below=())])
+
+
+async def test_memory_that_a_cancelled_play_is_still_copied_to_is_not_used_for_the_next(engine, monkeypatch):
+    engine, _ = engine
+    begun, goes_on, done, fill = threading.Event(), threading.Event(), threading.Event(), regions.Region.fill
+
+    def slowly(region, pieces):
+        begun.set()
+        goes_on.wait(60)
+        fill(region, pieces)
+        done.set()
+
+    monkeypatch.setattr(engine._channel, "send", lambda *_, **__: None)
+    monkeypatch.setattr(regions.Region, "fill", slowly)
+    first = asyncio.create_task(engine._hand_over(1, played(1)))
+    await asyncio.to_thread(begun.wait, 60)
+    first.cancel()
+    await asyncio.wait({first})
+    monkeypatch.setattr(regions.Region, "fill", fill)
+    await engine._hand_over(2, played(2))
+    goes_on.set()
+    await asyncio.to_thread(done.wait, 60)
+    (region,) = engine._regions._used.values()
+    assert (np.frombuffer(region._memory, np.uint8, count=SIZE) == 2).all()
+
+
+async def test_memory_whose_file_cannot_be_sent_is_given_up(engine, monkeypatch):
+    engine, _ = engine
+
+    def full(_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("kvabr.engines.player_process.channel.os.dup", full)
+    with pytest.raises(PlayError, match="Too many open files"):
+        await engine._hand_over(1, played(1))
+    assert not engine._regions._used
+
+
+async def test_of_a_call_that_is_cancelled_before_it_begins_nothing_is_left(engine):
+    engine, _ = engine
+    engine._client = SimpleNamespace(find=asyncio.sleep)
+    engine._take(CallMethod(1, "find", (60,), {}))
+    engine._take(CancelCall(1))
+    await asyncio.wait(engine._calls.values())
+    await asyncio.sleep(0)
+    assert not engine._calls
+
+
+async def test_an_engine_that_talks_nonsense_and_is_gone_leaves_once(engine):
+    engine, there = engine
+    shared = engine._process._clients["arguments"] = _Shared(None)
+    engine._arguments, shared.users = "arguments", 2
+    there.sendall((4).to_bytes(8, "little") + b"\0none")
+    there.close()
+    engine._channel._read()
+    engine.close()
+    assert shared.users == 1
+    engine._process._clients.clear()
+
+
+async def test_an_engine_is_told_whatever_goes_wrong_when_it_joins(engine, monkeypatch):
+    engine, there = engine
+
+    def unforeseen(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine._process, "take", unforeseen)
+    told = asyncio.Queue()
+    channel = ProcessChannel(there, told.put_nowait, told.put_nowait)
+    channel.send(OpenClient(__version__, None))
+    answer = channel.read(await told.get())
+    assert "No space left" in str(answer.error)
+    channel.close()
