@@ -219,7 +219,8 @@ async def first_found(
             _offer(connection, source, task, found[best])
         else:
             connection.offer(source, NOT_KNOWN)
-            connection.meanwhile(_offered(connection, source, task, found[best]))
+            late = connection.meanwhile(_offered(connection, source, task, found[best]))
+            late.add_done_callback(partial(_let_go, task))  # also if it is cancelled before it has begun
     return await asked[best]
 
 
@@ -227,11 +228,14 @@ async def _offered(
     connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
 ) -> None:
     """Have a source that answers late join a play of what another one has."""
-    try:
-        await asyncio.wait({asked})
-    finally:
-        asked.cancel()
+    await asyncio.wait({asked})
     _offer(connection, source, asked, played)
+
+
+def _let_go(asked: asyncio.Future[tuple[_Answer, KVSpec | None]], _: object) -> None:
+    """End a lookup that nobody waits for any more; it may have failed at this very moment."""
+    if not asked.cancel() and not asked.cancelled():
+        asked.exception()
 
 
 def _offer(

@@ -636,11 +636,12 @@ class PlaySources(Connection):
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
-    def meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something until the play is over."""
         task = asyncio.get_running_loop().create_task(work)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+        return task
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`; from the source that answers."""

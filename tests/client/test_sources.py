@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -102,6 +103,21 @@ async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
             found = await client.find(TOKENS, within_s=LIMIT_S / 2)
     assert found is not None
     assert found.catalog.tokens == len(TOKENS)
+
+
+async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
+            assert await client.find(TOKENS) is not None
+            await asyncio.sleep(0)
+            assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
+            await asyncio.wait({client._origins[1].transfers._dialling})
+            gc.collect()
+    assert not told
 
 
 async def test_without_any_origin_the_play_says_why():
