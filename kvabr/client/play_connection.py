@@ -247,6 +247,7 @@ class SharedTransfers:
         error = ConnectionLostError("the client was closed") if task.cancelled() else task.exception()
         if error is not None:
             self.connection.trouble, self.connection.closed = str(error), True
+            self.connection.unreachable = True  # until a dial succeeds
             if not task.cancelled():
                 self.metrics.dials_failed_total.inc()
         waiting = list(self._waiting)

@@ -85,6 +85,19 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
 
 
+async def test_a_source_that_is_known_to_be_gone_delays_nobody(origins):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
+            await client.find(TOKENS)
+            gone = client._origins[0].transfers
+            await asyncio.wait({gone._dialling})
+            gone._source._options = replace(gone._source._options, timeout_s=LIMIT_S)  # the next dial takes long
+            assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+            assert gone._dialling is not None
+
+
 async def test_the_same_url_twice_is_one_source(origins):
     sent = []
     options = PlayOptions(policy="fixed:FP16", log=sent.append)
