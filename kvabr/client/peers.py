@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -187,8 +188,8 @@ async def first_found(
     """Return what the sources of a play have by one lookup at each, all at once: the longest prefix is played.
 
     The play does not wait long for the last of them once something has all ``tokens`` that it may, nor at all for those
-    that could not be reached lately, and a little before ``within_s`` seconds have passed it takes what has been said. Of the others, those are sources that have the same
-    asset, whenever they say so.
+    that could not be reached lately, and a little before ``within_s`` seconds have passed it takes what has been said.
+    Of the others, those are sources that have the same asset, whenever they say so.
     """
     if len(lookups) == 1:
         connection.answered_by(0)
@@ -257,7 +258,7 @@ def _offer(
 
 async def _found_by(
     asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]],
-    doubted: Set[asyncio.Future[tuple[_Answer, KVSpec | None]]],
+    doubted: AbstractSet[asyncio.Future[tuple[_Answer, KVSpec | None]]],
     tokens: int,
     round_trip_s: float,
     within_s: float,

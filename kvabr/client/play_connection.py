@@ -39,6 +39,7 @@ TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a transfer that stands still no longer waits for it."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
+_CLOSED = "the client was closed"
 _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a transfer waits for its turn."""
 
@@ -140,7 +141,7 @@ class SharedTransfers:
             return transfer, True
         transfer = self._transfers[request] = SharedTransfer(request, self)
         transfer.join(reader)
-        if self.reached:
+        if self.reached or self._closed:
             self._begin(transfer)
         else:
             self._waiting[transfer] = None
@@ -163,11 +164,17 @@ class SharedTransfers:
         """Return the connection, which is dialled if there is none; callers share one dial.
 
         Raises:
-            TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
+            TransportError: the peer cannot be reached, does not let us in, or this was closed. Unless it was, the next
+                call dials again.
         """
         if not self.reached:
+            if self._closed:
+                raise ConnectionLostError(_CLOSED)
             # A play that is cancelled must not end the dial of the others.
-            await asyncio.shield(self._dial())
+            await asyncio.wait({dial := self._dial()})
+            if dial.cancelled():  # by `close`: nobody has cancelled the caller
+                raise ConnectionLostError(_CLOSED)
+            dial.result()
         return self.connection
 
     def waits_its_turn(self, transfer: SharedTransfer) -> bool:
@@ -187,11 +194,12 @@ class SharedTransfers:
             await asyncio.wait({self._dialling})
         for transfer in list(self._transfers.values()):
             transfer.unwanted = True
-            transfer.reject(ConnectionLostError("the client was closed"))
+            transfer.reject(ConnectionLostError(_CLOSED))
         await cancel_all(self._tasks)
-        if self._source is not None and self.reached:
-            self.metrics.peers.dec()
-            self.connection = UnreachedConnection()
+        if self._source is not None:
+            if self.reached:
+                self.metrics.peers.dec()
+            self.connection = UnreachedConnection(_CLOSED)
         await self._stack.aclose()
 
     # ------------------------------------------------------ from the transfers
@@ -244,7 +252,7 @@ class SharedTransfers:
     def _dialled(self, task: asyncio.Task[None]) -> None:
         """Begin with what waits, or let it fail."""
         self._dialling = None
-        error = ConnectionLostError("the client was closed") if task.cancelled() else task.exception()
+        error = ConnectionLostError(_CLOSED) if task.cancelled() else task.exception()
         if error is not None:
             self.connection.trouble, self.connection.closed = str(error), True
             self.connection.unreachable = True  # until a dial succeeds

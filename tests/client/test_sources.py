@@ -133,6 +133,26 @@ async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
     assert not told
 
 
+@pytest.mark.parametrize("sources", [1, 2])
+async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(sources):
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as no,
+    ):
+        for one in (nobody, no):
+            one.bind(("127.0.0.1", 0))
+        urls = [f"moqt://127.0.0.1:{one.getsockname()[1]}/" for one in (nobody, no)]
+        client = AsyncClient(urls[:sources], insecure=True, transport="quic", timeout_s=LIMIT_S)
+        asked = [asyncio.create_task(client.find(TOKENS)), asyncio.create_task(client.connect())]
+        await asyncio.sleep(0.05)
+        await client.close()
+        for task in asked:
+            with pytest.raises(TransportError, match="closed"):
+                await task
+        with pytest.raises(TransportError, match="closed"):
+            await client.find(TOKENS)
+
+
 async def test_without_any_origin_the_play_says_why():
     async with AsyncClient(["moqt://127.0.0.1:9/", "moqt://127.0.0.1:11/"], insecure=True, timeout_s=0.3) as client:
         with pytest.raises(PlayError, match=r"127\.0\.0\.1:(9|11)"):
