@@ -307,19 +307,27 @@ class SharedTransfers:
 
 
 async def first_reached(peers: Sequence[SharedTransfers]) -> int:
-    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is."""
+    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is.
+
+    One that was connected and is dead by now is returned only if no other is there.
+    """
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
+
+    def there() -> list[int]:
+        at = [at for at, dial in enumerate(dials) if dial.done() and dial.exception() is None]
+        return sorted(at, key=lambda at: peers[at].connection.unreachable)
+
     try:
-        while pending and all(dial.exception() is not None for dial in dials if dial.done()):
+        while pending and all(peers[at].connection.unreachable for at in there()):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if found := there():
+            return found[0]
     finally:
         for dial in pending:
             dial.cancel()
-    there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
-    if (chosen := next(there, None)) is None:
-        await dials[0]  # which raises why
-    return chosen or 0
+    await dials[0]  # which raises why
+    raise AssertionError("unreachable")
 
 
 async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:
