@@ -81,7 +81,7 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
     gone = origins[0].url
     origins[0].kill()
     for urls in ([gone, origins[1].url], [origins[1].url, gone]):
-        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+        async with AsyncClient(urls, insecure=True, timeout_s=1.0) as client:
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
 
 
@@ -151,6 +151,15 @@ async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(s
                 await task
         with pytest.raises(TransportError, match="closed"):
             await client.find(TOKENS)
+
+
+async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
+    async with AsyncClient([each.url for each in origins], insecure=True, timeout_s=LIMIT_S) as client:
+        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
+        origins[0].kill()
+        client._origins[0].transfers.connection.unreachable = True  # as after two dials that have failed
+        assert await client.models(within_s=LIMIT_S)
+        assert await client.connect() is client._origins[1].transfers.connection
 
 
 async def test_without_any_origin_the_play_says_why():
