@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,13 @@ from kvabr.player.sources import NOT_KNOWN, Offer
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder
+from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder, read_view
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
-from kvabr.types.errors import ConnectionLostError, TransportError
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.errors import ConnectionLostError, NotFoundError, TransportError
+from kvabr.types.kv import MAX_MODELS_BYTES
+from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
 TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a transfer that stands still no longer waits for it."""
@@ -629,13 +630,13 @@ class PlaySources(Connection):
     async def reached(self) -> None:
         """Have the first source that is connected answer other requests than those for groups, unless one does.
 
-        The others are asked for groups once they are connected.
+        The others are asked for groups once they are connected, also those that were and could not be reached lately.
         """
         if self._chosen or len(self._sources) == 1:
             return
         self.answered_by(await first_reached(self.shared))
         for source, shared in enumerate(self.shared):
-            if not shared.reached:
+            if not shared.reached or (shared.connection.unreachable and self._sources[source] is not self._first):
                 self.offer(source, NOT_KNOWN)
                 self.meanwhile(self._joined(source, shared))
 
@@ -643,6 +644,9 @@ class PlaySources(Connection):
         has: Offer = None
         try:
             await shared.connected()
+            if shared.connection.unreachable:  # whatever it answers, it is back
+                with suppress(NotFoundError):
+                    await read_view(self._sources[source].fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
         except TransportError as error:
             has = frozenset()
             self.left_out(source, str(error))

@@ -19,7 +19,7 @@ from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
-from kvabr.client.options import PlayOptions
+from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
@@ -151,6 +151,26 @@ async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(s
                 await task
         with pytest.raises(TransportError, match="closed"):
             await client.find(TOKENS)
+
+
+async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups_until_it_is_back(origins):
+    sent, urls = [], [each.url for each in origins]
+    options, limits = PlayOptions(policy="fixed:FP16", log=sent.append), Limits(memory_bytes=1)
+    async with AsyncClient(urls, insecure=True, timeout_s=1.0, options=options, limits=limits) as client:
+        found = await client.find(TOKENS)
+        gone = client._origins[0].transfers
+        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
+        origins[0].kill()
+        while not gone.connection.unreachable:
+            await client.find(TOKENS)
+            await asyncio.sleep(0.02)
+        sent.clear()
+        await client.play_coded(found, deadline=LIMIT_S)
+        assert {event.source for event in of(sent, RequestSent)} == {1}
+        origins[0].start()
+        while gone.connection.unreachable:  # plays alone bring it back
+            await client.play_coded(found, deadline=LIMIT_S)
+            await asyncio.sleep(0.02)
 
 
 async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
