@@ -716,6 +716,8 @@ class PlaySources(Connection):
 
     async def close(self) -> None:
         """Cancel what is left of the play; the shared connections stay."""
-        await cancel_all(self._asking)
-        for source in self._sources:
-            await source.close()
+        try:
+            await cancel_all(self._asking)
+        finally:  # also if the play is cancelled meanwhile
+            for source in self._sources:
+                await source.close()

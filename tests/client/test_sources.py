@@ -17,6 +17,7 @@ from kvabr.abr.estimators.tracking import Tracking
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
+from kvabr.client import play_connection
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import Limits, PlayOptions
@@ -171,6 +172,26 @@ async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups
         while gone.connection.unreachable:  # plays alone bring it back
             await client.play_coded(found, deadline=LIMIT_S)
             await asyncio.sleep(0.02)
+
+
+async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, monkeypatch):
+    real = play_connection.cancel_all
+
+    async def cancelled_meanwhile(tasks):
+        playing.cancel()
+        await real(tasks)
+
+    monkeypatch.setattr(play_connection, "cancel_all", cancelled_meanwhile)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=LIMIT_S) as client:
+            playing = asyncio.create_task(client.play(TOKENS, deadline=LIMIT_S))
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            assert not len(client._runner._schedule)
+            assert not client._origins[0].transfers._transfers
+            monkeypatch.undo()
 
 
 async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
