@@ -208,6 +208,11 @@ class AsyncClient:
             self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
         return self._peers[key]
 
+    @property
+    def origins(self) -> Sequence[ClientPeer]:
+        """The peers that the client was given."""
+        return self._origins
+
     @checked
     async def connect(self, peer: PeersLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.

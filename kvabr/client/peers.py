@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -186,9 +187,9 @@ async def first_found(
 ) -> tuple[_Answer, KVSpec | None]:
     """Return what the sources of a play have by one lookup at each, all at once: the longest prefix is played.
 
-    The play does not wait long for the last of them once something has all ``tokens`` that it may, and a little before
-    ``within_s`` seconds have passed it takes what has been said. Of the others, those are sources that have the same
-    asset, whenever they say so.
+    The play does not wait long for the last of them once something has all ``tokens`` that it may, nor at all for those
+    that could not be reached lately, and a little before ``within_s`` seconds have passed it takes what has been said.
+    Of the others, those are sources that have the same asset, whenever they say so.
     """
     if len(lookups) == 1:
         connection.answered_by(0)
@@ -196,7 +197,8 @@ async def first_found(
     asked = [asyncio.ensure_future(lookup) for lookup in lookups]
     try:
         round_trip_s = max((each or 0.0 for each in connection.round_trips), default=0.0)
-        found = await _found_by(asked, tokens, round_trip_s, _SAID_SHARE * within_s)
+        doubted = {task for task, source in zip(asked, connection.sources, strict=True) if source.unreachable}
+        found = await _found_by(asked, doubted, tokens, round_trip_s, _SAID_SHARE * within_s)
     except BaseException:
         for task in asked:
             task.cancel()
@@ -219,7 +221,8 @@ async def first_found(
             _offer(connection, source, task, found[best])
         else:
             connection.offer(source, NOT_KNOWN)
-            connection.meanwhile(_offered(connection, source, task, found[best]))
+            late = connection.meanwhile(_offered(connection, source, task, found[best]))
+            late.add_done_callback(partial(_let_go, task))  # also if it is cancelled before it has begun
     return await asked[best]
 
 
@@ -227,11 +230,14 @@ async def _offered(
     connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
 ) -> None:
     """Have a source that answers late join a play of what another one has."""
-    try:
-        await asyncio.wait({asked})
-    finally:
-        asked.cancel()
+    await asyncio.wait({asked})
     _offer(connection, source, asked, played)
+
+
+def _let_go(asked: asyncio.Future[tuple[_Answer, KVSpec | None]], _: object) -> None:
+    """End a lookup that nobody waits for any more; it may have failed at this very moment."""
+    if not asked.cancel() and not asked.cancelled():
+        asked.exception()
 
 
 def _offer(
@@ -251,10 +257,15 @@ def _offer(
 
 
 async def _found_by(
-    asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]], tokens: int, round_trip_s: float, within_s: float
+    asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]],
+    doubted: AbstractSet[asyncio.Future[tuple[_Answer, KVSpec | None]]],
+    tokens: int,
+    round_trip_s: float,
+    within_s: float,
 ) -> dict[int, Found]:
     """Return what was found of a prompt, by source: a while after the first, a short one once it is all of it.
 
+    Nobody waits for the ``doubted``, whose sources could not be reached lately, once another has answered.
     ``round_trip_s`` is that to the farthest source; ``within_s`` is how long all may take.
     """
     clock = asyncio.get_running_loop().time
@@ -262,7 +273,7 @@ async def _found_by(
     end_s = begun_s + within_s
     found: dict[int, Found] = {}
     pending = set(asked)
-    while pending and clock() < end_s:
+    while clock() < end_s and (pending - doubted or (pending and not any(map(_answered, asked)))):
         left_s = None if end_s == math.inf else end_s - clock()
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         found |= {asked.index(task): each for task in done if (each := _found(task)) is not None}
@@ -273,6 +284,10 @@ async def _found_by(
             waits = True
             end_s = min(end_s, clock() + max(_MIN_PATIENCE_S, _PATIENCE * max(took_s, round_trip_s)))
     return found
+
+
+def _answered(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> bool:
+    return task.done() and task.exception() is None
 
 
 def _found(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> Found | None:

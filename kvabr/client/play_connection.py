@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,17 +28,19 @@ from kvabr.player.sources import NOT_KNOWN, Offer
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder
+from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder, read_view
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
-from kvabr.types.errors import ConnectionLostError, TransportError
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.errors import ConnectionLostError, NotFoundError, TransportError
+from kvabr.types.kv import MAX_MODELS_BYTES
+from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
 TURN_S = 0.25
 """Seconds without a byte of anything more urgent after which a transfer that stands still no longer waits for it."""
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
+_CLOSED = "the client was closed"
 _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a transfer waits for its turn."""
 
@@ -140,7 +142,7 @@ class SharedTransfers:
             return transfer, True
         transfer = self._transfers[request] = SharedTransfer(request, self)
         transfer.join(reader)
-        if self.reached:
+        if self.reached or self._closed:
             self._begin(transfer)
         else:
             self._waiting[transfer] = None
@@ -163,11 +165,17 @@ class SharedTransfers:
         """Return the connection, which is dialled if there is none; callers share one dial.
 
         Raises:
-            TransportError: the peer cannot be reached, or does not let us in. The next call dials again.
+            TransportError: the peer cannot be reached, does not let us in, or this was closed. Unless it was, the next
+                call dials again.
         """
         if not self.reached:
+            if self._closed:
+                raise ConnectionLostError(_CLOSED)
             # A play that is cancelled must not end the dial of the others.
-            await asyncio.shield(self._dial())
+            await asyncio.wait({dial := self._dial()})
+            if dial.cancelled():  # by `close`: nobody has cancelled the caller
+                raise ConnectionLostError(_CLOSED)
+            dial.result()
         return self.connection
 
     def waits_its_turn(self, transfer: SharedTransfer) -> bool:
@@ -187,11 +195,12 @@ class SharedTransfers:
             await asyncio.wait({self._dialling})
         for transfer in list(self._transfers.values()):
             transfer.unwanted = True
-            transfer.reject(ConnectionLostError("the client was closed"))
+            transfer.reject(ConnectionLostError(_CLOSED))
         await cancel_all(self._tasks)
-        if self._source is not None and self.reached:
-            self.metrics.peers.dec()
-            self.connection = UnreachedConnection()
+        if self._source is not None:
+            if self.reached:
+                self.metrics.peers.dec()
+            self.connection = UnreachedConnection(_CLOSED)
         await self._stack.aclose()
 
     # ------------------------------------------------------ from the transfers
@@ -244,9 +253,10 @@ class SharedTransfers:
     def _dialled(self, task: asyncio.Task[None]) -> None:
         """Begin with what waits, or let it fail."""
         self._dialling = None
-        error = ConnectionLostError("the client was closed") if task.cancelled() else task.exception()
+        error = ConnectionLostError(_CLOSED) if task.cancelled() else task.exception()
         if error is not None:
             self.connection.trouble, self.connection.closed = str(error), True
+            self.connection.unreachable = True  # until a dial succeeds
             if not task.cancelled():
                 self.metrics.dials_failed_total.inc()
         waiting = list(self._waiting)
@@ -298,19 +308,27 @@ class SharedTransfers:
 
 
 async def first_reached(peers: Sequence[SharedTransfers]) -> int:
-    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is."""
+    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is.
+
+    One that was connected and is dead by now is returned only if no other is there.
+    """
     dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
     pending = set(dials)
+
+    def there() -> list[int]:
+        at = [at for at, dial in enumerate(dials) if dial.done() and dial.exception() is None]
+        return sorted(at, key=lambda at: peers[at].connection.unreachable)
+
     try:
-        while pending and all(dial.exception() is not None for dial in dials if dial.done()):
+        while pending and all(peers[at].connection.unreachable for at in there()):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if found := there():
+            return found[0]
     finally:
         for dial in pending:
             dial.cancel()
-    there = (at for at, dial in enumerate(dials) if dial not in pending and dial.exception() is None)
-    if (chosen := next(there, None)) is None:
-        await dials[0]  # which raises why
-    return chosen or 0
+    await dials[0]  # which raises why
+    raise AssertionError("unreachable")
 
 
 async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:
@@ -612,13 +630,13 @@ class PlaySources(Connection):
     async def reached(self) -> None:
         """Have the first source that is connected answer other requests than those for groups, unless one does.
 
-        The others are asked for groups once they are connected.
+        The others are asked for groups once they are connected, also those that were and could not be reached lately.
         """
         if self._chosen or len(self._sources) == 1:
             return
         self.answered_by(await first_reached(self.shared))
         for source, shared in enumerate(self.shared):
-            if not shared.reached:
+            if not shared.reached or (shared.connection.unreachable and self._sources[source] is not self._first):
                 self.offer(source, NOT_KNOWN)
                 self.meanwhile(self._joined(source, shared))
 
@@ -626,6 +644,9 @@ class PlaySources(Connection):
         has: Offer = None
         try:
             await shared.connected()
+            if shared.connection.unreachable:  # whatever it answers, it is back
+                with suppress(NotFoundError):
+                    await read_view(self._sources[source].fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
         except TransportError as error:
             has = frozenset()
             self.left_out(source, str(error))
@@ -636,11 +657,12 @@ class PlaySources(Connection):
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
-    def meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something until the play is over."""
         task = asyncio.get_running_loop().create_task(work)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+        return task
 
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`; from the source that answers."""
@@ -694,6 +716,8 @@ class PlaySources(Connection):
 
     async def close(self) -> None:
         """Cancel what is left of the play; the shared connections stay."""
-        await cancel_all(self._asking)
-        for source in self._sources:
-            await source.close()
+        try:
+            await cancel_all(self._asking)
+        finally:  # also if the play is cancelled meanwhile
+            for source in self._sources:
+                await source.close()

@@ -363,8 +363,10 @@ class PlayRunner:
         task.add_done_callback(self._upgrades.discard)
 
     async def _give_up(self, connection: PlaySources) -> None:
-        await connection.close()
-        self._reprioritise(self._schedule.remove(connection))
+        try:
+            await connection.close()
+        finally:  # the play may be cancelled at this very moment
+            self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
         # A play that has the link for itself uses all priorities.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.peers import PeerLike
 from kvabr.link.moqt.options import check_token
 from kvabr.server.certificates import ServerTls, check
 from kvabr.server.limits import ServerLimits
@@ -36,13 +37,14 @@ async def serving(
     tls: ServerTls,
     *,
     token: str,
+    origin: PeerLike = None,
     memory_bytes: int = _MEMORY_BYTES,
     limits: ServerLimits | None = None,
     tcp: Tcp = "tls",
     metrics: Metrics | None = None,
     log: FilteringBoundLogger | None = None,
 ) -> AsyncIterator[Server]:
-    """Serve on what a client's plays have fetched, and what its first origin that can be reached has.
+    """Serve on what a client's plays have fetched, and what its origin has.
 
     It runs on the client's event loop, which it shares with the plays. Leave it before the client is closed.
 
@@ -52,6 +54,8 @@ async def serving(
         port: UDP and TCP port; 0 takes a free one, see `Server.address`.
         tls: certificate and key.
         token: that neighbours must show. They may read what the client's own token opens.
+        origin: whom it asks for what plays have not fetched, as a play names a peer; None: the client's only origin.
+            Never a neighbour that serves on: two nodes that ask each other get no answer.
         memory_bytes: bound on groups that are on their way to neighbours, and an eighth of it, but at least
             `kvabr.server.relay.LEAST_BYTES`, on catalogs.
         limits: what neighbours may take.
@@ -60,17 +64,20 @@ async def serving(
         log: receives events; None: structlog's own logger.
 
     Raises:
-        UsageError: the token is none, or the client has no origin.
+        UsageError: the token is none, or the client has no origin, or several and none was named.
         TransportError: the origin cannot be reached, the address is in use, or the certificate cannot be used.
     """
     if not token:
         raise UsageError("a node serves on what its own token opens: give a token that neighbours must show")
     check_token(token, "the token of neighbours")
     check(tls)
-    origin = await client.connect()
+    if origin is None and len(client.origins) > 1:
+        raise UsageError("the client has several origins: name one that is no neighbour which serves on, origin=...")
+    # Not whom its origin tells of (steering), which may be neighbours as well.
+    upstream = await client.connect(client.origins if origin is None else origin)
     counts, told = metrics or Metrics(), log or structlog.get_logger()
     async with (
-        Relay(origin, told, counts, memory_bytes=memory_bytes, token=token, store=client.store) as relay,
+        Relay(upstream, told, counts, memory_bytes=memory_bytes, token=token, store=client.store) as relay,
         Server(relay, host, port, tls, limits or ServerLimits(), told, counts, quic="auto", tcp=tcp) as server,
     ):
         yield server

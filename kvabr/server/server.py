@@ -238,31 +238,33 @@ class Server(Host[Peer]):
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _admit(self) -> Peer:
+        """Take a connection; if there are too many, in the place of the oldest over TCP that has only begun."""
+        if len(self.peers) >= self.limits.connections and (begun := self._begun()):
+            begun[0].abandon("another connection takes its place")
         peer = self.make_peer()
         self.peers.add(peer)
         self._guard()
         return peer
 
     def _accepted(self, sock: socket.socket) -> None:
-        """Take a TCP connection, unless a quarter of all places are its address's that have only begun.
-
-        If there are too many, it takes the place of the oldest that has only begun.
-        """
+        """Take a TCP connection, unless three quarters of all places are its address's that have only begun."""
         most, site = self.limits.connections, site_of(address_of(sock))
-        begun = [stream for stream in self._streams if stream.begins]
+        begun = self._begun()
         own = sum(site_of(stream.address) == site for stream in begun)
         full = len(self.peers) >= most + _HALF_OPEN and not begun
-        if full or own >= max(1, min(most, 2 * _HALF_OPEN) // 4):
+        if full or own >= max(1, 3 * most // 4):
             sock.close()
             return
-        if begun and len(self.peers) >= most:
-            begun[0].abandon("another connection takes its place")
         stream = QmuxTransport(
             sock, self._admit(), self._security, [draft.alpn for draft in self._drafts], client=False,
             idle_s=self.limits.idle_s, windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
         )  # fmt: skip
         self._streams[stream] = None
         stream.start()
+
+    def _begun(self) -> list[QmuxTransport]:
+        """Return the connections over TCP that have only begun, the oldest first."""
+        return [stream for stream in self._streams if stream.begins]
 
     def _guard(self) -> None:
         """Decide what new clients must prove before any state is kept for them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -16,9 +17,10 @@ from kvabr.abr.estimators.tracking import Tracking
 from kvabr.abr.ladder import Ladder
 from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
+from kvabr.client import play_connection
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
-from kvabr.client.options import PlayOptions
+from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
@@ -80,8 +82,21 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
     gone = origins[0].url
     origins[0].kill()
     for urls in ([gone, origins[1].url], [origins[1].url, gone]):
-        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+        async with AsyncClient(urls, insecure=True, timeout_s=1.0) as client:
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+
+
+async def test_a_source_that_is_known_to_be_gone_delays_nobody(origins):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
+            await client.find(TOKENS)
+            gone = client._origins[0].transfers
+            await asyncio.wait({gone._dialling})
+            gone._source._options = replace(gone._source._options, timeout_s=LIMIT_S)  # the next dial takes long
+            assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+            assert gone._dialling is not None
 
 
 async def test_the_same_url_twice_is_one_source(origins):
@@ -102,6 +117,90 @@ async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
             found = await client.find(TOKENS, within_s=LIMIT_S / 2)
     assert found is not None
     assert found.catalog.tokens == len(TOKENS)
+
+
+async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
+            assert await client.find(TOKENS) is not None
+            await asyncio.sleep(0)
+            assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
+            await asyncio.wait({client._origins[1].transfers._dialling})
+            gc.collect()
+    assert not told
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(sources):
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as no,
+    ):
+        for one in (nobody, no):
+            one.bind(("127.0.0.1", 0))
+        urls = [f"moqt://127.0.0.1:{one.getsockname()[1]}/" for one in (nobody, no)]
+        client = AsyncClient(urls[:sources], insecure=True, transport="quic", timeout_s=LIMIT_S)
+        asked = [asyncio.create_task(client.find(TOKENS)), asyncio.create_task(client.connect())]
+        await asyncio.sleep(0.05)
+        await client.close()
+        for task in asked:
+            with pytest.raises(TransportError, match="closed"):
+                await task
+        with pytest.raises(TransportError, match="closed"):
+            await client.find(TOKENS)
+
+
+async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups_until_it_is_back(origins):
+    sent, urls = [], [each.url for each in origins]
+    options, limits = PlayOptions(policy="fixed:FP16", log=sent.append), Limits(memory_bytes=1)
+    async with AsyncClient(urls, insecure=True, timeout_s=1.0, options=options, limits=limits) as client:
+        found = await client.find(TOKENS)
+        gone = client._origins[0].transfers
+        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
+        origins[0].kill()
+        while not gone.connection.unreachable:
+            await client.find(TOKENS)
+            await asyncio.sleep(0.02)
+        sent.clear()
+        await client.play_coded(found, deadline=LIMIT_S)
+        assert {event.source for event in of(sent, RequestSent)} == {1}
+        origins[0].start()
+        while gone.connection.unreachable:  # plays alone bring it back
+            await client.play_coded(found, deadline=LIMIT_S)
+            await asyncio.sleep(0.02)
+
+
+async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, monkeypatch):
+    real = play_connection.cancel_all
+
+    async def cancelled_meanwhile(tasks):
+        playing.cancel()
+        await real(tasks)
+
+    monkeypatch.setattr(play_connection, "cancel_all", cancelled_meanwhile)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
+        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=LIMIT_S) as client:
+            playing = asyncio.create_task(client.play(TOKENS, deadline=LIMIT_S))
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            assert not len(client._runner._schedule)
+            assert not client._origins[0].transfers._transfers
+            monkeypatch.undo()
+
+
+async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
+    async with AsyncClient([each.url for each in origins], insecure=True, timeout_s=LIMIT_S) as client:
+        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
+        origins[0].kill()
+        client._origins[0].transfers.connection.unreachable = True  # as after two dials that have failed
+        assert await client.models(within_s=LIMIT_S)
+        assert await client.connect() is client._origins[1].transfers.connection
 
 
 async def test_without_any_origin_the_play_says_why():

@@ -114,7 +114,27 @@ async def test_silent_peers_of_one_address_leave_room_for_others(asset, tls):
             silent.connect(server.address)
             await asyncio.sleep(0)
         assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
-        assert len(server.peers) <= 100 // 2 + 1
+        assert len(server.peers) <= 3 * 100 // 4 + 1
+
+
+async def test_many_peers_of_one_address_may_begin_at_once(asset, tls):
+    async with served(asset, tls, connections=64) as server:
+        made = await asyncio.gather(*(dial(options(server, tls), "tcp") for _ in range(48)), return_exceptions=True)
+        assert not [error for error in made if isinstance(error, BaseException)]
+        for connection in made:
+            await connection.close()
+
+
+async def test_silent_peers_over_tcp_leave_room_for_others_over_quic(asset, tls):
+    async with served(asset, tls, connections=8) as server, contextlib.AsyncExitStack() as stack:
+        for number in range(32):
+            silent = stack.enter_context(socket.socket())
+            silent.bind((f"127.0.1.{number + 1}", 0))
+            silent.connect(server.address)
+            await asyncio.sleep(0)
+        async with await dial(options(server, tls), "aioquic") as connection:
+            frame = await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
+        assert frame == asset.frame(0, "FP16")
 
 
 async def test_silent_peers_of_many_addresses_leave_room_for_others(asset, tls):

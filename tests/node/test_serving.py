@@ -100,6 +100,23 @@ async def test_a_node_without_a_token_for_neighbours_serves_nobody(origin, tls):
                     pass
 
 
+async def test_a_node_asks_the_origin_that_is_named_for_what_is_missing(origin, tls):
+    async with first_node(origin) as first, serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG) as server:
+        url = f"moqt://127.0.0.1:{server.address[1]}/"
+        async with AsyncClient(
+            [url, origin.url], insecure=True, token=TOKEN, timeout_s=LIMIT_S, options=EXACT
+        ) as second:
+            with pytest.raises(UsageError, match="several"):
+                async with serving(second, "127.0.0.1", 0, tls, token=TOKEN, log=LOG):
+                    pass
+            named = second.origins[1]
+            async with (
+                serving(second, "127.0.0.1", 0, tls, token=TOKEN, origin=named, log=LOG) as another,
+                neighbour(another, tls) as third,
+            ):
+                assert (await third.play(LONG, deadline=LIMIT_S)).met
+
+
 async def test_a_node_goes_on_playing_when_it_serves_no_more(origin, tls):
     async with first_node(origin) as first:
         async with serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG):

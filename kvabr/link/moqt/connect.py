@@ -73,6 +73,10 @@ def parse_url(url: str) -> tuple[str, int, str]:
         raise UsageError(f"{parts.scheme}://{parts.hostname}: a URL must not contain a user or password; use a token")
     if not parts.hostname or any(letter <= " " or letter == "\x7f" for letter in url):
         raise UsageError(f"{url}: the host is missing, or there is a blank in the URL")
+    try:
+        parts.hostname.encode("idna")
+    except UnicodeError as error:  # looking it up would raise this
+        raise UsageError(f"{url}: {parts.hostname[:80]} is not the name of a host ({error})") from error
     if port == 0:
         raise UsageError(f"{url}: the port must be 1 to 65535")
     path = parts.path or "/"

@@ -69,7 +69,8 @@ def test_urls(url, parts):
     "url",
     [
         "origin.example:4443", "https://origin.example/", "moqt:///path", "moqt://", "moqt://h:0/", "moqt://h:99999/",
-        "moqt://h:port/", "moqt://user:secret@h/", "moqt://[::1/", "moqt://h /", "",
+        "moqt://h:port/", "moqt://user:secret@h/", "moqt://[::1/", "moqt://h /", "", "moqt://a..b/",
+        f"moqt://{'a' * 64}.test/",
     ],
 )  # fmt: skip
 def test_what_is_no_url_says_so_and_keeps_secrets(url):
