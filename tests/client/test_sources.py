@@ -7,7 +7,7 @@ import gc
 import json
 import random
 import socket
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -48,6 +48,21 @@ def origins(root, tmp_path):
 
 def of(events, kind):
     return [event for event in events if isinstance(event, kind)]
+
+
+@contextmanager
+def silent():
+    """A socket at whose address nobody answers, neither over UDP nor over TCP."""
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
+            nobody.bind(("127.0.0.1", 0))
+            try:
+                deaf.bind(nobody.getsockname())
+            except OSError:  # another process has that port of TCP
+                continue
+            deaf.listen()
+            yield nobody
+            return
 
 
 @pytest.mark.parametrize("quic", ["aioquic", "qh3"])
@@ -108,10 +123,7 @@ async def test_the_same_url_twice_is_one_source(origins):
 
 
 async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
-        nobody.bind(("127.0.0.1", 0))
-        deaf.bind(nobody.getsockname())
-        deaf.listen()
+    with silent() as nobody:
         urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
         async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
             found = await client.find(TOKENS, within_s=LIMIT_S / 2)
@@ -449,10 +461,7 @@ def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, caps
 
 
 def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, capsys):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody, socket.socket() as deaf:
-        nobody.bind(("127.0.0.1", 0))
-        deaf.bind(nobody.getsockname())
-        deaf.listen()
+    with silent() as nobody:
         (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
         words = ["fetch", f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", "--source", origins[1].url, "--insecure"]
         words += ["--prompt", str(tmp_path / "prompt.json"), "--deadline", "60", "--timeout", str(LIMIT_S)]
