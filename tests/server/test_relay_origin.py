@@ -9,6 +9,7 @@ import pytest
 import structlog
 import structlog.testing
 
+from kvabr.link.moqt import connect as dialling
 from kvabr.link.moqt.connect import connect
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_groups
@@ -289,22 +290,21 @@ async def test_requests_fail_for_now_while_the_origin_was_never_reached(asset, t
 
 async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monkeypatch):
     """As when a relay starts before its name server: it says so, keeps trying, and serves once there is an address."""
-    loop = asyncio.get_running_loop()
-    asked, found = [], loop.getaddrinfo
+    asked, found = [], dialling.addresses_of
 
     async def nowhere(host, *_, **__):
         asked.append(host)
         raise socket.gaierror(socket.EAI_AGAIN, "no name server")
 
     async with origin(asset.path, tls) as server:
-        monkeypatch.setattr(loop, "getaddrinfo", nowhere)
+        monkeypatch.setattr(dialling, "addresses_of", nowhere)
         url = f"moqt://localhost:{server.address[1]}/"
         async with connect(url, fingerprint=server.fingerprint, quic="aioquic", needed=False) as upstream:
             assert "no such host" in upstream.trouble
             async with Relay(upstream, LOG, Metrics()) as relay:
                 asking = asyncio.create_task(relay.find_soon(EVERYTHING, asset.catalog.namespace, CATALOG_TRACK))
                 await until(lambda: len(asked) > 3)
-                monkeypatch.setattr(loop, "getaddrinfo", found)
+                monkeypatch.setattr(dialling, "addresses_of", found)
                 async with asyncio.timeout(LONG_S):
                     assert (await asking).open(0).data == (asset.path / "catalog.json").read_bytes()
                 assert upstream.trouble is None
@@ -314,7 +314,7 @@ async def test_a_name_without_an_address_is_an_error_where_the_origin_is_needed(
     async def nowhere(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", nowhere)
+    monkeypatch.setattr(dialling, "addresses_of", nowhere)
     with pytest.raises(TransportError, match="no such host"):
         async with connect("moqt://origin.example/", quic="aioquic"):
             pass

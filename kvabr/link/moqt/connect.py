@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Unpack, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
+from kvabr.link.moqt.names import addresses_of
 from kvabr.link.moqt.options import (
     DRAFTS,
     DialArguments,
@@ -277,9 +278,7 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
     loop = asyncio.get_running_loop()
     end_s = loop.time() + options.timeout_s
     try:
-        found = await asyncio.wait_for(
-            loop.getaddrinfo(options.host, options.port, type=socket.SOCK_DGRAM), options.timeout_s
-        )
+        addresses = await asyncio.wait_for(addresses_of(options.host, options.port), options.timeout_s)
     except TimeoutError as error:
         raise NoAnswerError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
     except OSError as error:
@@ -297,7 +296,6 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
         made.append(await _dial_address(name, options, alpn, address, max(0.0, end_s - loop.time()), connect_s))
         return made[-1]
 
-    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
     chosen: MoqtConnection | None = None
     try:
         chosen = await first_of(addresses[:_MAX_ADDRESSES], attempt, HEAD_START_S)

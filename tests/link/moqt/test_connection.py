@@ -452,18 +452,14 @@ async def test_who_answers_is_believed_before_who_is_silent():
 
 @pytest.mark.parametrize("library", TRANSPORTS)
 async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypatch):
-    loop = asyncio.get_running_loop()
     async with served(asset, tls, library) as server:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
             deaf.bind(("127.0.0.2", server.address[1]))
 
             async def found(*_, **__):
-                return [
-                    (socket.AF_INET, socket.SOCK_DGRAM, 17, "", (host, server.address[1]))
-                    for host in ("127.0.0.2", "127.0.0.2", "127.0.0.1")
-                ]
+                return [(socket.AF_INET, (host, server.address[1])) for host in ("127.0.0.2", "127.0.0.1")]
 
-            monkeypatch.setattr(loop, "getaddrinfo", found)
+            monkeypatch.setattr(quic, "addresses_of", found)
             async with await quic.dial(options(server, tls, library), library) as connection:
                 assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))
 
