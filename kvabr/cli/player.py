@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="where to listen, in a folder that is yours alone (default: where engines look for it)",
     )
     parser.add_argument(
-        "--idle", type=float, metavar="S", help="end after so many seconds without an engine (default: never)"
+        "--idle", type=float, metavar="S", help="end after this many seconds without an engine (default: never)"
     )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics of all plays")
     rack = parser.add_argument_group("neighbours", "Serve on what was fetched: the rack's other nodes fetch from here.")

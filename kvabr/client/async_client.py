@@ -234,7 +234,7 @@ class AsyncClient:
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the seconds of a round trip to a peer, which is connected to if it is not; None: they are not known.
 
-        ``probe_s``: ask the peer, which has so many seconds to answer; None: as the connection has measured it.
+        ``probe_s``: ask the peer, which has this many seconds to answer; None: as the connection has measured it.
 
         Raises:
             TransportError: as `connect`.

@@ -139,7 +139,10 @@ class RemoteClient:
         except TimeoutError as error:
             if not bound.expired():
                 raise
-            raise TransportError("the player process does not answer") from error
+            log = self._socket.with_suffix(".log")
+            raise TransportError(
+                f"the player process does not answer: see {log}, and end it; the next request finds another"
+            ) from error
         finally:
             self._playing -= plays
         if isinstance(value, PlayedPrefix) and device is not None:
@@ -164,7 +167,7 @@ class RemoteClient:
         made = self._link
         if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
             made = self._link = asyncio.get_running_loop().create_task(self._connect())
-        # Whoever gives up must not end it for the others.
+        # A caller that gives up must not end it for the others.
         return await asyncio.shield(made)
 
     async def _connect(self) -> _Link:

@@ -42,7 +42,7 @@ def private_folder(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{folder}: other users can enter it, or it is not yours; whoever can reach a player process can use its "
+            f"{folder}: other users can enter it, or it is not yours; those who can reach a player process can use its "
             "tokens: give another folder, or `chmod 700` this one"
         )
 

@@ -30,7 +30,7 @@ async def addresses_of(host: str, port: int) -> Sequence[Address]:
         answer = _asked.get((host, port))
         if answer is None:
             answer = Future()
-            answer.set_running_or_notify_cancel()  # whoever gives up must not end it for the others
+            answer.set_running_or_notify_cancel()  # a caller that gives up must not end it for the others
             thread = threading.Thread(target=_look_up, args=(host, port, answer), name="kvabr-names", daemon=True)
             try:
                 thread.start()  # which cannot end it yet: it needs the lock
