@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvabr.engines.adapters import require
+from kvabr.engines.transformers.adapter_digest import config_of, joined_digest, module_digest
 from kvabr.types.errors import ModelError
 
 _ROWS, _COLUMNS = 4, 256
@@ -30,9 +31,6 @@ _NOT_OF_KV = frozenset(
     | {"return_dict", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
 )
 """Keys of a configuration that change no KV, or that are told elsewhere."""
-_NOT_OF_AN_ADAPTER = frozenset(
-    {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
-)
 
 
 def unwrapped(model: Any) -> Any:
@@ -86,15 +84,10 @@ def adapters_digest(model: Any) -> str | None:
     configs = getattr(model, "peft_config", None) or {}
     for place, adapters, scales in _acting(model):
         for adapter, scale in zip(adapters, scales, strict=True):
-            told = json.dumps([place, scale, _plain(configs.get(adapter))], sort_keys=True, default=str)
-            own = hashlib.sha256(told.encode())
-            for name, tensor in sorted(_tensors(modules[place])):
-                path = name.split(".")
-                if adapter in path:
-                    own.update(".".join(part for part in path if part != adapter).encode())
-                    _feed(own, tensor)
-            parts.append(own.digest())
-    return hashlib.sha256(b"".join(parts)).hexdigest() if parts else None
+            tensors = ((name.split("."), tensor) for name, tensor in _tensors(modules[place]))
+            own = [(".".join(p for p in path if p != adapter), each) for path, each in tensors if adapter in path]
+            parts.append(module_digest(place, scale, config_of(configs.get(adapter)), own))
+    return joined_digest(parts) if parts else None
 
 
 def _acting(model: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -118,18 +111,6 @@ def _acting(model: Any) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]
 def _tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _plain(config: Any) -> Any:
-    """Return the configuration of an adapter as JSON values, without where it came from."""
-    if config is None:
-        return None
-    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    return {
-        key: sorted(value) if isinstance(value, set | frozenset) else value
-        for key, value in values.items()
-        if key not in _NOT_OF_AN_ADAPTER
-    }
 
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:

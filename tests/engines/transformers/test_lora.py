@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 
 import pytest
 
@@ -10,8 +12,10 @@ pytest.importorskip("peft", reason="peft is not installed: tools/setup-venv")
 
 import peft
 import torch
+from safetensors.torch import save
 
 from kvabr.engines.transformers import engine_of, prefill_prompt, publish_cache
+from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
 from kvabr.engines.transformers.identity import adapters_digest
 from kvabr.engines.transformers.model_loader import folder_name
 from kvabr.engines.transformers.publish import cache_publisher
@@ -79,6 +83,44 @@ def test_the_name_is_that_of_the_weights_whatever_the_adapter_is_called(model, f
     other.load_adapter(str(tmp_path / "legal"), "something")
     other.set_adapter("something")
     assert name_of(other, folder) == name_of(model, folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True}, {"alpha_pattern": {"layers.1.self_attn.k_proj": 3}, "rank_pattern": {"v_proj": 2}}],
+)
+def test_the_digest_of_a_folder_is_that_of_the_adapter_in_memory(base, tmp_path, options):
+    base.add_adapter(lora(**options), "legal")
+    base.save_pretrained(tmp_path / "legal")
+    assert folder_digest(tmp_path / "legal") == adapters_digest(base)
+    (tmp_path / "legal").rename(tmp_path / "renamed")
+    config = json.loads((tmp_path / "renamed" / CONFIG).read_text())
+    assert folder_digest(tmp_path / "renamed") == adapters_digest(base)
+    (tmp_path / "renamed" / CONFIG).write_text(json.dumps(config | {"lora_alpha": 5}))
+    assert folder_digest(tmp_path / "renamed") != adapters_digest(base)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({CONFIG: None}, "adapter_config.json: cannot be read"),
+        ({CONFIG: b"{"}, "adapter_config.json: cannot be read"),
+        ({CONFIG: b"[]"}, "not the configuration of an adapter"),
+        ({CONFIG: b'{"peft_type": "LORA", "r": 0, "lora_alpha": 8}'}, "r and lora_alpha are '0' and '8'"),
+        ({CONFIG: b'{"r": 4, "lora_alpha": 8, "rank_pattern": {"(.*)*x": 2}}'}, "is not a name of modules"),
+        ({WEIGHTS: None}, "adapter_model.safetensors: cannot be read"),
+        ({WEIGHTS: b"PK\3\4"}, "save the adapter with `PeftModel.save_pretrained`"),
+        ({WEIGHTS: save({"lm_head.weight": torch.ones(2)})}, "'lm_head.weight' is no tensor of a LoRA adapter"),
+        ({WEIGHTS: save({})}, "has no tensors"),
+    ],
+)
+def test_a_folder_without_a_good_adapter_is_refused(base, tmp_path, change, why):
+    base.add_adapter(lora(), "legal")
+    base.save_pretrained(tmp_path)
+    for name, data in change.items():
+        (tmp_path / name).unlink() if data is None else (tmp_path / name).write_bytes(data)
+    with pytest.raises(ModelError, match=re.escape(why)):
+        folder_digest(tmp_path)
 
 
 def test_a_peft_model_is_the_model_in_it(model, base, folder, tmp_path):
