@@ -103,25 +103,26 @@ def weights_digest(folder: Path, progress: Progress | None = None) -> str:
     return digest.hexdigest()
 
 
-def local_folder(name: str) -> Path | None:
-    """Return the folder of a model if an engine's name of it is the path of one; else None."""
+def local_folder(name: str, marker: str = "config.json") -> Path | None:
+    """Return the folder of a model if an engine's name of it is the path of one, which has a ``marker``; else None."""
     with contextlib.suppress(OSError, ValueError):
-        if (Path(name) / "config.json").is_file():
+        if (Path(name) / marker).is_file():
             return Path(name)
     return None
 
 
-def cached_folder(name: str, revision: str | None = None) -> Path | None:
+def cached_folder(name: str, revision: str | None = None, *, marker: str = "config.json") -> Path | None:
     """Return the folder of a model that an engine names: a folder itself, or a snapshot in Hugging Face's cache.
 
     Args:
         name: path of a folder with a ``config.json``, or a repository such as ``org/model``.
         revision: branch, tag or commit of the repository; None: ``main``.
+        marker: the file that tells such a folder.
 
     Returns:
         None if there is no such folder on this machine.
     """
-    if (found := local_folder(name)) is not None:
+    if (found := local_folder(name, marker)) is not None:
         return found
     with contextlib.suppress(OSError, ValueError):
         home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
@@ -130,7 +131,7 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
         reference = repository / "refs" / wanted
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else wanted
         snapshot = repository / "snapshots" / commit
-        if (snapshot / "config.json").is_file():
+        if (snapshot / marker).is_file():
             return snapshot
     return None
 

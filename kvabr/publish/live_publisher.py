@@ -96,6 +96,7 @@ class LivePublisher:
         *,
         pace: Pace,
         salt: bytes = b"",
+        model: str | None = None,
         done: Callable[[PublishOutcome], object] = lambda _outcome: None,
     ) -> LiveSlot | PublishVerdict:
         """Announce the cache of a prompt whose prefill begins now; return why not if it cannot be published.
@@ -104,12 +105,13 @@ class LivePublisher:
             tokens: ids of the prompt.
             pace: when its groups will have been computed.
             salt: a tenant's secret, see `kvabr.types.naming.chain`.
+            model: the name of the model with an adapter; None: without one.
             done: called with the outcome, in an encoding thread.
 
         Raises:
             UsageError: these are no token ids, or the pace is not that of their groups.
         """
-        slot = self.publisher.reserve(tokens, salt)
+        slot = self.publisher.reserve(tokens, salt, model)
         if not isinstance(slot, Slot):
             return slot
         try:
@@ -234,8 +236,7 @@ class LiveProduction(Production):
     ) -> None:
         """Begin; ``seconds`` says when each group of tokens should be published."""
         self._path, self._replaces = publisher.root / slot.chunks[-1], slot.replaces
-        offer = publisher.publisher.offer
-        super().__init__(offer, self._live_writer, slot.chunks, slot.tokens, slot.position, done)
+        super().__init__(slot.offer, self._live_writer, slot.chunks, slot.tokens, slot.position, done)
         self._stack.callback(claim.release)
         self._costs, self._clock, self._tracks = publisher.costs, publisher.clock, publisher.edge
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()

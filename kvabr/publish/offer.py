@@ -8,11 +8,13 @@ over the groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 from kvabr.codec.base import codec
 from kvabr.codec.columns import check_class
 from kvabr.codec.profile import Profile
+from kvabr.data.profiles import rebound
 from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, pointless
 from kvabr.publish.frames import FrameEncoder, six
 from kvabr.store.asset import FrameStore
@@ -34,6 +36,8 @@ _LAST_GROUPS = 4
 """Number of groups at the end whose share of the loss is taken as it was."""
 _EVEN_SHARE = 0.05
 """Share of the loss that is spread evenly: no group is without any."""
+_MOST_NAMED = 64
+"""Models with adapters whose offers are kept; a profile takes a second to prepare."""
 _FRAME_BYTES = 256
 """Bytes that a frame may have besides its numbers."""
 
@@ -67,6 +71,22 @@ class TrackOffer:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
         self.digest = check_kind(digest)
+        self._named: dict[str, TrackOffer] = {}
+
+    def named(self, model: str) -> TrackOffer:
+        """Return the same offer of the model with an adapter, given its name: the profile is taken for it, too."""
+        if model == self.spec.model:
+            return self
+        if model not in self._named:
+            made = copy(self)
+            made.spec = replace(self.spec, model=model)
+            if self.profile is not None:
+                theirs = replace(self.profile.spec, model=model)
+                made.profile = Profile.from_bytes(rebound(self.profile.to_bytes(), self.profile.spec, theirs))
+            while len(self._named) >= _MOST_NAMED:
+                self._named.pop(next(iter(self._named)), None)
+            self._named[model] = made
+        return self._named[model]
 
     def prepare(self) -> None:
         """Compute what the first group would otherwise wait for: the matrices of the AC tracks take a second."""

@@ -92,16 +92,18 @@ class Publisher:
         self._closed = False
 
     @checked
-    def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
+    def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
         """Return a slot for a cache of these tokens, or why there is none; the cache need not exist yet.
 
         Takes half a second at most, for a store that does not answer ("failed").
 
-        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`. Raises `UsageError` unless these are token ids.
+        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`. ``model`` is the name of the model with an
+        adapter, whose caches have the same shape; None: without one. Raises `UsageError` unless these are token ids.
         """
-        spec = self.offer.spec
-        chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-        return self.reserve_named(chunks, len(tokens))
+        spec, model = self.offer.spec, model or self.offer.spec.model
+        chunks = chain(tokens, model=model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
+        slot = self.reserve_named(chunks, len(tokens))
+        return replace(slot, model=model) if isinstance(slot, Slot) else slot
 
     @checked
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
@@ -161,7 +163,7 @@ class Publisher:
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
         writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
-        made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage)
+        made = Production(slot.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage)
         made.append(0, kv, slot.tokens)
         made.end()
         self.wake(made)
@@ -241,8 +243,15 @@ class Slot:
     """See `Publisher.reserve_named`."""
     passage: PassageNotes | None = None
     """Of a passage, see `Publisher.reserve_passage`."""
+    model: str | None = None
+    """See `Publisher.reserve`."""
     replaces: bool = False
     """Whether it takes the place of a damaged asset."""
+
+    @property
+    def offer(self) -> TrackOffer:
+        """The tracks."""
+        return self.publisher.offer if self.model is None else self.publisher.offer.named(self.model)
 
     @checked
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:

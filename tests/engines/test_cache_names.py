@@ -23,7 +23,7 @@ from kvabr.engines.transformers.model_loader import folder_name
 from kvabr.engines.vllm import config as vllm
 from kvabr.engines.vllm.requests import salt_of
 from kvabr.publish.publisher import with_heads, with_layers
-from kvabr.types.naming import chain
+from kvabr.types.naming import chain, with_facts
 
 PAIRS = 200
 RAW_NAMES = ("org/model", "通义千问", "深度求索", "qwen:base", "qwen-base", "m@main", "m-main", "m main", "/m", "m")
@@ -128,8 +128,8 @@ def vllm_name(_monkeypatch, one):
         load_config=SimpleNamespace(load_format=one["load_format"]),
     )
     user = vllm.VllmSettings(**URL, model=one["declared"], version=one["version"], tokenizer=one["tokenizer"])
-    name, tokenizer = vllm._names(model, user, vllm.facts_of(config))
-    whole = spec_of(name, tokenizer, 4, 4, 16, torch.float16)
+    name, told, tokenizer = vllm._names(model, user, vllm.facts_of(config))
+    whole = spec_of(with_facts(name, told), tokenizer, 4, 4, 16, torch.float16)
     shard = with_heads(with_layers(whole, one["layers"]), one["heads"])
     salt = salt_of(SimpleNamespace(cache_salt=one["cache_salt"]), Generation(lambda: one["generation"]).salt(b""))
     named = {"model": shard.model, "tokenizer": tokenizer, "group_tokens": one["group_tokens"]}

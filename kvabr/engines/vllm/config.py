@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -143,6 +143,10 @@ class ServedModel:
     """Whether the engine gives blocks of one request to others that begin with the same tokens."""
     step_tokens: int = 1 << 20
     """Tokens that the engine computes in a step at most."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What the name of its caches tells of it besides its own name, see `with_facts`."""
+    named: str | None = None
+    """Its name without that; None: that of `spec`."""
     former: str | None = None
     """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
@@ -165,6 +169,15 @@ class ServedModel:
     def apart(self) -> bool:
         """Whether ranks hold different parts of the model."""
         return self.ranks > 1 or self.shard is not self.spec
+
+    def adapted(self, adapter: str | None) -> ServedModel:
+        """Return the model with a LoRA adapter, given its digest; None: without one. Only its name is another."""
+        if adapter is None:
+            return self
+        named = self.named or self.spec.model
+        stage = self.spec.model.removeprefix(with_facts(named, self.told))
+        name = with_facts(named, {**self.told, "adapters": adapter}) + stage
+        return replace(self, spec=replace(self.spec, model=name), former=None)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
@@ -217,7 +230,8 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
     facts = facts_of(config)
-    name, tokenizer = _names(model, settings, facts)
+    named, told, tokenizer = _names(model, settings, facts)
+    name = with_facts(named, told)
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
@@ -266,6 +280,8 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         layers if staged else None,
         prefix_caching=bool(getattr(cache, "enable_prefix_caching", True)),
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        told=told,
+        named=named,
         former=_former(settings, facts) if whole is not None else None,
     )
 
@@ -321,8 +337,8 @@ def _all_heads(model: Any, heads: int, ranks: int) -> int:
     return total
 
 
-def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of the model, of which ``facts`` are to be told, and of its tokenizer in the track namespace."""
+def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
+    """Return the model's name, what is to be told with it (see `with_facts`), and the tokenizer's name."""
     path = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
     named = settings.model is not None and settings.tokenizer is not None
     if not named and not ((path / "config.json").is_file() and (path / "tokenizer.json").is_file()):
@@ -331,10 +347,10 @@ def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tupl
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
     if settings.model is not None:
-        name = with_facts(settings.model, {**facts, "version": settings.version})
+        name, facts = settings.model, {**facts, "version": settings.version}
     else:
-        name = with_facts(model_loader.folder_name(path, version=settings.version), facts)
-    return name, settings.tokenizer or model_loader.folder_tokenizer(path)
+        name = model_loader.folder_name(path, version=settings.version)
+    return name, facts, settings.tokenizer or model_loader.folder_tokenizer(path)
 
 
 def facts_of(config: Any) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from kvabr.engines.vllm.caches import EngineCaches
 from kvabr.engines.vllm.plays import GrowRequest
 from kvabr.engines.vllm.windows import Tables
 
+NameOf = Callable[[Any], tuple[bytes, str | None]]
+
 
 class Growth:
     """The requests whose caches grow."""
 
-    def __init__(self, caches: EngineCaches, group_tokens: int, salt_of: Callable[[Any], bytes]) -> None:
-        """Start; ``salt_of`` returns the tenant's secret of a request."""
-        self._caches, self._every, self._salt_of = caches, math.lcm(caches.block, group_tokens), salt_of
+    def __init__(self, caches: EngineCaches, group_tokens: int, name_of: NameOf) -> None:
+        """Start; ``name_of`` returns the tenant's secret of a request, and the digest of its adapter."""
+        self._caches, self._every, self._name_of = caches, math.lcm(caches.block, group_tokens), name_of
         self._open: dict[str, Any] = {}
         self._handed: dict[str, int] = {}
         """Tokens handed over of each request that was announced."""
@@ -59,4 +61,4 @@ class Growth:
         if last == total:
             del self._open[name]
         ids = tuple(request.prompt_token_ids[:total]) if new else ()
-        return GrowRequest(name, ids, first, last, runs, self._salt_of(request), min(begin, total), tokens)
+        return GrowRequest(name, ids, first, last, runs, *self._name_of(request), min(begin, total), tokens)

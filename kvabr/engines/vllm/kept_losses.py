@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.engines.vllm.caches import ABSENT_BLOCK
-from kvabr.engines.vllm.requests import unfit
+from kvabr.engines.vllm.requests import apart, unfit
 from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
 
@@ -29,8 +29,8 @@ class _Served:
 
     tokens: Sequence[int]
     """Those of the prompt; of one that shares blocks, up to these at least."""
-    salt: object
-    """Its own salt in vLLM's prefix cache."""
+    apart: object
+    """What tells its blocks from others in vLLM's prefix cache, besides tokens."""
     deadline_s: float
     """The shortest deadline of the plays that filled its blocks."""
     first: int
@@ -128,7 +128,7 @@ class KeptLosses:
         own = self._served.get(name)
         if shared is not None:
             if own is None:
-                own = self._served[name] = _Served(shared.tokens, shared.salt, shared.deadline_s, shared.first)
+                own = self._served[name] = _Served(shared.tokens, shared.apart, shared.deadline_s, shared.first)
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
@@ -172,7 +172,7 @@ class KeptLosses:
         """Return whether the first ``computed`` tokens of a request go into blocks that are lossy."""
         size = min(self._sizes)
         end = (lossy.first // size + 1) * size
-        if computed < end or request.prompt_token_ids is None or getattr(request, "cache_salt", None) != lossy.salt:
+        if computed < end or request.prompt_token_ids is None or apart(request) != lossy.apart:
             return False
         # After a preemption, what vLLM has may go on behind the prompt.
         tokens = getattr(request, "all_token_ids", request.prompt_token_ids)
@@ -184,4 +184,4 @@ class KeptLosses:
 
 
 def _new(request: Any, deadline_s: float, first: int) -> _Served:
-    return _Served(request.prompt_token_ids, getattr(request, "cache_salt", None), deadline_s, first)
+    return _Served(request.prompt_token_ids, apart(request), deadline_s, first)

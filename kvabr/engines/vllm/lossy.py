@@ -32,13 +32,16 @@ class LossyGroups:
         """Return whether the group with this digest is lossy itself."""
         return chunk in self._groups
 
-    def note(self, tokens: Sequence[int], salt: bytes, places: Iterable[int]) -> None:
-        """Remember groups of a prompt, each given by a token that it begins with."""
+    def note(self, tokens: Sequence[int], salt: bytes, places: Iterable[int], model: str | None = None) -> None:
+        """Remember groups of a prompt, each given by a token that it begins with.
+
+        ``model`` is the name of the model with an adapter; None: without one.
+        """
         lossy = tuple(places)
         if not lossy:
             return
         size = self._spec.group_tokens
-        groups, blocks = self._chain(tokens, salt, size), self._chain(tokens, salt, self._block)
+        groups, blocks = (self._chain(tokens, salt, each, model) for each in (size, self._block))
         for place in lossy:
             for kept, digest in ((self._groups, groups[place // size]), (self._blocks, blocks[place // self._block])):
                 kept[digest] = None
@@ -46,15 +49,16 @@ class LossyGroups:
                 if len(kept) > self.most:
                     kept.popitem(last=False)
 
-    def before(self, tokens: Sequence[int], salt: bytes) -> bool:
+    def before(self, tokens: Sequence[int], salt: bytes, model: str | None = None) -> bool:
         """Return whether the engine may have computed any of a prompt's tokens behind a lossy group, or not at all."""
-        return bool(self._blocks) and any(each in self._blocks for each in self._chain(tokens, salt, self._block))
+        chain = self._chain(tokens, salt, self._block, model) if self._blocks else ()
+        return any(each in self._blocks for each in chain)
 
     def clear(self) -> None:
         """Forget everything."""
         self._groups.clear()
         self._blocks.clear()
 
-    def _chain(self, tokens: Sequence[int], salt: bytes, size: int) -> list[str]:
+    def _chain(self, tokens: Sequence[int], salt: bytes, size: int, model: str | None) -> list[str]:
         spec = self._spec
-        return chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=size, salt=salt)
+        return chain(tokens, model=model or spec.model, tokenizer=spec.tokenizer, group_tokens=size, salt=salt)

@@ -49,6 +49,8 @@ class LoadRequest:
     the engine publishes, which notes what it has played with losses."""
     salt: bytes = b""
     """The tenant's secret."""
+    adapter: str | None = None
+    """Digest of the request's LoRA adapter; None: it has none."""
     max_loss: float = math.inf
     """Most that what comes may be expected to lose, nats per generated token; otherwise nothing of it is used."""
 
@@ -117,6 +119,8 @@ class GrowRequest:
     blocks: tuple[tuple[int, ...], ...]
     """Per block table of the engine, the blocks for these tokens."""
     salt: bytes
+    adapter: str | None
+    """Digest of the request's LoRA adapter; None: it has none."""
     had: int
     """Tokens that need not be computed, when it is announced."""
     step: int
@@ -136,6 +140,8 @@ class PublishRequest:
     blocks: tuple[tuple[int, ...], ...]
     """Per block table of the engine, the blocks for these tokens."""
     salt: bytes
+    adapter: str | None = None
+    """Digest of the request's LoRA adapter; None: it has none."""
     chunks: tuple[str, ...] = ()
     """Chained digests of the groups, as `KeepRequest` named them."""
     passage: int | None = None

@@ -175,10 +175,13 @@ class Publications:
         pace = [cost.seconds(grown.had, -(-(end - grown.had) // chunk) * chunk) for end in ends]
         why = "failed"
         try:
-            if self._engine.lossy.before(grown.tokens, grown.salt):  # so that the rest is not exact either
+            if self._engine.lossy.before(
+                grown.tokens, grown.salt, self._model.adapted(grown.adapter).spec.model
+            ):  # so that the rest is not exact either
                 slot: LiveSlot | str = "lossy"
             else:
-                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, done=self._published)
+                model = self._model.adapted(grown.adapter).shard.model
+                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=model, done=self._published)
                 self._count(0 if isinstance(slot, str) else 1)
         except Exception as error:  # noqa: BLE001  # the request must go on
             _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
@@ -254,7 +257,8 @@ class Publications:
         why, first = "dropped_failed", publication.passage
         try:
             if first is None:
-                slot = self._publishers.ended.reserve(publication.tokens, publication.salt)
+                model = self._model.adapted(publication.adapter).shard.model
+                slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model)
             else:
                 slot = reserve_passage(self._publishers.ended, publication, first, self._publishers.fusion)
         except KvabrError as error:
@@ -279,7 +283,8 @@ class Publications:
     def _lossy_before(self, publication: PublishRequest) -> bool:
         """Return whether a part of a request was played with losses, by it or by another one."""
         if publication.passage is None:
-            return self._engine.lossy.before(publication.tokens, publication.salt)
+            model = self._model.adapted(publication.adapter).spec.model
+            return self._engine.lossy.before(publication.tokens, publication.salt, model)
         # It may stand behind any text, so that nothing is known of what vLLM had of it in its prefix cache.
         return publication.cached and bool(self._engine.lossy)
 

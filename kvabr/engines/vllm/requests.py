@@ -58,14 +58,18 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
 
 
 def unfit(request: Any) -> str | None:
-    """Return what a request's cache depends on besides its tokens; None: nothing."""
-    if getattr(request, "lora_request", None) is not None:
-        return "a LoRA adapter"
+    """Return what a request's cache depends on that no name tells; None: nothing."""
     if getattr(request, "mm_features", None):
         return "images or sound"
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings instead of tokens"
     return None
+
+
+def apart(request: Any) -> tuple[object, ...]:
+    """Return by what vLLM's prefix cache tells a request apart from others with the same tokens."""
+    lora = getattr(request, "lora_request", None)
+    return getattr(request, "cache_salt", None), lora and (lora.lora_name, lora.lora_path)
 
 
 def blended(request: Any) -> bool:

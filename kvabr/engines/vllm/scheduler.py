@@ -35,6 +35,7 @@ from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth
 from kvabr.engines.vllm.kept_losses import KeptLosses
+from kvabr.engines.vllm.loras import Adapters
 from kvabr.engines.vllm.plays import (
     CopyRequest,
     LoadRequest,
@@ -64,7 +65,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, TransportError
+from kvabr.types.errors import FormatError, ModelError, TransportError
 from kvabr.types.naming import chain
 from kvabr.types.passage import Part, Passage
 
@@ -79,6 +80,16 @@ _MAX_DEADLINE_S = 60.0
 """Maximum deadline of a request, unless the configured one is longer: it occupies memory until the play ends."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What names the caches of a request besides salts."""
+
+    adapter: str | None = None
+    """Digest of its LoRA adapter; None: it has none."""
+    unfit: str | None = None
+    """Why they have no name; None: they have one."""
+
+
 @dataclass(slots=True)
 class _Lookup:
     """A request of vLLM and its lookup."""
@@ -89,6 +100,8 @@ class _Lookup:
     """Seconds that the lookup may take."""
     tokens: tuple[int, ...] = ()
     salt: bytes = b""
+    adapter: str | None = None
+    """Digest of the request's LoRA adapter; None: it has none."""
     handle: Handle[Found | None] | None = None
     """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
@@ -129,7 +142,8 @@ class SchedulerHalf:
         """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache."""
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
-        self._specs = model.specs
+        self._adapters = Adapters(settings.deadline_s)
+        self._named: dict[str, _Named] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._loading: dict[str, frozenset[str]] = {}
@@ -151,7 +165,7 @@ class SchedulerHalf:
         self._growth: Growth | None = None
         """Of caches that are published while they are computed; None: all are published at the end."""
         if produces and settings.publish_live and not model.caches.states:
-            self._growth = Growth(model.caches, model.spec.group_tokens, self._salt_of)
+            self._growth = Growth(model.caches, model.spec.group_tokens, self._name_of)
         self._old: set[str] = set()
         """Requests that may have KV of weights which are not there any more: they are not published."""
         self._arrived: set[str] = set()
@@ -172,7 +186,9 @@ class SchedulerHalf:
         self._passages = PassageRequests(model, self._trouble)
 
     def arrived(self, request: Any) -> None:
-        """Begin the lookup of a new request, while it waits to be scheduled."""
+        """Begin the lookup of a new request, while it waits to be scheduled; of an adapter's once its name is known."""
+        if self._adapters.waits(request):
+            return
         if request.request_id not in self._lookups and request.request_id not in self._arrived:
             for what, why in faults(request):
                 self.counts.add("params_ignored")
@@ -218,6 +234,8 @@ class SchedulerHalf:
         None: ask again, the lookup or the play is not over.
         """
         self.arrived(request)
+        if self._adapters.waits(request):
+            return None, False
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
@@ -329,6 +347,12 @@ class SchedulerHalf:
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
+        try:
+            return self._finish(request, blocks)
+        finally:
+            self._named.pop(request.request_id, None)
+
+    def _finish(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         name, size = request.request_id, self._model.spec.group_tokens
         old = name in self._old
         self._old.discard(name)
@@ -357,7 +381,7 @@ class SchedulerHalf:
         tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
-        if not tokens or unfit(request) is not None:
+        if not tokens or self._name(request).unfit is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         self._pending.publications.append(
@@ -366,6 +390,7 @@ class SchedulerHalf:
                 tokens=tuple(request.prompt_token_ids[:tokens]),
                 blocks=self._model.caches.runs(blocks, 0, tokens),
                 salt=self._salt_of(request),
+                adapter=self._name(request).adapter,
                 chunks=tuple(chunks[: tokens // size]),
             )
         )
@@ -379,7 +404,13 @@ class SchedulerHalf:
     def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
         """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
         first, block = self._passages.passage(request), self._model.block
-        if first is None or unfit(request) is not None or tokens < int(request.num_prompt_tokens):
+        named = self._name(request)
+        if (
+            first is None
+            or named.unfit is not None
+            or named.adapter is not None
+            or tokens < int(request.num_prompt_tokens)
+        ):
             self.counts.add("publish_skipped_unfit")
             return False
         end = whole_blocks(tokens + block - 1, block)
@@ -430,6 +461,7 @@ class SchedulerHalf:
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
+            adapter=lookup.adapter,
             max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )
 
@@ -478,9 +510,9 @@ class SchedulerHalf:
         unread = getattr(request, "skip_reading_prefix_cache", False)
         if unplayed(request) or unread:
             return lookup
-        if (why := unfit(request)) is not None:
+        if (why := self._name(request).unfit) is not None:
             self.counts.add("lookups_unfit")
-            self._trouble.tell(f"requests with {why} are not played", "their caches depend on more than tokens")
+            self._trouble.tell("a request is neither played nor published", f"its cache depends on {why}")
             return lookup
         parts = self._passages.parts(request)
         if parts is None and len(request.prompt_token_ids) <= self._model.spec.group_tokens:
@@ -490,7 +522,7 @@ class SchedulerHalf:
         if self._pause.active:
             self.counts.add("lookups_paused")
             return lookup
-        lookup.tokens, lookup.salt = tuple(request.prompt_token_ids), self._salt_of(request)
+        lookup.tokens, (lookup.salt, lookup.adapter) = tuple(request.prompt_token_ids), self._name_of(request)
         lookup.within_s = self._settings.lookup_share * lookup.deadline_s
         if lookup.within_s < self._rtt_s:  # a lookup takes a round trip, and so does the first group
             lookup.within_s = lookup.deadline_s / 2
@@ -506,12 +538,12 @@ class SchedulerHalf:
 
     async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: EngineClient) -> Found | None:
         """Return what the origin has of a prompt; runs on the client's event loop."""
-        within_s = lookup.within_s
+        within_s, model = lookup.within_s, self._model.adapted(lookup.adapter)
         if parts is not None:
-            most, refused = self._settings.max_loss, partial(self._refused, lookup.salt)
-            found = await find_parts(client, parts, self._model.spec, lookup.salt, most, within_s, refused)
+            most, refused = self._settings.max_loss, partial(self._refused, model, lookup.salt)
+            found = await find_parts(client, parts, model.spec, lookup.salt, most, within_s, refused)
         else:
-            found = await find_cache(client, lookup.tokens, self._specs, lookup.salt, within_s)
+            found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
         self._rtt_s = await client.round_trip() or 0.0
         if found is None or parts is not None or not self._tails_first:
             return found
@@ -526,10 +558,10 @@ class SchedulerHalf:
         finally:
             self._looking = False
 
-    def _refused(self, salt: bytes, passage: Passage, why: str) -> None:
+    def _refused(self, model: ServedModel, salt: bytes, passage: Passage, why: str) -> None:
         """Note a passage that the origin has and that is computed."""
         self.counts.add("passages_refused")
-        self._trouble.tell("a passage is computed", f"{passage.name(self._model.spec, salt).prompt}: {why}")
+        self._trouble.tell("a passage is computed", f"{passage.name(model.spec, salt).prompt}: {why}")
 
     def _settle(self, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
         """Take the answer of a lookup if it is over; return whether it is."""
@@ -608,12 +640,26 @@ class SchedulerHalf:
         """Return the salt that a request's caches are named with now."""
         return salt_of(request, self._generation.salt(self._salt))
 
+    def _name_of(self, request: Any) -> tuple[bytes, str | None]:
+        """Return what a request's caches are named with besides its tokens: a salt, and the digest of its adapter."""
+        return self._salt_of(request), self._name(request).adapter
+
+    def _name(self, request: Any) -> _Named:
+        """Return what names a request's caches from its arrival on."""
+        name = request.request_id
+        if name not in self._named:
+            try:
+                self._named[name] = _Named(self._adapters.digest(request), unfit(request))
+            except ModelError as error:
+                self._named[name] = _Named(unfit=f"a LoRA adapter ({error})")
+        return self._named[name]
+
     def _chain_of(self, request: Any) -> Sequence[str]:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
-        spec = self._model.spec
-        tokens = whole_blocks(int(request.num_prompt_tokens), spec.group_tokens)
+        tokens = whole_blocks(int(request.num_prompt_tokens), self._model.spec.group_tokens)
         if not tokens or not self._published(request):
             return ()
+        spec = self._model.adapted(self._name(request).adapter).spec
         return chain(
             request.prompt_token_ids[:tokens],
             model=spec.model,
@@ -624,7 +670,7 @@ class SchedulerHalf:
 
     def _published(self, request: Any) -> bool:
         """Return whether a request is published, if it is long enough."""
-        if not wants(request, "publish") or unfit(request) is not None or blended(request):
+        if not wants(request, "publish") or self._name(request).unfit is not None or blended(request):
             return False
         return not wants_passage(request)
 

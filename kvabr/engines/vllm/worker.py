@@ -250,10 +250,11 @@ class WorkerHalf:
 
     async def _prefix(self, client: EngineClient, load: LoadRequest, playing: int) -> PlayedPrefix:
         """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
-        settings, own, due_s = self._settings, self._model.shard, time.monotonic() + load.deadline_s
+        settings, model, due_s = self._settings, self._model.adapted(load.adapter), time.monotonic() + load.deadline_s
+        own = model.shard
         found, skip = load.found, load.found.catalog.group_at(load.first)
         async with asyncio.timeout(_HUNG_S + _HUNG_DEADLINES * load.deadline_s):
-            if found.catalog.spec.model not in {own.model, *(each.model for each in self._model.specs)}:
+            if found.catalog.spec.model not in {own.model, *(each.model for each in model.specs)}:
                 shard = await find_cache(client, load.tokens, [own], load.salt, load.deadline_s / 2)
                 if shard is None or len(shard.catalog.chunks) <= skip:
                     raise PlayError(f"another rank's part is published, {own.model} is not")
@@ -426,7 +427,7 @@ class WorkerHalf:
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT:
                 lossy.append(unit.first - (classes[unit.part].kind == "state"))
-        self.lossy.note(load.tokens, load.salt, lossy)
+        self.lossy.note(load.tokens, load.salt, lossy, self._model.adapted(load.adapter).spec.model)
 
 
 def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> PlacedPlay:

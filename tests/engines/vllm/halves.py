@@ -52,6 +52,11 @@ def request(name="r", tokens=TOKENS, **more):
     )
 
 
+def lora(path, name="adapter", **more):
+    """What they look at of a request's adapter."""
+    return SimpleNamespace(**{"lora_name": name, "lora_path": str(path), "load_inplace": False} | more)
+
+
 def plain(spec):
     """One table of blocks for all layers."""
     layers = spec.only.layers

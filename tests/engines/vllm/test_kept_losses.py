@@ -10,7 +10,7 @@ import pytest
 from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.plays import PlacedPlay
 from kvabr.engines.vllm.stats import ConnectorCounts
-from tests.engines.vllm.halves import TOKENS, Bench, request
+from tests.engines.vllm.halves import TOKENS, Bench, lora, request
 
 BLOCK, LIMIT = 8, 0.001
 
@@ -113,7 +113,7 @@ def test_a_request_that_comes_back_with_more_than_its_prompt_shares_by_what_it_h
 def test_others_have_nothing_of_them(engine):
     engine.load("a", 0.1, blocks=range(100, 109), first=16, cache_salt="mine")
     other = [*TOKENS[:20], 7, *TOKENS[21:]]
-    adapted = {"lora_request": object(), "cache_salt": "mine"}
+    adapted = {"lora_request": lora("/adapter"), "cache_salt": "mine"}
     for computed, more in [
         (64, {}),
         (16, {"cache_salt": "mine"}),

@@ -5,11 +5,13 @@ What needs more has a file of its own: pipelines (test_pipeline), two engines (t
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
-from tests.engines.vllm.engine import TEXT, RealEngine
+from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_adapter, tiny_llama
 from tests.engines.vllm.world import SMALL, VllmWorld
@@ -79,17 +81,29 @@ def test_requests_that_vllm_preempts_say_the_same(started):
 
 
 def test_an_adapter_has_caches_of_its_own(started):
+    """What one publishes is played for the same adapter under another name, and for no other, nor the base."""
     from vllm.lora.request import LoRARequest
 
-    adapter = LoRARequest("other", 1, str(tiny_adapter(started.folder / "adapter")))
-    started.start(enable_lora=True, max_lora_rank=8)
-    cold, _ = started.says(PROMPT, SAID, play=False)
-    (adapted,) = started.engine.generate([PROMPT], SAID, lora=adapter)
-    assert list(adapted) != cold
-    assert started.engine.counted()["lookups_unfit"] == 1
-    text, counted = started.says(PROMPT, SAID)
-    assert text == cold
-    assert counted["plays"] == 1
+    folders = [tiny_adapter(started.folder / name, seed) for name, seed in (("one", 1), ("other", 2))]
+    shutil.copytree(folders[0], started.folder / "renamed")
+    names = ("one", "other", "renamed")
+    one, other, renamed = (LoRARequest(name, i + 1, str(started.folder / name)) for i, name in enumerate(names))
+    loras = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
+    assets = started.assets
+    started.start(transfer_of(started.playing() | started.publishing("FP16")), **loras)
+    base, _ = started.says(PROMPT, SAID, play=False)
+    cold = {}
+    for lora in (one, other):
+        cold[lora.lora_name], counted = started.says(PROMPT, SAID, lora=lora, play=False, publish=lora is one)
+        assert counted.get("published", 0) == (lora is one)
+    assert len({tuple(text) for text in (base, *cold.values())}) == 3
+    published = len(list(assets.glob("*/catalog.json")))
+    started.origin.wait_for_assets(published)
+    for lora, text, tokens in [(renamed, cold["one"], 384), (other, cold["other"], 0), (one, cold["one"], 384)]:
+        said, counted = started.says(PROMPT, SAID, lora=lora)
+        assert (said, counted.get("tokens_loaded", 0)) == (text, tokens)
+    said, counted = started.says(PROMPT, SAID)
+    assert (said, counted["tokens_loaded"]) == (base, 384)
 
 
 def test_what_is_published_behind_the_last_request_is_counted(started):

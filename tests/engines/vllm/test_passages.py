@@ -18,7 +18,7 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.passage import Exact, Passage
 from tests.client.served import Served
 from tests.engines.paging import paged_blocks
-from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, near, request
+from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, lora, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset, toy_base, toy_passage
 
 pytestmark = pytest.mark.process
@@ -316,7 +316,7 @@ def test_a_passage_is_published_without_its_rotation(served, tmp_path, first, gi
     ("given", "more"),
     [
         (40, {}), (-1, {}), ("0", {}), (0.0, {}), ([0], {}), (10**400, {}),
-        (True, {"num_computed_tokens": 39}), (True, {"lora_request": "x"}),
+        (True, {"num_computed_tokens": 39}), (True, {"lora_request": lora("/nowhere")}),
     ],
 )  # fmt: skip
 def test_what_is_no_passage_is_not_published(served, tmp_path, given, more):

@@ -44,14 +44,14 @@ def tiny_llama(folder):
     return folder
 
 
-def tiny_adapter(folder):
+def tiny_adapter(folder, seed=1):
     """A LoRA adapter of `tiny_llama`, which changes its text."""
     from safetensors.torch import save_file
 
     folder.mkdir()
     about = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(about))
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     tensors = {}
     for layer in range(2):
         for name, out in (("q_proj", 128), ("v_proj", 64)):

@@ -67,12 +67,13 @@ class VllmWorld:
         """Settings of an engine that publishes what the origin serves."""
         return {"publish": str(self.assets), "tracks": list(tracks), **more}
 
-    def says(self, prompt, tokens=16, *, forget=True, salt=None, **params):
+    def says(self, prompt, tokens=16, *, forget=True, salt=None, lora=None, **params):
         """What the engine says after a prompt, and what was counted meanwhile; it publishes nothing unless told to."""
         if forget:
             self.engine.forget()
         self.engine.counted()
-        (text,) = self.engine.generate([prompt], tokens, salt, kv_transfer_params={"publish": False} | params)
+        params = {"kv_transfer_params": {"publish": False} | params}
+        (text,) = self.engine.generate([prompt], tokens, salt, lora, **params)
         self.engine.settle()
         return list(text), self.engine.counted()
 

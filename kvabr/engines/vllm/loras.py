@@ -1,0 +1,105 @@
+"""LoRA adapters of requests: caches are named by what an adapter does, not by its name or folder.
+
+An adapter's files are read once, on a thread of its own, while its first requests wait. vLLM's prefix cache tells
+adapters apart by name and folder, and reads files again whenever it has dropped an adapter. So an adapter whose files
+have changed since it was first seen is neither played nor published: nobody can tell which of its weights a block has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
+from kvabr.engines.weights import cached_folder
+from kvabr.store.files import FileVersion
+from kvabr.types.errors import KvabrError, ModelError
+
+_MOST = 4096
+"""Adapters that are remembered; vLLM may be given any number of folders."""
+
+_Versions = tuple[FileVersion | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    folder: Path
+    versions: _Versions
+    """Those of its files when they were read."""
+    digest: Future[str]
+    since_s: float
+
+
+class Adapters:
+    """The adapters that an engine has seen."""
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start; requests wait for a digest at most ``patience_s`` seconds from the first one on."""
+        self._patience_s, self._clock = patience_s, clock
+        self._seen: dict[str, _Adapter] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def waits(self, request: Any) -> bool:
+        """Return whether a request should be asked about again: the digest of its adapter is being computed."""
+        adapter = self._adapter(request)
+        late_s = self._clock() - self._patience_s
+        return adapter is not None and not adapter.digest.done() and adapter.since_s > late_s
+
+    def digest(self, request: Any) -> str | None:
+        """Return the digest of a request's adapter, None if it has none; `ModelError` if it cannot be told."""
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return None
+        if getattr(lora, "load_inplace", False):
+            raise ModelError("it is loaded in place, so its weights may change under its name")
+        adapter = self._adapter(request)
+        if adapter is None:
+            raise ModelError(f"more than {_MOST:,} adapters were used before it")
+        if not adapter.digest.done():
+            raise ModelError(f"{adapter.folder} is still being read")
+        found = adapter.digest.result()
+        if _versions(adapter.folder) != adapter.versions:
+            raise ModelError(
+                f"{adapter.folder} has changed since vLLM was first given it; load changed weights from another folder"
+            )
+        return found
+
+    def _adapter(self, request: Any) -> _Adapter | None:
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return None
+        path = str(lora.lora_path)
+        if path not in self._seen and len(self._seen) < _MOST:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "kvabr-adapters")
+            folder = _folder(path)
+            versions = _versions(folder)
+            made = self._thread.submit(_digest, folder, versions)
+            self._seen[path] = _Adapter(folder, versions, made, self._clock())
+        return self._seen.get(path)
+
+
+def _folder(path: str) -> Path:
+    """Return where vLLM reads an adapter that it was given by its folder, or as a repository of Hugging Face."""
+    folder = Path(path).expanduser()
+    return cached_folder(str(folder), marker=CONFIG) or cached_folder(path, marker=CONFIG) or folder
+
+
+def _versions(folder: Path) -> _Versions:
+    return tuple(FileVersion.of(folder / name) for name in (CONFIG, WEIGHTS))
+
+
+def _digest(folder: Path, versions: _Versions) -> str:
+    try:
+        digest = folder_digest(folder)
+    except KvabrError:
+        raise
+    except Exception as error:  # safetensors and torch raise anything
+        raise ModelError(f"{folder}: cannot be read ({error})") from error
+    if _versions(folder) != versions:
+        raise ModelError(f"{folder} has changed while it was read; load changed weights from another folder")
+    return digest
