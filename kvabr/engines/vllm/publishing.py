@@ -173,15 +173,13 @@ class Publications:
         size, chunk = self._model.spec.group_tokens, max(1, grown.step)
         ends = range(size, len(grown.tokens) + 1, size)
         pace = [cost.seconds(grown.had, -(-(end - grown.had) // chunk) * chunk) for end in ends]
-        why = "failed"
+        why, model = "failed", self._model.adapted(grown.adapter)
         try:
-            if self._engine.lossy.before(
-                grown.tokens, grown.salt, self._model.adapted(grown.adapter).spec.model
-            ):  # so that the rest is not exact either
+            if self._engine.lossy.before(grown.tokens, grown.salt, model.spec.model):  # so that the rest is not exact either
                 slot: LiveSlot | str = "lossy"
             else:
-                model = self._model.adapted(grown.adapter).shard.model
-                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=model, done=self._published)
+                own = model.shard.model
+                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=own, done=self._published)
                 self._count(0 if isinstance(slot, str) else 1)
         except Exception as error:  # noqa: BLE001  # the request must go on
             _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))

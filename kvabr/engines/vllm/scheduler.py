@@ -404,13 +404,7 @@ class SchedulerHalf:
     def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
         """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
         first, block = self._passages.passage(request), self._model.block
-        named = self._name(request)
-        if (
-            first is None
-            or named.unfit is not None
-            or named.adapter is not None
-            or tokens < int(request.num_prompt_tokens)
-        ):
+        if first is None or self._name(request) != _Named() or tokens < int(request.num_prompt_tokens):
             self.counts.add("publish_skipped_unfit")
             return False
         end = whole_blocks(tokens + block - 1, block)
