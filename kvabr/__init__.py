@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         VersionError,
     )
     from kvabr.types.kv import KVSpec
+    from kvabr.types.media import MediaTokens, Medium
     from kvabr.types.naming import TrackNamespace
     from kvabr.types.passage import Exact, Passage
 
@@ -82,6 +83,8 @@ __all__ = [
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MediaTokens",
+    "Medium",
     "MissingAssetError",
     "MissingTraceError",
     "ModelError",
@@ -133,6 +136,7 @@ _MODULES = {
         "StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
+    "kvabr.types.media": "MediaTokens Medium",
     "kvabr.types.naming": "TrackNamespace",
     "kvabr.types.passage": "Exact Passage",
 }

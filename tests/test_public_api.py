@@ -33,6 +33,8 @@ NAMES = {
     "KVSpec",
     "KvabrError",
     "Limits",
+    "MediaTokens",
+    "Medium",
     "MissingAssetError",
     "MissingTraceError",
     "ModelError",

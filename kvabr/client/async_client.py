@@ -289,7 +289,7 @@ class AsyncClient:
         """Get the KV cache of a prompt: the longest prefix that the origin has, as good as the deadline allows.
 
         Args:
-            tokens: ids of the prompt.
+            tokens: ids of the prompt; `MediaTokens` if some stand for pictures, sound or films.
             parts: the prompt instead, if passages of it may be cached by themselves, see `Played.approximate`.
             question: ids whose attention chooses what a `BlendEngine` computes again; None: the text that ends `parts`.
             share: share of the passages' tokens that it computes, as far as time allows; None: what it is worth.
@@ -317,7 +317,7 @@ class AsyncClient:
         if parts is not None or question is not None or share is not None:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
         tokens = tokens if prompt is None else prompt.tokens
-        check_prompt(tokens)
+        check_prompt(tokens, computing)
         peer = self._some(peer)  # later there may be more
         how = {"any_group_tokens": any_size, "salt": options.salt, "live": options.live}
 
@@ -388,9 +388,9 @@ class AsyncClient:
         options = options or self.options
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
-        if len(tokens):
-            check_prompt(tokens)
         computing, cost = engine_of(engine or self.engine, options, self._costs) if len(tokens) else (None, None)
+        if len(tokens):
+            check_prompt(tokens, computing)
         name, peer = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
 
         async with self._play(deadline, options, peer, computing, cost, tokens) as play:

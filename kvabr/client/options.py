@@ -27,6 +27,7 @@ from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
 from kvabr.types.kv import KVSpec
+from kvabr.types.media import MediaTokens
 
 _GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 
@@ -187,13 +188,21 @@ def warn_unkept(metrics: ClientMetrics, what: str, why: str) -> None:
     warnings.warn(f"{_UNKEPT[what]} not kept: {why}", RuntimeWarning, stacklevel=2)
 
 
-def check_prompt(tokens: Sequence[int]) -> None:
-    """Raise `UsageError` unless a prompt has one dimension, and one token at least; `chain` checks the ids."""
+def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
+    """Raise `UsageError` unless a prompt has one dimension, and one token at least; `chain` checks the ids.
+
+    One with media cannot be played with an ``engine`` that computes: it is given token ids alone.
+    """
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
         raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")
     if not len(tokens):
         raise UsageError("a prompt has at least one token; this one is empty")
+    if engine is not None and isinstance(tokens, MediaTokens):
+        raise UsageError(
+            "an engine computes from token ids alone, and some of these stand for media: play them with "
+            "PlayOptions(recompute=False), and have the model compute the rest"
+        )
 
 
 def guard_s(deadline_s: float) -> float:

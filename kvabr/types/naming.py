@@ -25,6 +25,7 @@ from typing import Any
 
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import GROUP_TOKENS
+from kvabr.types.media import media_bytes
 
 ROOT = "moq://kvcache.moq.arpa/v1/"
 """First field of every track namespace (draft-shi-moq-kvcache-00)."""
@@ -144,7 +145,8 @@ def chain(
 
     Each digest covers the model, the tokenizer, the salt and all tokens (ids from 0 to 2**32 - 1) up to the end of its
     group. The last group may be short, and its digest then differs from that of the full group. The salt is a tenant's
-    secret; it keeps tenants from guessing each other's digests.
+    secret; it keeps tenants from guessing each other's digests. Of `MediaTokens` a digest covers the media, too, that
+    touch its group or one before it.
     """
     return chained(b"kvabr.chain/1", tokens, model, tokenizer, group_tokens, salt)
 
@@ -176,7 +178,7 @@ def _link(state: bytes, tokens: Sequence[int]) -> bytes:
         packed = struct.pack(f"<I{len(tokens)}I", len(tokens), *tokens)
     except (struct.error, TypeError, ValueError) as error:
         raise UsageError(f"token ids are whole numbers from 0 to 2**32 - 1 ({error})") from error
-    return hashlib.sha256(state + packed).digest()
+    return hashlib.sha256(state + packed + media_bytes(tokens)).digest()
 
 
 def prefix_key(digest: str) -> bytes:

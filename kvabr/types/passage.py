@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import GROUP_TOKENS, KVSpec
+from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace, chained
 from kvabr.types.records import check, convert
 
@@ -169,6 +170,8 @@ class PassageNotes:
 
 
 def _ids(ids: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(ids, MediaTokens):
+        raise UsageError("parts of a prompt are tokens alone: none of them may stand for a picture, sound or film")
     try:
         found = tuple(map(index, ids))
     except TypeError as error:

@@ -32,6 +32,7 @@ from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import UsageError
 from kvabr.types.events import LookupFailed, PlayEvent
+from kvabr.types.media import MediaTokens
 
 _log = logging.getLogger("kvabr.transformers")
 
@@ -125,6 +126,8 @@ def prompt_ids(engine: TransformersEngine, tokens: Sequence[int] | torch.Tensor)
         if tokens.dim() == 2 and tokens.shape[0] != 1:
             raise UsageError(f"input_ids has {tokens.shape[0]} prompts: play them one at a time")
         tokens = tokens.flatten().tolist()
+    if isinstance(tokens, MediaTokens):
+        raise UsageError("transformers' engine computes from token ids alone, and some of these stand for media")
     ids = list(tokens)
     engine.check(ids)
     engine.check_unchanged()

@@ -7,7 +7,7 @@ preempted computes its tokens again; what was handed over of them before is not 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvabr.engines.layouts import whole_blocks
@@ -15,14 +15,15 @@ from kvabr.engines.vllm.caches import EngineCaches
 from kvabr.engines.vllm.plays import GrowRequest
 from kvabr.engines.vllm.windows import Tables
 
-NameOf = Callable[[Any], tuple[bytes, str | None]]
+Names = tuple[Sequence[int], bytes, str | None]
+"""What a request's caches are named with: its tokens, the tenant's secret, and the digest of its adapter."""
 
 
 class Growth:
     """The requests whose caches grow."""
 
-    def __init__(self, caches: EngineCaches, group_tokens: int, name_of: NameOf) -> None:
-        """Start; ``name_of`` returns the tenant's secret of a request, and the digest of its adapter."""
+    def __init__(self, caches: EngineCaches, group_tokens: int, name_of: Callable[[Any], Names]) -> None:
+        """Start; ``name_of`` returns what the caches of a request are named with."""
         self._caches, self._every, self._name_of = caches, math.lcm(caches.block, group_tokens), name_of
         self._open: dict[str, Any] = {}
         self._handed: dict[str, int] = {}
@@ -60,5 +61,6 @@ class Growth:
         self._handed[name] = last
         if last == total:
             del self._open[name]
-        ids = tuple(request.prompt_token_ids[:total]) if new else ()
-        return GrowRequest(name, ids, first, last, runs, *self._name_of(request), min(begin, total), tokens)
+        ids, salt, adapter = self._name_of(request)
+        new_ids = ids[:total] if new else ()
+        return GrowRequest(name, new_ids, first, last, runs, salt, adapter, min(begin, total), tokens)

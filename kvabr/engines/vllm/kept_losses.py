@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvabr.engines.vllm.caches import ABSENT_BLOCK
-from kvabr.engines.vllm.requests import apart, unfit
+from kvabr.engines.vllm.requests import apart, media_of, unfit
 from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
 
@@ -30,7 +30,9 @@ class _Served:
     tokens: Sequence[int]
     """Those of the prompt; of one that shares blocks, up to these at least."""
     apart: object
-    """What tells its blocks from others in vLLM's prefix cache, besides tokens."""
+    """What tells its blocks from others in vLLM's prefix cache, besides tokens and media."""
+    media: tuple[tuple[object, int], ...]
+    """Those of its prompt, and the tokens that they begin at."""
     deadline_s: float
     """The shortest deadline of the plays that filled its blocks."""
     first: int
@@ -128,7 +130,9 @@ class KeptLosses:
         own = self._served.get(name)
         if shared is not None:
             if own is None:
-                own = self._served[name] = _Served(shared.tokens, shared.apart, shared.deadline_s, shared.first)
+                own = self._served[name] = _Served(
+                    shared.tokens, shared.apart, shared.media, shared.deadline_s, shared.first
+                )
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
@@ -174,6 +178,8 @@ class KeptLosses:
         end = (lossy.first // size + 1) * size
         if computed < end or request.prompt_token_ids is None or apart(request) != lossy.apart:
             return False
+        if [each for each in media_of(request) if each[1] < end] != [each for each in lossy.media if each[1] < end]:
+            return False
         # After a preemption, what vLLM has may go on behind the prompt.
         tokens = getattr(request, "all_token_ids", request.prompt_token_ids)
         return bool(tokens[end - 1] == lossy.tokens[end - 1] and tokens[:end] == lossy.tokens[:end])
@@ -184,4 +190,4 @@ class KeptLosses:
 
 
 def _new(request: Any, deadline_s: float, first: int) -> _Served:
-    return _Served(request.prompt_token_ids, apart(request), deadline_s, first)
+    return _Served(request.prompt_token_ids, apart(request), media_of(request), deadline_s, first)

@@ -44,7 +44,7 @@ class LoadRequest:
     """Most tokens before ``last`` that it may compute with them, instead of having them played."""
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
     """Ids of all its groups if there are several ranks, which find and name their own layers and heads by them, or if
     the engine publishes, which notes what it has played with losses."""
     salt: bytes = b""
@@ -110,7 +110,7 @@ class GrowRequest:
     """Publish what this step completes of a request, before the request has ended."""
 
     request: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Ids of all groups of its prompt when it is announced, else none."""
     first: int
     """First token that is new: all before it were handed over. The beginning of a block."""
@@ -135,7 +135,7 @@ class PublishRequest:
     """
 
     request: str
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     """Ids, whole groups."""
     blocks: tuple[tuple[int, ...], ...]
     """Per block table of the engine, the blocks for these tokens."""

@@ -175,7 +175,7 @@ class Publications:
         pace = [cost.seconds(grown.had, -(-(end - grown.had) // chunk) * chunk) for end in ends]
         why, model = "failed", self._model.adapted(grown.adapter)
         try:
-            if self._engine.lossy.before(grown.tokens, grown.salt, model.spec.model):  # so that the rest is not exact either
+            if self._engine.lossy.before(grown.tokens, grown.salt, model.spec.model):  # so neither is the rest exact
                 slot: LiveSlot | str = "lossy"
             else:
                 own = model.shard.model

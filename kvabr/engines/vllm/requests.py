@@ -59,8 +59,6 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
 
 def unfit(request: Any) -> str | None:
     """Return what a request's cache depends on that no name tells; None: nothing."""
-    if getattr(request, "mm_features", None):
-        return "images or sound"
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings instead of tokens"
     return None
@@ -70,6 +68,12 @@ def apart(request: Any) -> tuple[object, ...]:
     """Return by what vLLM's prefix cache tells a request apart from others with the same tokens."""
     lora = getattr(request, "lora_request", None)
     return getattr(request, "cache_salt", None), lora and (lora.lora_name, lora.lora_path)
+
+
+def media_of(request: Any) -> tuple[tuple[object, int], ...]:
+    """Return by what vLLM's prefix cache knows the pictures, sound and films of a request, and where they begin."""
+    features = getattr(request, "mm_features", None) or ()
+    return tuple((each.identifier, each.mm_position.offset) for each in features)
 
 
 def blended(request: Any) -> bool:
@@ -129,6 +133,9 @@ class PassageRequests:
                 f'passages of requests without the cache_salt "{BLENDED}" are not played, but computed',
                 "vLLM would take their blocks for exact, and use them for others; or turn its prefix caching off",
             )
+            return None
+        if getattr(request, "mm_features", None):
+            self._trouble.tell("passages of a request are not played, but computed", "it has pictures, sound or films")
             return None
         try:
             return _parts(tuple(request.prompt_token_ids), given)

@@ -33,9 +33,10 @@ from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
-from kvabr.engines.vllm.growing import Growth
+from kvabr.engines.vllm.growing import Growth, Names
 from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.loras import Adapters
+from kvabr.engines.vllm.pictures import Pictures
 from kvabr.engines.vllm.plays import (
     CopyRequest,
     LoadRequest,
@@ -84,6 +85,8 @@ _MAX_DEADLINE_S = 60.0
 class _Named:
     """What names the caches of a request besides salts."""
 
+    tokens: Sequence[int] = ()
+    """Ids of its prompt, with the media that they stand for."""
     adapter: str | None = None
     """Digest of its LoRA adapter; None: it has none."""
     unfit: str | None = None
@@ -98,7 +101,7 @@ class _Lookup:
     began_s: float
     within_s: float = 0.0
     """Seconds that the lookup may take."""
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
     salt: bytes = b""
     adapter: str | None = None
     """Digest of the request's LoRA adapter; None: it has none."""
@@ -143,6 +146,7 @@ class SchedulerHalf:
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
         self._adapters = Adapters(settings.deadline_s)
+        self._pictures = Pictures(settings.deadline_s)
         self._named: dict[str, _Named] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
@@ -187,7 +191,7 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled; of an adapter's once its name is known."""
-        if self._adapters.waits(request):
+        if self._waits(request):
             return
         if request.request_id not in self._lookups and request.request_id not in self._arrived:
             for what, why in faults(request):
@@ -234,7 +238,7 @@ class SchedulerHalf:
         None: ask again, the lookup or the play is not over.
         """
         self.arrived(request)
-        if self._adapters.waits(request):
+        if self._waits(request):
             return None, False
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
@@ -351,6 +355,7 @@ class SchedulerHalf:
             return self._finish(request, blocks)
         finally:
             self._named.pop(request.request_id, None)
+            self._pictures.over(request.request_id)
 
     def _finish(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         name, size = request.request_id, self._model.spec.group_tokens
@@ -384,13 +389,14 @@ class SchedulerHalf:
         if not tokens or self._name(request).unfit is not None:
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
+        ids, salt, adapter = self._name_of(request)
         self._pending.publications.append(
             PublishRequest(
                 request=name,
-                tokens=tuple(request.prompt_token_ids[:tokens]),
+                tokens=ids[:tokens],
                 blocks=self._model.caches.runs(blocks, 0, tokens),
-                salt=self._salt_of(request),
-                adapter=self._name(request).adapter,
+                salt=salt,
+                adapter=adapter,
                 chunks=tuple(chunks[: tokens // size]),
             )
         )
@@ -404,14 +410,16 @@ class SchedulerHalf:
     def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
         """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
         first, block = self._passages.passage(request), self._model.block
-        if first is None or self._name(request) != _Named() or tokens < int(request.num_prompt_tokens):
+        named = self._name(request)
+        tokens_only = named.adapter is None and isinstance(named.tokens, tuple)
+        if first is None or named.unfit is not None or not tokens_only or tokens < len(named.tokens):
             self.counts.add("publish_skipped_unfit")
             return False
         end = whole_blocks(tokens + block - 1, block)
         self._pending.publications.append(
             PublishRequest(
                 request=request.request_id,
-                tokens=tuple(request.prompt_token_ids),
+                tokens=named.tokens,
                 blocks=self._model.caches.runs(blocks, whole_blocks(first, block), end),
                 salt=self._salt_of(request),
                 passage=first,
@@ -516,7 +524,7 @@ class SchedulerHalf:
         if self._pause.active:
             self.counts.add("lookups_paused")
             return lookup
-        lookup.tokens, (lookup.salt, lookup.adapter) = tuple(request.prompt_token_ids), self._name_of(request)
+        lookup.tokens, lookup.salt, lookup.adapter = self._name_of(request)
         lookup.within_s = self._settings.lookup_share * lookup.deadline_s
         if lookup.within_s < self._rtt_s:  # a lookup takes a round trip, and so does the first group
             lookup.within_s = lookup.deadline_s / 2
@@ -634,19 +642,27 @@ class SchedulerHalf:
         """Return the salt that a request's caches are named with now."""
         return salt_of(request, self._generation.salt(self._salt))
 
-    def _name_of(self, request: Any) -> tuple[bytes, str | None]:
-        """Return what a request's caches are named with besides its tokens: a salt, and the digest of its adapter."""
-        return self._salt_of(request), self._name(request).adapter
+    def _name_of(self, request: Any) -> Names:
+        """Return what a request's caches are named with now."""
+        named = self._name(request)
+        return named.tokens, self._salt_of(request), named.adapter
 
     def _name(self, request: Any) -> _Named:
         """Return what names a request's caches from its arrival on."""
-        name = request.request_id
-        if name not in self._named:
+        name, why = request.request_id, unfit(request)
+        if name not in self._named and why is None:
             try:
-                self._named[name] = _Named(self._adapters.digest(request), unfit(request))
+                why = "a LoRA adapter"
+                adapter = self._adapters.digest(request)
+                why = "pictures, sound or films"
+                self._named[name] = _Named(self._pictures.tokens(request), adapter)
             except ModelError as error:
-                self._named[name] = _Named(unfit=f"a LoRA adapter ({error})")
-        return self._named[name]
+                why = f"{why} ({error})"
+        return self._named.setdefault(name, _Named(unfit=why))
+
+    def _waits(self, request: Any) -> bool:
+        """Return whether what names a request's caches is still being computed."""
+        return self._adapters.waits(request) or self._pictures.waits(request)
 
     def _chain_of(self, request: Any) -> Sequence[str]:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
@@ -655,7 +671,7 @@ class SchedulerHalf:
             return ()
         spec = self._model.adapted(self._name(request).adapter).spec
         return chain(
-            request.prompt_token_ids[:tokens],
+            self._name(request).tokens[:tokens],
             model=spec.model,
             tokenizer=spec.tokenizer,
             group_tokens=spec.group_tokens,

@@ -91,12 +91,15 @@ class RealEngine:
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)
 
-    def generate(self, prompts, tokens=8, salt=None, lora=None, **params):
-        """Texts of prompts that are there all at once, with a salt in vLLM's own prefix cache if one is given."""
+    def generate(self, prompts, tokens=8, salt=None, lora=None, media=None, **params):
+        """Texts of prompts that are there all at once, with a salt in vLLM's own prefix cache if one is given.
+
+        ``media``: of each prompt, as vLLM takes them.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=params or None)
-        own = {} if salt is None else {"cache_salt": salt}
+        own = ({} if salt is None else {"cache_salt": salt}) | (media or {})
         out = self.llm.generate(
             [{"prompt_token_ids": p} | own for p in prompts], sampling, use_tqdm=False, lora_request=lora
         )

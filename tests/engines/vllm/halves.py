@@ -57,6 +57,14 @@ def lora(path, name="adapter", **more):
     return SimpleNamespace(**{"lora_name": name, "lora_path": str(path), "load_inplace": False} | more)
 
 
+def medium(first, tokens, value, **more):
+    """What they look at of a picture, here a few pixels of one value, as in vLLM's ``MultiModalFeatureSpec``."""
+    data = {"pixel_values": SimpleNamespace(data=torch.full((2, 2), value))}
+    place = SimpleNamespace(offset=first, length=tokens)
+    told = {"data": data, "modality": "image", "identifier": f"picture {value}", "mm_position": place}
+    return SimpleNamespace(**told | more)
+
+
 def plain(spec):
     """One table of blocks for all layers."""
     layers = spec.only.layers

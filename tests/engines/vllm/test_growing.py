@@ -28,7 +28,7 @@ TABLE = tuple(range(1, 30))
 
 def growing(prompt=70, computed=0, caches=None, table=TABLE):
     caches = caches or EngineCaches((FULL,), (Pages(0, 0, 8, ("0",), (0,)),))
-    made = Growth(caches, 16, lambda request: (request.salt, None))
+    made = Growth(caches, 16, lambda request: (tuple(request.prompt_token_ids), request.salt, None))
     ids = list(range(prompt))
     asked = SimpleNamespace(
         request_id="r", num_computed_tokens=computed, num_prompt_tokens=prompt, prompt_token_ids=ids, salt=b"s"

@@ -145,7 +145,6 @@ def test_nothing_is_played_of(bench):
         (request(tokens=TOKENS[:16]), "lookups_short"),
         (request(tokens=other), "lookups_miss"),
         (request(cache_salt="mine"), "lookups_miss"),
-        (request(mm_features=[object()]), "lookups_unfit"),
         (request(tokens=None), "lookups_unfit"),
     ]:
         asked.request_id = why + str(id(asked))

@@ -79,3 +79,44 @@ def tiny_delta(folder):
     transformers.Qwen3NextForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def tiny_blip(folder):
+    """BLIP-2 of pictures of 32x32 pixels, for which 200 tokens stand at the beginning of every prompt."""
+    import transformers
+    from tokenizers import Tokenizer
+
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    small = {"intermediate_size": 48, "hidden_size": 32, "num_attention_heads": 2, "initializer_range": 0.2}
+    text = transformers.OPTConfig(
+        vocab_size=257, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=64,
+        max_position_embeddings=1024, init_std=0.2, **ends,
+    )  # fmt: skip
+    vision = transformers.Blip2VisionConfig(image_size=32, patch_size=8, num_hidden_layers=1, **small)
+    former = transformers.Blip2QFormerConfig(
+        vocab_size=257, num_hidden_layers=2, encoder_hidden_size=32, cross_attention_frequency=1, **small
+    )
+    parts = {"vision_config": vision, "qformer_config": former, "text_config": text}
+    config = transformers.Blip2Config(
+        **{name: part.to_dict() for name, part in parts.items()},
+        num_query_tokens=200, image_token_index=256, image_text_hidden_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config)
+    model.query_tokens.data.normal_()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1024},
+        "processor_config": {"processor_class": "Blip2Processor", "num_query_tokens": 200},
+        "preprocessor_config": {
+            "image_processor_type": "BlipImageProcessor", "size": {"height": 32, "width": 32}, "do_resize": True,
+            "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+        },
+    }  # fmt: skip
+    for name, told in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(told))
+    return folder

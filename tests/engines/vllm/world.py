@@ -67,13 +67,13 @@ class VllmWorld:
         """Settings of an engine that publishes what the origin serves."""
         return {"publish": str(self.assets), "tracks": list(tracks), **more}
 
-    def says(self, prompt, tokens=16, *, forget=True, salt=None, lora=None, **params):
+    def says(self, prompt, tokens=16, *, forget=True, salt=None, lora=None, media=None, **params):
         """What the engine says after a prompt, and what was counted meanwhile; it publishes nothing unless told to."""
         if forget:
             self.engine.forget()
         self.engine.counted()
         params = {"kv_transfer_params": {"publish": False} | params}
-        (text,) = self.engine.generate([prompt], tokens, salt, lora, **params)
+        (text,) = self.engine.generate([prompt], tokens, salt, lora, media, **params)
         self.engine.settle()
         return list(text), self.engine.counted()
 

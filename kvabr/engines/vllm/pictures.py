@@ -1,0 +1,107 @@
+"""Pictures, sound and films in requests: the tokens that stand for one carry a digest of what the model sees of it.
+
+vLLM has a hash of each, which its client may choose, which an identifier in a picture's metadata replaces, and which
+does not cover settings of the processor that the engine was started with. Caches are shared with other engines and
+tenants, so the digest is one of the processor's output: other contents, sizes and settings are other tensors. It is
+computed on a thread, while the request waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kvabr.types.errors import KvabrError, ModelError
+from kvabr.types.media import MediaTokens, Medium
+
+_DEPTH = 8
+"""Lists of lists of tensors that an input of the model may be."""
+
+Features = Sequence[Any]
+"""vLLM's ``MultiModalFeatureSpec``."""
+
+
+class Pictures:
+    """The media of an engine's requests."""
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start; a request waits for the digests of its media at most ``patience_s`` seconds."""
+        self._patience_s, self._clock = patience_s, clock
+        self._asked: dict[str, tuple[Future[list[Medium]], float]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def waits(self, request: Any) -> bool:
+        """Return whether a request should be asked about again: digests of its media are being computed."""
+        if not getattr(request, "mm_features", None):
+            return False
+        media, since_s = self._ask(request)
+        return not media.done() and self._clock() < since_s + self._patience_s
+
+    def tokens(self, request: Any) -> Sequence[int]:
+        """Return the ids of a prompt, with what they stand for; `ModelError` if that cannot be told."""
+        ids = request.prompt_token_ids
+        if not getattr(request, "mm_features", None):
+            return tuple(ids)
+        media, _ = self._ask(request)
+        if not media.done():
+            raise ModelError("their digests are still being computed")
+        try:
+            return MediaTokens(ids, media.result())
+        except KvabrError as error:
+            raise ModelError(str(error)) from error
+
+    def over(self, name: str) -> None:
+        """Forget a request."""
+        media, _ = self._asked.pop(name, (None, 0.0))
+        if media is not None:
+            media.cancel()
+
+    def _ask(self, request: Any) -> tuple[Future[list[Medium]], float]:
+        name = request.request_id
+        if name not in self._asked:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "kvabr-media")
+            media = self._thread.submit(_media, tuple(request.mm_features))
+            self._asked[name] = media, self._clock()
+        return self._asked[name]
+
+
+def _media(features: Features) -> list[Medium]:
+    return [Medium(each.mm_position.offset, each.mm_position.length, _digest(each)) for each in features]
+
+
+def _digest(feature: Any) -> str:
+    """Return the digest of a medium, 64 hex digits."""
+    if not isinstance(feature.data, Mapping) or not feature.data:
+        raise ModelError("vLLM's scheduler does not see their contents; start it without --mm-processor-cache-type shm")
+    digest = hashlib.sha256(f"kvabr.medium/1\0{feature.modality}\0".encode())
+    for name in sorted(feature.data):
+        digest.update(f"\0{name}\0".encode())
+        for piece in _pieces(feature.data[name].data, _DEPTH):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    """Yield what an input of the model is made of; each piece says its length before it."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        yield f"tensor {value.dtype} {tuple(value.shape)}\0".encode()
+        yield flat.view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, list | tuple) and depth:
+        yield f"list {len(value)}\0".encode()
+        for each in value:
+            yield from _pieces(each, depth - 1)
+    elif value is None or isinstance(value, bool | int | float | str):
+        told = repr(value).encode()
+        yield f"{type(value).__name__} {len(told)}\0".encode()
+        yield told
+    elif hasattr(value, "__array__"):
+        yield from _pieces(torch.as_tensor(value), 0)
+    else:
+        raise ModelError(f"vLLM gives the model a {type(value).__name__} of them, which kvabr cannot compare")
