@@ -94,6 +94,10 @@ class _GroupPlace:
             each(group)
 
 
+_CLEARED_BLOCKS = 64
+"""Blocks that are cleared at once."""
+
+
 class _Own(NamedTuple):
     """What this rank holds of a class of what was played."""
 
@@ -173,7 +177,10 @@ class EngineBlocks:
         own, spans = self._own(prefix.spec), prefix.spans
         numbers: dict[int, NDArray[np.int64]] = {}
         for shelf in self._shelves:
-            numbers[id(shelf)] = self._numbers(shelf, spans[own[shelf.pages.part].part], first, last, runs)
+            if (mine := own.get(shelf.pages.part)) is None:
+                self._clear(shelf, runs[shelf.pages.group])
+            else:
+                numbers[id(shelf)] = self._numbers(shelf, spans[mine.part], first, last, runs)
         for states in self._states:
             span, block = spans[own[states.pages.part].part], runs[states.pages.group][-1]
             if span.first != last or not span.tokens or not block:
@@ -213,7 +220,7 @@ class EngineBlocks:
         self,
         group: CodedGroup,
         unit: Unit,
-        own: Sequence[_Own],
+        own: Mapping[int, _Own],
         numbers: Mapping[int, NDArray[np.int64]],
         first: int,
         runs: Runs,
@@ -228,8 +235,8 @@ class EngineBlocks:
             if own[states.pages.part].part == unit.part
         ]
         for shelf in self._shelves:
-            mine = own[shelf.pages.part]
-            if mine.part != unit.part:
+            mine = own.get(shelf.pages.part)
+            if mine is None or mine.part != unit.part:
                 continue
             slots = shelf.slots(numbers[id(shelf)], first, np.arange(unit.first, unit.first + unit.tokens))
             if not bool((slots.slots >= 0).any()):
@@ -244,15 +251,35 @@ class EngineBlocks:
             return None
         return _GroupPlace(shape, dtype, device, direct if len(writes) == 1 else None, tuple(writes))
 
-    def _own(self, played: KVSpec) -> list[_Own]:
-        """Return what this rank holds of each of its classes in what was played: all of it, or a part of the model."""
+    def _clear(self, shelf: _Shelf, run: Sequence[int]) -> None:
+        """Write zeros into the blocks of layers of which nothing was played."""
+        for first in range(0, len(run), _CLEARED_BLOCKS):
+            there = BlockSlots.of_blocks(shelf.blocks, run[first : first + _CLEARED_BLOCKS])
+            tokens = len(run[first : first + _CLEARED_BLOCKS]) * shelf.pages.block
+            shape = (len(shelf.blocks), len(shelf.blocks[0]), there.first.shape[1], tokens, there.first.shape[3])
+            there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
+
+    def _own(self, played: KVSpec) -> Mapping[int, _Own]:
+        """Return what this rank holds of its classes in what was played: all of it, or a part of the model.
+
+        Of a draft there may be nothing.
+        """
         model = self._model
         given = [(len(one.layers), one.heads) for one in played.classes]
         if given == [(len(one.layers), one.heads) for one in model.shard.classes]:
-            return [_Own(part, range(layers), range(heads), True) for part, (layers, heads) in enumerate(given)]
-        if given != [(len(one.layers), one.heads) for one in model.spec.classes]:
+            return {part: _Own(part, range(layers), range(heads), True) for part, (layers, heads) in enumerate(given)}
+        bare, wanted = model.undrafted, model.spec.classes
+        if bare is not None and len(given) == len(bare.classes):
+            wanted = bare.classes
+        there = {one: part for part, one in enumerate(wanted)}
+        if given != [(len(one.layers), one.heads) for one in there]:
             raise PlayError(f"what was played has layers and heads of {given}, neither the model's nor this rank's")
-        return [_Own(part, rows, heads, False) for (part, rows), heads in zip(model.places, model.heads, strict=True)]
+        pairs = enumerate(zip(model.places, model.heads, strict=True))
+        return {
+            mine: _Own(there[one], rows, heads, False)
+            for mine, ((part, rows), heads) in pairs
+            if (one := model.spec.classes[part]) in there
+        }
 
     def read(self, runs: Runs, out: Sequence[torch.Tensor | None]) -> None:
         """Copy the KV of blocks into tensors, one per layer class, [layer, K/V, head, token, dim]; None: not wanted."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from kvabr.engines.vllm.drafts import DRAFT, DraftCaches
 from kvabr.engines.vllm.states import KNOWN, RECURRENT, StateForm, forms_of
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import QUANTISED, LayerClass
@@ -30,6 +31,7 @@ _KINDS = {
     "MLAAttentionSpec": "latent",
 }
 """Kinds of layer classes by the type of vLLM's spec. A subclass may keep something else, and is none of these."""
+NONE = DraftCaches()
 ABSENT_BLOCK = 0
 """vLLM's null block, which no request owns."""
 
@@ -130,6 +132,7 @@ def engine_caches(
     held: torch.dtype,
     heads_of: Callable[[int], int] = lambda heads: heads,
     cpu: bool = False,
+    draft: DraftCaches = NONE,
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
@@ -140,17 +143,18 @@ def engine_caches(
         held: element type of the engine's cache; vLLM says ``uint8`` of a quantised one.
         heads_of: returns the KV heads of the whole model, given those of this rank.
         cpu: whether vLLM computes on a CPU, whose kernels keep some states differently.
+        draft: the model's draft, whose layers have a role of their own.
 
     Raises:
         UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
     """
-    found = sorted(_layers(config, held, heads_of, cpu))
+    found = sorted(_with_roles(_layers(config, held, heads_of, cpu), draft, layers.stop))
     seen = [(layer.number, layer.role) for layer in found]
     main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
         raise UnknownCacheError(
             f"vLLM keeps {len(found)} caches, for {len(set(main))} of {len(layers)} layers of the model: kvabr needs "
-            "one of each layer, and no draft model"
+            "one of each layer"
         )
     titles = list(dict.fromkeys(layer.title for layer in found))
     classes = []
@@ -175,6 +179,17 @@ def engine_caches(
         for (group, part, block), own in sorted(shelves.items())
     )
     return EngineCaches(tuple(classes), (*pages, *_elsewhere(config)))
+
+
+def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Iterator[_Layer]:
+    """Yield layers, those of the draft with its role."""
+    for layer in found:
+        if not draft.has(layer.name, layer.number, layers):
+            yield layer
+        elif draft.why is not None or layer.kind == "state":
+            raise UnknownCacheError(draft.why or f"vLLM keeps states of the draft model in {layer.name}")
+        else:
+            yield replace(layer, role=f"{DRAFT}{layer.role}")
 
 
 def _elsewhere(config: Any) -> Iterator[Pages]:

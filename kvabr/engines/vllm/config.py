@@ -20,6 +20,7 @@ from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, Fi
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
+from kvabr.engines.vllm.drafts import DRAFT, draft_of
 from kvabr.engines.weights import cached_folder
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
@@ -147,6 +148,8 @@ class ServedModel:
     """What the name of its caches tells of it besides its own name, see `with_facts`."""
     named: str | None = None
     """Its name without that; None: that of `spec`."""
+    ahead: int = 0
+    """Tokens behind a token that its draft's KV depends on."""
     former: str | None = None
     """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
@@ -175,14 +178,24 @@ class ServedModel:
         if adapter is None:
             return self
         named = self.named or self.spec.model
-        stage = self.spec.model.removeprefix(with_facts(named, self.told))
-        name = with_facts(named, {**self.told, "adapters": adapter}) + stage
-        return replace(self, spec=replace(self.spec, model=name), former=None)
+        stage, told = self.spec.model.removeprefix(with_facts(named, self.told)), {**self.told, "adapters": adapter}
+        return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told, former=None)
+
+    @property
+    def undrafted(self) -> KVSpec | None:
+        """Spec of the caches that engines without this draft publish; None: there is no draft."""
+        classes = tuple(one for one in self.spec.classes if not one.role.startswith(DRAFT))
+        if len(classes) == len(self.spec.classes):
+            return None
+        name = with_facts(self.named or self.spec.model, {**self.told, "draft": None})
+        return replace(self.spec, model=name, classes=classes)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """What is looked up: this rank's own, which brings nothing of other ranks; the whole model; its old name."""
+        """What is looked up: this rank's own, which brings nothing of others; the model; without draft; as once."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
+        if (bare := self.undrafted) is not None:
+            own = (*own, bare)
         return own if self.former is None else (*own, replace(self.spec, model=self.former))
 
     @property
@@ -229,7 +242,8 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
     dtype = quantised or own
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
-    facts = facts_of(config)
+    draft = draft_of(config)
+    facts = facts_of(config) | {"draft": list(draft.told) or None}
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
@@ -242,6 +256,7 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         held=torch.uint8 if quantised else own,
         heads_of=lambda heads: _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",
+        draft=draft,
     )
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
     classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))
@@ -282,6 +297,7 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         told=told,
         named=named,
+        ahead=draft.ahead,
         former=_former(settings, facts) if whole is not None else None,
     )
 

@@ -368,7 +368,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         spec,
         prior=prior,
         tracks=settings.tracks,
-        profile=find_profile(spec, settings.profile) if spec is model.spec else None,
+        profile=find_profile(spec, settings.profile) if spec is model.spec and model.undrafted is None else None,
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
         evict=settings.publish_evict,

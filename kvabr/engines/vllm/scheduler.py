@@ -619,7 +619,7 @@ class SchedulerHalf:
     def _usable(self, found: Found, most: int) -> int:
         """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""
         catalog, block = found.catalog, self._model.block
-        last = whole_blocks(min(catalog.tokens, most), block)
+        last = whole_blocks(min(catalog.tokens - self._model.ahead, most), block)
         if not self._model.caches.states:
             return last
         size = catalog.spec.group_tokens

@@ -424,8 +424,9 @@ class WorkerHalf:
 
     def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
         classes, lossy = load.found.catalog.spec.classes, []
+        whole = len(classes) == len(self._model.shard.classes)  # or the blocks of the draft are empty
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
-            if track not in _EXACT:
+            if track not in _EXACT or not whole:
                 lossy.append(unit.first - (classes[unit.part].kind == "state"))
         self.lossy.note(load.tokens, load.salt, lossy, self._model.adapted(load.adapter).spec.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import torch
 
@@ -120,3 +121,46 @@ def tiny_blip(folder):
     for name, told in files.items():
         (folder / f"{name}.json").write_text(json.dumps(told))
     return folder
+
+
+def tiny_draft(folder, target):
+    """A draft model for `tiny_llama`, which guesses many of its tokens: itself, with a little noise."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, folder)
+    torch.manual_seed(3)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: each + 0.02 * each.std() * torch.randn_like(each) for name, each in weights.items()}
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tiny_eagle(folder):
+    """A Llama of one layer, and an EAGLE head that guesses most of its tokens; the folders of both.
+
+    The head has the layer of the model, over the embeddings of the tokens that follow each.
+    """
+    import transformers
+    from safetensors.torch import save_file
+
+    target, head = folder / "target", folder / "head"
+    tiny_llama(target)
+    model = transformers.LlamaForCausalLM.from_pretrained(target, num_hidden_layers=1)
+    torch.manual_seed(5)
+    rows = model.model.embed_tokens.weight.data.normal_()
+    rows /= rows.square().mean(dim=1, keepdim=True).sqrt()  # so that normalising them changes nothing: a head does not
+    model.model.layers[0].self_attn.o_proj.weight.data *= 3  # so that the text depends on more than the last token
+    model.save_pretrained(target)
+    weights = {
+        name.removeprefix("model."): each
+        for name, each in model.state_dict().items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    size = rows.shape[1]
+    weights["fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1)
+    head.mkdir()
+    save_file({name: each.contiguous() for name, each in weights.items()}, head / "model.safetensors")
+    config = json.loads((target / "config.json").read_text()) | {"architectures": ["EagleLlamaForCausalLM"]}
+    (head / "config.json").write_text(json.dumps(config))
+    save_tokenizer(head)
+    return target, head
