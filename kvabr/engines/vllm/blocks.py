@@ -134,7 +134,8 @@ class EngineBlocks:
             part = model.shard.parts[pages.part]
             wanted = (part.only.heads, pages.block, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
-            layout = layout_of(layers[0])
+            # One vector a token, not keys and values: there is nothing that a kernel could order differently.
+            layout = layout_of(layers[0]) if part.only.v_dim else BlockLayout.PLAIN
             blocks = block_layers(layers, layout, part.only.split, model.dtype)
             self._shelves.append(_Shelf(pages, part, layers, layout, blocks))
 

@@ -97,6 +97,11 @@ class EngineCaches:
         return {each.group: each.block for each in self.pages if each.form is not None}
 
     @property
+    def latent(self) -> bool:
+        """Whether layers keep one vector for keys and values (MLA)."""
+        return any(one.kind == "latent" for one in self.classes)
+
+    @property
     def passing(self) -> tuple[Pages, ...]:
         """The pages whose blocks are taken from a request when they are out of sight."""
         return tuple(each for each in self.pages if each.passing)

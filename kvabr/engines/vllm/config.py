@@ -213,13 +213,16 @@ class ServedModel:
         return tuple(found)
 
 
-def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may_fail: bool = True) -> ServedModel:
+def served_model(
+    config: Any, caches: Any, settings: VllmSettings, *, consumes: bool = True, blocks_may_fail: bool = True
+) -> ServedModel:
     """Return the model of an engine.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
         caches: vLLM's configuration of its KV cache, a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
         settings: of the connector.
+        consumes: whether the engine plays.
         blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
 
     Raises:
@@ -258,6 +261,12 @@ def served_model(config: Any, caches: Any, settings: VllmSettings, *, blocks_may
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
     )
+    chunked = getattr(config.scheduler_config, "enable_chunked_prefill", True)
+    if consumes and kept.latent and not (chunked or getattr(cache, "enable_prefix_caching", True)):
+        raise UnknownCacheError(
+            "vLLM computes prompts of this model (MLA) in one piece here, without what is cached before, as on processors "
+            "without AMX: its caches are published, not played (kv_role kv_producer)"
+        )
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
     classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))
     try:
