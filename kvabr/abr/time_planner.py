@@ -436,8 +436,7 @@ class TimePlanner:
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
         flying, requests = brought(held)
-        behind = None if self._behind is None else self._behind[..., stops]
-        counts = np.diff(np.append(starts, groups))
+        behind, counts = self._behind, np.diff(np.append(starts, groups))
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
@@ -449,7 +448,7 @@ class TimePlanner:
             if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = brought(np.array((on * picked.loss[:, None], on * counts))) * behind[:, None, used]
+                parts = brought(np.array((on * picked.loss[:, None], on * counts))) * behind[:, None, used][..., stops]
                 lost = parts.sum(axis=0).sum(axis=1)
             wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
             arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
