@@ -80,8 +80,7 @@ class Publisher:
         )
         """The tracks."""
         self.store = open_store(location)
-        if keys is not None:
-            check_sealable(self.store)
+        check_sealable(self.store, keys)
         try:
             self.store.prepare()
         except AssetError as error:
