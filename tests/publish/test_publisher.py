@@ -232,8 +232,7 @@ def test_it_encodes_on_one_core_even_where_torch_must_not_be_told(tmp_path, monk
 
 def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
     """Each turn is published as a longer asset, with the groups of the one before as they are."""
-    clock = [1000.0]
-    monkeypatch.setattr("kvabr.publish.publisher.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("kvabr.publish.publisher._OUTGROWN_S", 0.0)
     encoded = []
     monkeypatch.setattr("kvabr.publish.frames.encode_payload", partial(noted, encoded))
     kv, tokens = kvdata.related(SPEC, 128), list(range(128))
@@ -245,14 +244,9 @@ def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
         made.reserve(turn).fill(kv[:, :, :, : len(turn)].contiguous(), outcomes.put)
         assert outcomes.get(timeout=60).tokens == len(turn)
         assert len(encoded) == 2 * own
-        clock[0] += 100.0
     made.close()
     assets = PublishedAssets(tmp_path).assets
-    assert sorted(asset.catalog.tokens for asset in assets) == [
-        64,
-        80,
-        128,
-    ]  # that of 32 tokens went 120 s after the next
+    assert sorted(asset.catalog.tokens for asset in assets) == [80, 128]  # shorter ones were outgrown
     for asset in assets:
         asset.check_frames()
     shared = [asset.catalog.track("Int4").digests[:4] for asset in assets]
