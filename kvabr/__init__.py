@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         PlayError,
         PolicyError,
         RequestError,
+        SealedError,
         StoreError,
         TraceError,
         TransportError,
@@ -99,6 +100,7 @@ __all__ = [
     "PolicyError",
     "PrefillCost",
     "RequestError",
+    "SealedError",
     "Snapshot",
     "StepGate",
     "StoreError",
@@ -133,7 +135,7 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
         "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
-        "StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.media": "MediaTokens Medium",

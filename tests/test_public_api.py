@@ -49,6 +49,7 @@ NAMES = {
     "PolicyError",
     "PrefillCost",
     "RequestError",
+    "SealedError",
     "Snapshot",
     "StoreError",
     "StepGate",

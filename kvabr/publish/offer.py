@@ -24,6 +24,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 from kvabr.types.naming import LAYERS
 from kvabr.types.passage import PassageNotes
+from kvabr.types.sealing import Keys
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
@@ -54,6 +55,7 @@ class TrackOffer:
         profile: Profile | None,
         source: str,
         digest: str = SHA256,
+        keys: Keys | None = None,
     ) -> None:
         """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
         if tracks is None:
@@ -70,7 +72,7 @@ class TrackOffer:
         if profile is not None:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
-        self.digest = check_kind(digest)
+        self.digest, self._keys = check_kind(digest), keys
         self._named: dict[str, TrackOffer] = {}
 
     def named(self, model: str) -> TrackOffer:
@@ -116,6 +118,7 @@ class TrackOffer:
             position=position or 0,
             passage=passage,
             digest=self.digest,
+            key=None if self._keys is None else self._keys.ring.asset_key(chunks[0]),
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:

@@ -261,12 +261,8 @@ def served_model(
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
     )
-    chunked = getattr(config.scheduler_config, "enable_chunked_prefill", True)
-    if consumes and kept.latent and not (chunked or getattr(cache, "enable_prefix_caching", True)):
-        raise UnknownCacheError(
-            "vLLM computes prompts of this model (MLA) in one piece here, without what is cached before, as on processors "
-            "without AMX: its caches are published, not played (kv_role kv_producer)"
-        )
+    if consumes:
+        _check_playable(config, kept)
     ropes = ropes_of_config(model.hf_text_config, kept.classes)
     classes = tuple(replace(one, rope=rope) for one, rope in zip(kept.classes, ropes, strict=True))
     try:
@@ -309,6 +305,16 @@ def served_model(
         ahead=draft.ahead,
         former=_former(settings, facts) if whole is not None else None,
     )
+
+
+def _check_playable(config: Any, kept: EngineCaches) -> None:
+    """Raise `UnknownCacheError` if vLLM cannot compute what comes behind a cache that is played."""
+    chunked = getattr(config.scheduler_config, "enable_chunked_prefill", True)
+    if kept.latent and not (chunked or getattr(config.cache_config, "enable_prefix_caching", True)):
+        raise UnknownCacheError(
+            "vLLM computes a prompt of this model (MLA) in one piece here, without what is cached before it, as on "
+            "processors without AMX: its caches are published, not played (kv_role kv_producer)"
+        )
 
 
 def _former(settings: VllmSettings, facts: Mapping[str, Any]) -> str | None:
