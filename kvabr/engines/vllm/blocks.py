@@ -46,12 +46,16 @@ class _Shelf:
         return [codes(kv)[row] for row in self.pages.rows]
 
     def slots(self, numbers: NDArray[np.int64], first: int, tokens: NDArray[np.int64]) -> BlockSlots:
-        """Return the slots of tokens of a prompt in blocks that begin with token ``first``; -1: in none of them."""
+        """Return the slots of tokens of a prompt in blocks that begin with token ``first``; -1: in none of them.
+
+        ``first`` is the beginning of a block.
+        """
         block = self.pages.block
         place = tokens - first
         inside = (place >= 0) & (place < len(numbers) * block)
         place = np.where(inside, place, 0)
-        return BlockSlots(self.blocks, np.where(inside, numbers[place // block] * block + place % block, -1))
+        own, at = self.pages.interleaving.own(place % block)
+        return BlockSlots(self.blocks, np.where(inside & own, numbers[place // block] * self.pages.held + at, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ class EngineBlocks:
                 self._states.append(_StateShelf(pages, pages.form, _states(pages, pages.form, caches)))
                 continue
             part = model.shard.parts[pages.part]
-            wanted = (part.only.heads, pages.block, sum(part.only.split))
+            wanted = (part.only.heads, pages.held, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
             # One vector a token, not keys and values: there is nothing that a kernel could order differently.
             layout = layout_of(layers[0]) if part.only.v_dim else BlockLayout.PLAIN
@@ -256,7 +260,7 @@ class EngineBlocks:
         """Write zeros into the blocks of layers of which nothing was played."""
         for first in range(0, len(run), _CLEARED_BLOCKS):
             there = BlockSlots.of_blocks(shelf.blocks, run[first : first + _CLEARED_BLOCKS])
-            tokens = len(run[first : first + _CLEARED_BLOCKS]) * shelf.pages.block
+            tokens = len(run[first : first + _CLEARED_BLOCKS]) * shelf.pages.held
             shape = (len(shelf.blocks), len(shelf.blocks[0]), there.first.shape[1], tokens, there.first.shape[3])
             there.write(torch.zeros(shape, dtype=there.dtype, device=there.device))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvabr.engines.vllm.drafts import DRAFT, DraftCaches
+from kvabr.engines.vllm.interleaving import WHOLE, Interleaving
 from kvabr.engines.vllm.states import KNOWN, RECURRENT, StateForm, forms_of
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.kv import QUANTISED, LayerClass
@@ -49,7 +50,7 @@ class Pages:
     part: int
     """Index of the layer class; -1 if another stage of the pipeline has all layers of the table."""
     block: int
-    """Tokens in a block."""
+    """Tokens in a block; of all ranks that share them out."""
     names: tuple[str, ...]
     """vLLM's names of the layers. Empty if another stage has them: the table is that of all stages."""
     rows: tuple[int, ...]
@@ -58,6 +59,13 @@ class Pages:
     """Whether tokens pass out of sight (windows and chunks), and their blocks are taken from a request."""
     form: StateForm | None = None
     """How a state is kept; None: the layers keep tokens."""
+    interleaving: Interleaving = WHOLE
+    """Which tokens of a block this rank holds."""
+
+    @property
+    def held(self) -> int:
+        """Tokens in this rank's own block."""
+        return self.block // self.interleaving.ranks
 
     def absent(self, blocks: Sequence[int]) -> int:
         """Return how many blocks at the beginning of a run of a table are not the request's any more."""
@@ -119,6 +127,8 @@ class _Layer:
     group: int
     block: int
     name: str
+    shared: bool = False
+    """Whether ranks share out the tokens of a block."""
     dtype: str = ""
     """Element type of a state that is published in its own."""
     form: StateForm | None = field(default=None, compare=False)
@@ -138,6 +148,7 @@ def engine_caches(
     heads_of: Callable[[int], int] = lambda heads: heads,
     cpu: bool = False,
     draft: DraftCaches = NONE,
+    interleaving: Interleaving = WHOLE,
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
@@ -149,11 +160,12 @@ def engine_caches(
         heads_of: returns the KV heads of the whole model, given those of this rank.
         cpu: whether vLLM computes on a CPU, whose kernels keep some states differently.
         draft: the model's draft, whose layers have a role of their own.
+        interleaving: which tokens of a block this rank holds.
 
     Raises:
         UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
     """
-    found = sorted(_with_roles(_layers(config, held, heads_of, cpu), draft, layers.stop))
+    found = sorted(_with_roles(_layers(config, held, heads_of, cpu, interleaving), draft, layers.stop))
     seen = [(layer.number, layer.role) for layer in found]
     main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
@@ -180,10 +192,11 @@ def engine_caches(
             tuple(rows[layer.name] for layer in own),
             passing=classes[part].window is not None,
             form=own[0].form,
+            interleaving=interleaving if own[0].shared else WHOLE,
         )
         for (group, part, block), own in sorted(shelves.items())
     )
-    return EngineCaches(tuple(classes), (*pages, *_elsewhere(config)))
+    return EngineCaches(tuple(classes), (*pages, *_elsewhere(config, interleaving)))
 
 
 def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Iterator[_Layer]:
@@ -197,14 +210,15 @@ def _with_roles(found: Iterator[_Layer], draft: DraftCaches, layers: int) -> Ite
             yield replace(layer, role=f"{DRAFT}{layer.role}")
 
 
-def _elsewhere(config: Any) -> Iterator[Pages]:
+def _elsewhere(config: Any, interleaving: Interleaving) -> Iterator[Pages]:
     """Return the tables whose layers are all in other stages of the pipeline."""
     for number, group in enumerate(config.kv_cache_groups):
         if not group.layer_names:
             spec = group.kv_cache_spec
             spec = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
             passing = _KINDS.get(type(spec).__name__) in ("window", "chunked")
-            yield Pages(number, -1, int(spec.block_size), (), (), passing=passing)
+            block = int(spec.block_size) * (interleaving.ranks if _shared(spec, interleaving) else 1)
+            yield Pages(number, -1, block, (), (), passing=passing)
 
 
 def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
@@ -227,7 +241,24 @@ def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
         raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
 
 
-def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int], cpu: bool) -> Iterator[_Layer]:
+def _shared(spec: Any, interleaving: Interleaving) -> bool:
+    """Return whether ranks share out the tokens of a layer's blocks."""
+    if interleaving.ranks == 1:
+        return False
+    shared = getattr(spec, "dcp_sharded", None)
+    if shared is None:
+        raise UnknownCacheError("this vLLM does not say which layers ranks share out: use 0.32 or later")
+    if shared and int(spec.block_size) % interleaving.tokens:
+        raise UnknownCacheError(
+            f"vLLM's blocks of {spec.block_size} tokens are no whole turns of {interleaving.tokens} tokens: set "
+            "--cp-kv-cache-interleave-size to a divisor"
+        )
+    return bool(shared)
+
+
+def _layers(
+    config: Any, held: torch.dtype, heads_of: Callable[[int], int], cpu: bool, interleaving: Interleaving
+) -> Iterator[_Layer]:
     for number, group in enumerate(config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
             raise UnknownCacheError(f"vLLM keeps {', '.join(group.layer_names)} where no connector may read it")
@@ -237,7 +268,9 @@ def _layers(config: Any, held: torch.dtype, heads_of: Callable[[int], int], cpu:
             if type(spec).__name__ == "MambaSpec":
                 yield from _states(name, number, spec, held, cpu)
             else:
-                yield _layer(name, number, spec, held, heads_of)
+                layer = _layer(name, number, spec, held, heads_of)
+                shared = _shared(spec, interleaving)
+                yield replace(layer, block=layer.block * (interleaving.ranks if shared else 1), shared=shared)
 
 
 def _states(name: str, group: int, spec: Any, held: torch.dtype, cpu: bool) -> Iterator[_Layer]:

@@ -21,6 +21,7 @@ from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.drafts import DRAFT, draft_of
+from kvabr.engines.vllm.interleaving import interleaving_of
 from kvabr.engines.weights import cached_folder
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
@@ -214,7 +215,13 @@ class ServedModel:
 
 
 def served_model(
-    config: Any, caches: Any, settings: VllmSettings, *, consumes: bool = True, blocks_may_fail: bool = True
+    config: Any,
+    caches: Any,
+    settings: VllmSettings,
+    *,
+    consumes: bool = True,
+    produces: bool = False,
+    blocks_may_fail: bool = True,
 ) -> ServedModel:
     """Return the model of an engine.
 
@@ -223,6 +230,7 @@ def served_model(
         caches: vLLM's configuration of its KV cache, a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
         settings: of the connector.
         consumes: whether the engine plays.
+        produces: whether it publishes.
         blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
 
     Raises:
@@ -238,9 +246,13 @@ def served_model(
         )
     if quantised is not None and getattr(cache, "calculate_kv_scales", False):
         raise UsageError("each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out")
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise UsageError(f"kvabr's connector does not support {name} above 1")
+    prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
+    interleaving = interleaving_of(parallel)
+    if produces and (prefill > 1 or interleaving.ranks > 1):
+        raise UsageError(
+            "with prefill_context_parallel_size or decode_context_parallel_size above 1 kvabr plays and does not "
+            "publish, as no rank has all tokens: set kv_role to kv_consumer"
+        )
     own = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype, model.dtype)
     dtype = quantised or own
     ranks = int(parallel.tensor_parallel_size)
@@ -260,6 +272,7 @@ def served_model(
         heads_of=lambda heads: _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
+        interleaving=interleaving,
     )
     if consumes:
         _check_playable(config, kept)
@@ -289,7 +302,7 @@ def served_model(
     heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
-    workers = ranks * int(parallel.pipeline_parallel_size)
+    workers = ranks * prefill * int(parallel.pipeline_parallel_size)
     return ServedModel(
         spec,
         dtype,
@@ -313,7 +326,7 @@ def _check_playable(config: Any, kept: EngineCaches) -> None:
     if kept.latent and not (chunked or getattr(config.cache_config, "enable_prefix_caching", True)):
         raise UnknownCacheError(
             "vLLM computes a prompt of this model (MLA) in one piece here, without what is cached before it, as on "
-            "processors without AMX: its caches are published, not played (kv_role kv_producer)"
+            "processors without AMX; with kv_role kv_producer its caches are published"
         )
 
 

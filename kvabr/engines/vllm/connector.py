@@ -122,7 +122,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
         try:
-            how = {"consumes": consumes, "blocks_may_fail": _BLOCKS_MAY_FAIL}
+            how = {"consumes": consumes, "produces": produces, "blocks_may_fail": _BLOCKS_MAY_FAIL}
             model = served_model(vllm_config, kv_cache_config, settings, **how)
         except UnknownCacheError as error:
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)

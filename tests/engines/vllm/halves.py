@@ -113,7 +113,7 @@ class Bench:
             if not pages.names:
                 continue
             one = self.model.shard.classes[pages.part]
-            shape = (40, one.heads, pages.block, sum(one.split))
+            shape = (40, one.heads, pages.held, sum(one.split))
             self.named |= {name: torch.full(shape, float("nan")) for name in pages.names}
         self.caches = list(self.named.values())
         self.worker.register(self.named, lambda _: BlockLayout.TRANSPOSED)

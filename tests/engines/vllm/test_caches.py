@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvabr.engines.vllm.caches import UnknownCacheError, engine_caches
+from kvabr.engines.vllm.config import _check_playable
 from kvabr.types.kv import LayerClass
 
 
@@ -118,3 +119,20 @@ def test_other_layers_than_the_models():
         caches(SimpleNamespace(layer_names=["attn"], kv_cache_spec=FULL), layers=1)
     with pytest.raises(UnknownCacheError, match="no connector may read"):
         caches(group([0], FULL, enable_kv_transfer=False), layers=1)
+
+
+@pytest.mark.parametrize(
+    ("chunked", "cached", "plays"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_latents_are_not_played_where_prompts_are_computed_in_one_piece(chunked, cached, plays):
+    kept = caches(group([0], spec("MLAAttentionSpec", num_kv_heads=1, head_size=24, head_size_v=0)), layers=1)
+    said = SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunked),
+        cache_config=SimpleNamespace(enable_prefix_caching=cached),
+    )
+    if plays:
+        _check_playable(said, kept)
+    else:
+        with pytest.raises(UnknownCacheError, match="its caches are published, not played"):
+            _check_playable(said, kept)
+    _check_playable(said, caches(group([0], FULL), layers=1))

@@ -164,3 +164,25 @@ def tiny_eagle(folder):
     (head / "config.json").write_text(json.dumps(config))
     save_tokenizer(head)
     return target, head
+
+
+def tiny_latent(folder, kind):
+    """DeepSeek V3 (``deepseek``) or GLM 4.7 Flash (``glm``) with two layers, which keep latents."""
+    import transformers
+
+    family, layers = {
+        "deepseek": ("DeepseekV3", {"first_k_dense_replace": 2}),
+        "glm": ("Glm4MoeLite", {"mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1}),
+    }[kind]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=1024, initializer_range=0.2, kv_lora_rank=512, q_lora_rank=32,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4, n_shared_experts=1, n_group=1,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        **layers,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
