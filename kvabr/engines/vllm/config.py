@@ -89,6 +89,9 @@ class VllmSettings(EngineSettings):
     fusion: FilePath | None = None
     """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
     --base alone` or ``behind`` writes. None: it is not known."""
+    without_draft: bool = False
+    """Play what engines without this one's draft model have published, too, where there is nothing else: the first token
+    comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
     publish_live: bool = False
     """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
     a folder. Recurrent states are published when their request ends."""
@@ -149,6 +152,8 @@ class ServedModel:
     """What the name of its caches tells of it besides its own name, see `with_facts`."""
     named: str | None = None
     """Its name without that; None: that of `spec`."""
+    without_draft: bool = False
+    """Whether caches without the draft's are played."""
     ahead: int = 0
     """Tokens behind a token that its draft's KV depends on."""
     former: str | None = None
@@ -195,7 +200,7 @@ class ServedModel:
     def specs(self) -> tuple[KVSpec, ...]:
         """What is looked up: this rank's own, which brings nothing of others; the model; without draft; as once."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
-        if (bare := self.undrafted) is not None:
+        if self.without_draft and (bare := self.undrafted) is not None:
             own = (*own, bare)
         return own if self.former is None else (*own, replace(self.spec, model=self.former))
 
@@ -315,6 +320,7 @@ def served_model(
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         told=told,
         named=named,
+        without_draft=settings.without_draft,
         ahead=draft.ahead,
         former=_former(settings, facts) if whole is not None else None,
     )

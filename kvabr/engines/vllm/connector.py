@@ -363,6 +363,8 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
     fusion = None if settings.fusion is None else FusionLosses.read(settings.fusion).check(model.spec)
+    if settings.profile is not None and model.undrafted is not None:
+        _log.warning("kvabr: the codec profile is not used: it has nothing of the draft model's layers")
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
     publisher = Publisher(
         settings.publish,

@@ -25,7 +25,7 @@ class World(VllmWorld):
         self.folder = folder
 
     def start(self, target, **draft):
-        extra = self.playing() | self.publishing("FP16")
+        extra = self.playing(without_draft=True) | self.publishing("FP16")
         options = SMALL | ({"speculative_config": {"num_speculative_tokens": 3} | draft} if draft else {})
         self.engine = RealEngine(target, extra, transfer=transfer_of(extra), **options)
 

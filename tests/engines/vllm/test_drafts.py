@@ -110,5 +110,8 @@ def test_layers_of_a_draft_have_a_role():
     whole = KVSpec("m", "t", found.classes)
     model = ServedModel(whole, torch.bfloat16, found, tuple(range(one.heads) for one in found.classes))
     assert [one.role for one in model.undrafted.classes] == [""]
-    named = replace(model, named="m", told={"draft": ["eagle", "x"]}, spec=replace(whole, model="m~1"))
+    assert model.specs == (whole,)
+    named = replace(
+        model, named="m", without_draft=True, told={"draft": ["eagle", "x"]}, spec=replace(whole, model="m~1")
+    )
     assert [(each.model, len(each.classes)) for each in named.specs] == [("m~1", 3), ("m", 1)]
