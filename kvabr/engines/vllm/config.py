@@ -90,8 +90,8 @@ class VllmSettings(EngineSettings):
     """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
     --base alone` or ``behind`` writes. None: it is not known."""
     without_draft: bool = False
-    """Play what engines without this one's draft model have published, too, where there is nothing else: the first token
-    comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
+    """Play what engines without this one's draft model have published, too, where there is nothing else: the first
+    token comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
     publish_live: bool = False
     """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
     a folder. Recurrent states are published when their request ends."""

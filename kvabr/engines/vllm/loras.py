@@ -7,6 +7,7 @@ have changed since it was first seen is neither played nor published: nobody can
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,12 +86,15 @@ class Adapters:
 
 def _folder(path: str) -> Path:
     """Return where vLLM reads an adapter that it was given by its folder, or as a repository of Hugging Face."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111  # pathlib raises where there is no such user
     return cached_folder(str(folder), marker=CONFIG) or cached_folder(path, marker=CONFIG) or folder
 
 
 def _versions(folder: Path) -> _Versions:
-    return tuple(FileVersion.of(folder / name) for name in (CONFIG, WEIGHTS))
+    try:
+        return tuple(FileVersion.of(folder / name) for name in (CONFIG, WEIGHTS))
+    except ValueError:  # a NUL in the name
+        return (None, None)
 
 
 def _digest(folder: Path, versions: _Versions) -> str:

@@ -172,7 +172,7 @@ class Step:
     prefill: tuple[int, int] | None = None
     """The prefill of one prompt that is as much work: tokens before it, and new ones. None: it is not known."""
     asking: bool = False
-    """Whether a lookup is under way, whose end only the scheduler sees."""
+    """Whether a lookup is under way, or a digest, whose end only the scheduler sees."""
 
 
 async def find_cache(

@@ -148,6 +148,8 @@ class SchedulerHalf:
         self._adapters = Adapters(settings.deadline_s)
         self._pictures = Pictures(settings.deadline_s)
         self._named: dict[str, _Named] = {}
+        self._digesting: set[str] = set()
+        """Requests that wait for a digest."""
         self._lookups: dict[str, _Lookup] = {}
         self._pending = Step()
         self._loading: dict[str, frozenset[str]] = {}
@@ -239,7 +241,9 @@ class SchedulerHalf:
         """
         self.arrived(request)
         if self._waits(request):
+            self._digesting.add(request.request_id)
             return None, False
+        self._digesting.discard(request.request_id)
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
@@ -315,7 +319,7 @@ class SchedulerHalf:
         step.snapshots = self._boundaries.step(scheduled, tables, self._model.caches.states)
         if self._growth is not None:
             step.grown = self._growth.step(scheduled, tables)
-        step.asking = any(lookup.handle is not None for lookup in self._lookups.values())
+        step.asking = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
         if self._promises is not None:
             now = time.monotonic()
             begun, step.dropped, unplayed = self._promises.take()
@@ -355,6 +359,7 @@ class SchedulerHalf:
             return self._finish(request, blocks)
         finally:
             self._named.pop(request.request_id, None)
+            self._digesting.discard(request.request_id)
             self._pictures.over(request.request_id)
 
     def _finish(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:

@@ -81,6 +81,7 @@ def test_adapters_and_their_base_do_not_mix(empty, mode, live):
     ("change", "more", "why"),
     [
         ("gone", {}, "adapter_config.json: cannot be read"),
+        ("nowhere", {"lora_path": "~nobody/\0"}, "cannot be read"),
         ("in place", {"load_inplace": True}, "its weights may change under its name"),
         ("changed", {}, "has changed since vLLM was first given it; load changed weights from another folder"),
     ],
@@ -119,9 +120,11 @@ def test_a_request_waits_for_the_digest_of_its_adapter_until_its_deadline(empty,
         asked = request(lora_request=lora(folder / "one"))
         bench.scheduler.arrived(asked)
         assert bench.scheduler.matched(asked, 0) == (None, False)
+        assert bench.scheduler.step({}, {}.get).asking  # so that the worker does not hurry
         now += 10.0
         assert bench.scheduler.matched(asked, 0) == (0, False)
         assert bench.scheduler.counts.take() == {"lookups_unfit": 1}
+        assert not bench.scheduler.step({}, {}.get).asking
         go_on.set()
         adapters._seen[str(folder / "one")].digest.result()
         assert bench.matched(request("later", lora_request=lora(folder / "one"))) == (0, False)
