@@ -15,6 +15,7 @@ from kvabr.engines.transformers.model_loader import folder_name, folder_tokenize
 from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
+from kvabr.types.naming import with_facts
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import ENVIRONMENT, NEEDS_FP8, transfer_of
 
@@ -76,6 +77,11 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
     assert served_model(made, caches(made), VllmSettings(**URL), blocks_may_fail=False).waits
 
 
+def name_of(made, settings):
+    """The name of an engine's caches."""
+    return with_facts(*_names(made.model_config, settings, facts_of(made))[:2])
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,12 +95,12 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
 def test_what_changes_the_cache_of_a_model_is_in_its_name(config, model, options):
     made = config(**options)
     spec = served_model(made, caches(made), VllmSettings(**URL)) if "kv_cache_dtype" not in options else None
-    name = _names(made.model_config, VllmSettings(**URL), facts_of(made))[0] if spec is None else spec.spec.model
+    name = name_of(made, VllmSettings(**URL)) if spec is None else spec.spec.model
     assert name.startswith(f"{folder_name(model)}~")
     again = config(**options)
-    assert _names(again.model_config, VllmSettings(**URL), facts_of(again))[0] == name
+    assert name_of(again, VllmSettings(**URL)) == name
     other = config(URL | {"version": "2"}, **options)
-    assert _names(other.model_config, VllmSettings(**URL, version="2"), facts_of(other))[0] != name
+    assert name_of(other, VllmSettings(**URL, version="2")) != name
 
 
 def test_a_stage_of_a_pipeline_knows_the_whole_model(config):
