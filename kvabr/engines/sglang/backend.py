@@ -201,7 +201,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             for page in range(first, min(first + at_once, len(keys))):
                 position = None if before is None else (before + page) * size
                 over.append(store.put(self._name(keys[page]), pages[page], position))
-            results += [one.result() for one in over]
+            results += [one.result() is not None for one in over]
         return results
 
 
