@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import threading
 import time
 
@@ -22,9 +21,8 @@ from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_t
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 
-from kvabr.engines.lmcache.chunks import PLACES
 from kvabr.engines.lmcache.daemon import KvabrL2
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import KvabrError
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -52,7 +50,9 @@ def daemon():
         add_storage_manager_args(parser)
         given = json.dumps({**spec, "adapter_params": params})
         arguments = ["--l1-size-gb", "0.2", "--eviction-policy", "noop", "--l2-adapter", given]
-        made.append(StorageManager(parse_args_to_config(parser.parse_args(arguments))))
+        config = parse_args_to_config(parser.parse_args(arguments))
+        config.l1_manager_configs[0].memory_config.shm_name = ""  # by default, all in this process share it
+        made.append(StorageManager(config))
         return made[-1]
 
     yield build
@@ -85,7 +85,10 @@ def fetch(manager, rows, layout=LAYOUT):
     handle = manager.submit_prefetch_task(PrefetchTaskSpec(groups))
     assert manager.wait_prefetch_status(handle, LIMIT_S)
     result = manager.query_prefetch_status(handle)
-    came = [[key for place, key in enumerate(row) if hits.test(place)] for row, hits in zip(rows, result.hit_cells)]
+    came = [
+        [key for place, key in enumerate(row) if hits.test(place)]
+        for row, hits in zip(rows, result.hit_cells, strict=True)
+    ]
     every = [key for row in came for key in row]
     got = {}
     if every:
@@ -110,26 +113,173 @@ def settled(manager):
     raise AssertionError("the daemon does not end storing")
 
 
-def chunks_of(count, dtype=torch.float16, seed=0, shape=LAYOUT.shapes[0]):
+def chunks_of(count, seed=0, layout=LAYOUT):
     dice = torch.Generator().manual_seed(seed)
-    return list(torch.randn((count, *shape), generator=dice).to(dtype))
+    return list(torch.randn((count, *layout.shapes[0]), generator=dice).to(layout.dtypes[0]))
 
 
-def test_what_a_daemon_stores_another_loads_to_the_byte(origin, daemon):
+LATENT = 576
+MLA = MemoryLayoutDesc([torch.Size([1, LAYERS, CHUNK, LATENT])], [torch.bfloat16])
+"""The shape of DeepSeek's, GLM's and Kimi's latents: 512 numbers, and 64 that rotate."""
+
+
+@pytest.mark.parametrize(("layout", "exact"), [(LAYOUT, "FP16"), (MLA, "BF16")], ids=["heads", "mla"])
+def test_what_a_daemon_stores_another_loads_to_the_byte(origin, daemon, layout, exact):
     """Of two ranks, a longer prompt: what is there of both comes, a prefix of the same length."""
-    before = len(origin.holdings.assets)
+    before = set(origin.holdings.assets)
     ranks = [ObjectKey.ComputeKVRank(2, rank, 2, rank) for rank in (0, 1)]
     rows = [keys_of(range(1100), kv_rank=rank) for rank in ranks]
-    held = {key: chunk for seed, row in enumerate(rows) for key, chunk in zip(row, chunks_of(4, seed=seed))}
-    one = daemon(publish=str(origin.root), policy="fixed:FP16", **reach(origin))
-    store(one, [*rows[0], *rows[1][:3]], [held[key] for key in [*rows[0], *rows[1][:3]]])
+    held = {
+        key: chunk
+        for seed, row in enumerate(rows)
+        for key, chunk in zip(row, chunks_of(4, seed=seed, layout=layout), strict=True)
+    }
+    stored = [*rows[0], *rows[1][:3]]
+    one = daemon(publish=str(origin.root), policy=f"fixed:{exact}", **reach(origin))
+    store(one, stored, [held[key] for key in stored], layout)
     settled(one)
-    origin.look(before + 7)
-    usage = adapter(one).get_usage()
-    assert usage.total_bytes_used == sum(asset.catalog.bytes_of_all for asset in ()) or usage.total_bytes_used > 0
-    other = daemon(policy="fixed:FP16", **reach(origin))
-    came, got = fetch(other, rows)
+    origin.look(len(before) + 7)
+    new = [asset.catalog for asset in origin.holdings.assets if asset not in before]
+    assert adapter(one).get_usage().total_bytes_used == sum(
+        track.total_bytes for catalog in new for track in catalog.tracks
+    )
+    other = daemon(policy=f"fixed:{exact}", **reach(origin))
+    came, got = fetch(other, rows, layout)
     assert came == [row[:3] for row in rows]
     assert all(torch.equal(got[key], held[key]) for row in came for key in row)
     # Another tenant has nothing of it.
-    assert fetch(other, [keys_of(range(1100), kv_rank=ranks[0], cache_salt="else")]) == ([[]], {})
+    assert fetch(other, [keys_of(range(1100), kv_rank=ranks[0], cache_salt="else")], layout) == ([[]], {})
+
+
+def test_chunks_have_the_ac_tracks_of_their_place(origin, daemon, tmp_path):
+    """The daemon hashed their prompt. Another one plays them without a profile, and without knowing the heads."""
+    shape = kvdata.spec(LAYERS, HEADS, DIM)
+    (tmp_path / "profile").write_bytes(kvdata.profile(shape).to_bytes())
+    before = set(origin.holdings.assets)
+    keys = keys_of(range(50_000, 51_024))
+    kv = kvdata.cache(shape, 1024).permute(1, 0, 3, 2, 4).flatten(3).half()
+    chunks = list(kv.split(CHUNK, 2))
+    one = daemon(publish=str(origin.root), profile=str(tmp_path / "profile"), **reach(origin))
+    store(one, keys, chunks)
+    settled(one)
+    origin.look(len(before) + 4)
+    catalogs = [asset.catalog for asset in origin.holdings.assets if asset not in before]
+    assert sorted(each.position for each in catalogs) == [0, 256, 512, 768]
+    assert all("AC-L3" in each.by_name and each.spec.kv_heads == HEADS for each in catalogs)
+    came, got = fetch(daemon(policy="fixed:AC-L0", **reach(origin)), [keys])
+    assert came == [keys]
+    for key, chunk in zip(keys, chunks, strict=True):
+        assert kvdata.is_base_of(got[key], chunk)
+
+
+def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
+    before = set(origin.holdings.assets)
+    keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
+    one = daemon(publish=str(origin.root), tracks=["FP16"], **reach(origin))
+    store(one, keys, chunks)
+    settled(one)
+    origin.look(len(before) + 4)
+    names = {
+        asset.catalog.position: asset.catalog.chunks[-1] for asset in origin.holdings.assets if asset not in before
+    }
+    for frame in (origin.root / names[512] / "groups" / "FP16").iterdir():
+        frame.write_bytes(frame.read_bytes()[:-1000] + bytes(1000))  # as long as it was
+    other = daemon(store_mib=0, **reach(origin, deadline_s=3.0))
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        came, got = fetch(other, [keys])
+    assert came == [keys[:2]]
+    assert all(torch.equal(got[key], chunk) for key, chunk in zip(keys[:2], chunks, strict=False))
+
+
+def test_what_does_not_come_by_the_deadline_is_a_miss_and_costs_nothing_afterwards(tmp_path, daemon, caplog):
+    own = Origin(tmp_path)
+    keys, chunks = keys_of(range(70_000, 70_512)), chunks_of(2, seed=8)
+    one = daemon(publish=str(own.root), **reach(own))
+    store(one, keys, chunks)
+    settled(one)
+    own.look(2)
+    other = daemon(store_mib=0, **reach(own, deadline_s=0.4, lookup_s=60.0))
+    inner = adapter(other)
+    client, asked, go_on = inner._origin.client, [], threading.Event()
+    find, play = client.find_asset, client.play_coded
+
+    async def find_counted(*args, within_s, **kwargs):
+        asked.append(args)
+        return await find(*args, within_s=0.3 if own.hangs else within_s, **kwargs)
+
+    async def play_silently(*args, **kwargs):
+        silent()  # the origin answers lookups, and then no more
+        return await play(*args, **kwargs)
+
+    def silent():
+        async def hang():
+            go_on.wait(LIMIT_S)
+
+        if not own.hangs:
+            own.hangs = own.loop.begin(hang())
+
+    own.hangs = None
+    client.find_asset, client.play_coded = find_counted, play_silently
+    try:
+        with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+            assert fetch(other, [keys]) == ([[]], {})
+            assert len(asked) == 2
+            for number in range(5):
+                assert fetch(other, [keys_of(range(80_000 + number, 80_600 + number))]) == ([[]], {})
+        assert len(asked) == 4  # the first lookup that was not answered, and no other
+        assert "nothing is asked for until it answers" in caplog.text
+        assert not inner.report_status()["origin_answers"]
+        assert other.report_status()["is_healthy"]
+    finally:
+        go_on.set()
+        own.close()
+
+
+def test_many_objects_at_once_wait_for_their_turn_and_are_published_before_the_daemon_ends(tmp_path, daemon):
+    keys, chunks = keys_of(range(16 * CHUNK)), chunks_of(16, seed=9)
+    one = daemon(publish=str(tmp_path / "unused"))  # for its memory
+    inner = KvabrL2({"publish": str(tmp_path / "assets"), "queue": 2, "tracks": ["FP16"]})
+    objects = one.reserve_write(keys, LAYOUT)
+    for key, chunk in zip(keys, chunks, strict=True):
+        objects[key].tensor.copy_(chunk)
+    task = inner.submit_store_task(keys, [objects[key] for key in keys])
+    with pytest.raises(ValueError, match="16 keys and 1 objects"):
+        inner.submit_load_task(keys, [objects[keys[0]]])
+    inner.close()
+    result = inner.pop_completed_store_tasks()[task]
+    assert result.is_successful()
+    assert len([each for each in (tmp_path / "assets").iterdir() if (each / "catalog.json").is_file()]) == 16
+    late = inner.submit_store_task(keys[:1], [objects[keys[0]]])
+    assert not inner.pop_completed_store_tasks()[late].is_successful()
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (MemoryLayoutDesc(MLA.shapes, [torch.float8_e4m3fn]), "quantises"),
+        (MemoryLayoutDesc([*LAYOUT.shapes, *MLA.shapes], [torch.float16, torch.bfloat16]), "of 2 kinds of layers"),
+        (MemoryLayoutDesc([torch.Size([3, LAYERS, CHUNK, 64])], [torch.float16]), "neither keys and values nor"),
+    ],
+)
+def test_objects_that_kvabr_has_no_tracks_for_are_left_to_others(origin, daemon, caplog, layout, why):
+    one = daemon(publish=str(origin.root), **reach(origin))
+    before, keys = len(origin.holdings.assets), keys_of(range(256))
+    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+        one.reserve_write(keys, layout)
+        one.finish_write(keys)
+        settled(one)
+        one.clear(force=True)
+        assert fetch(one, [keys], layout) == ([[]], {})
+    assert why in caplog.text
+    assert caplog.text.count("neither stored nor loaded") == 1
+    origin.look(before)
+
+
+def test_a_wrong_setting_ends_the_daemon_s_start(tmp_path):
+    for params, says in (
+        ({}, "adapter_params: set url to fetch caches, publish to publish them, or both"),
+        ({"url": "moqt://origin.example/", "deadline": 3}, "did you mean 'deadline_s'"),
+        ({"publish": str(tmp_path), "tracks": ["Int5"]}, "'Int5'"),
+    ):
+        with pytest.raises(KvabrError, match=says):
+            KvabrL2(params)
