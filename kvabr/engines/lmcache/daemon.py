@@ -31,7 +31,7 @@ from kvabr.engines.chunk_store import LOG, ChunkStore, KeyedOrigin, KeyedSetting
 from kvabr.engines.lmcache import ADAPTER
 from kvabr.engines.lmcache.chunks import PLACES, as_kv, object_key, object_names, object_spec
 from kvabr.engines.settings import TroubleLog
-from kvabr.types.errors import FormatError, KvabrError
+from kvabr.types.errors import FormatError, KvabrError, UsageError
 
 _MAX_KINDS = 64
 """Kinds of objects in one daemon: models, their groups of layers, element types."""
@@ -202,16 +202,13 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
             done.add(task, result)
 
         with self._lock:
+            if self._closing:
+                raise UsageError("kvabr: the adapter is closed")
             task = self._tasks
             self._tasks += 1
-            closing = self._closing
-            if not closing:
-                running = self._loop.begin(run())
-                self._running.add(running)
-        if closing:
-            done.add(task, failed)
-        else:
-            running.add_done_callback(self._over)
+            running = self._loop.begin(run())
+            self._running.add(running)
+        running.add_done_callback(self._over)
         return task
 
     def _over(self, running: Future[None]) -> None:

@@ -6,6 +6,10 @@ import argparse
 import json
 import logging
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,10 +23,14 @@ import torch
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
 from lmcache.v1.distributed.storage_manager import StorageManager
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.multiprocess.transfer_context.base import EngineDrivenContextMetadata
+from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from kvabr.engines.lmcache.daemon import KvabrL2
-from kvabr.types.errors import KvabrError
+from kvabr.types.errors import KvabrError, UsageError
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -249,8 +257,8 @@ def test_many_objects_at_once_wait_for_their_turn_and_are_published_before_the_d
     result = inner.pop_completed_store_tasks()[task]
     assert result.is_successful()
     assert len([each for each in (tmp_path / "assets").iterdir() if (each / "catalog.json").is_file()]) == 16
-    late = inner.submit_store_task(keys[:1], [objects[keys[0]]])
-    assert not inner.pop_completed_store_tasks()[late].is_successful()
+    with pytest.raises(UsageError, match="closed"):
+        inner.submit_store_task(keys[:1], [objects[keys[0]]])
 
 
 @pytest.mark.parametrize(
@@ -283,3 +291,60 @@ def test_a_wrong_setting_ends_the_daemon_s_start(tmp_path):
     ):
         with pytest.raises(KvabrError, match=says):
             KvabrL2(params)
+
+
+def test_daemons_in_processes_of_their_own(origin, tmp_path):
+    """LMCache's server as it is started, and its client: what an engine gave one, the other's engine gets."""
+    tokens, before = tuple(range(90_000, 90_000 + 3 * CHUNK + 10)), len(origin.holdings.assets)
+    chunks = chunks_of(3, seed=11)
+    with Served(tmp_path / "one.log", publish=str(origin.root), **reach(origin)) as one:
+        key = one.key(tokens, 0)
+        assert one.transfer.prepare_store(key, 1) is None
+        assert one.transfer.commit_store(key, 1, chunks)
+        origin.look(before + 3)
+    with Served(tmp_path / "other.log", policy="fixed:FP16", **reach(origin)) as other:
+        assert other.hits((*tokens[: 2 * CHUNK], *range(CHUNK))) == 2
+        assert other.hits(tokens) == 3
+        got = other.transfer.prepare_retrieve(other.key(tokens, 0), 1)
+        assert all(torch.equal(one, chunk) for one, chunk in zip(got, chunks, strict=True))
+
+
+class Served:
+    """LMCache's server process, and an engine's client of it that says its caches have the shape of `LAYOUT`."""
+
+    def __init__(self, log, **params):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        spec = {"type": "plugin", "module_path": "kvabr.engines.lmcache.daemon", "class_name": "KvabrL2"}
+        command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(self.port)]
+        command += ["--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--shm-name", ""]
+        command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(CHUNK)]
+        command += ["--disable-observability", "--l2-adapter", json.dumps({**spec, "adapter_params": params})]
+        self.log = log.open("wb")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)  # noqa: S603  # our own interpreter
+
+    def __enter__(self):
+        self.client = RequestClientFactory.create(f"tcp://127.0.0.1:{self.port}")
+        layers, _, width = LAYOUT.shapes[0][1:]
+        told = RegisterEngineDrivenContextPayload(1, "test/model", 1, CHUNK, layers, width, "float16", use_mla=False)
+        self.client.register_kv_cache_engine_driven_context(told).result(timeout=LIMIT_S)
+        self.transfer = EngineDrivenContextPickle(
+            EngineDrivenContextMetadata(LAYOUT, CHUNK, use_mla=False), self.client, LIMIT_S
+        )
+        return self
+
+    def key(self, tokens, worker):
+        whole = len(tokens) // CHUNK * CHUNK
+        return IPCCacheServerKey("test/model", 1, worker, tokens, 0, whole, f"request {hash(tokens)}", num_kv_readers=1)
+
+    def hits(self, tokens):
+        key = self.key(tokens, None)
+        self.client.lookup(key, 1).result(timeout=LIMIT_S)
+        return self.client.wait_prefetch_status(key.request_id, LIMIT_S).result(timeout=LIMIT_S)
+
+    def __exit__(self, *_):
+        self.client.close()
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(LIMIT_S) == 0
+        self.log.close()
