@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ _OWN_KEYS = ("module_path", "class_name")
 _DCP = "##lmcache-dcp-layout"
 """Begins what a daemon's engine adds to a model's name if ranks of decode context parallelism hold parts of a chunk."""
 _MAX_PLACES = 1 << 16
-Heads = Callable[[int], int]
 _UNSURE = -1
 ChunkHash = int | bytes
 """Of the tokens of a prompt up to the end of a chunk: a number in an engine's process, bytes in a daemon."""
@@ -66,22 +67,45 @@ def names_of(settings: KeyedSettings, metadata: Any) -> ModelNames:
     return keyed.named(settings, given, facts, folder=local_folder(given), kept="shape", raw_keys=True)
 
 
-def object_spec(model: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], heads: Heads) -> KVSpec:
-    """Return the spec of a daemon's objects, which it tells the shapes of as `as_kv` takes them.
+@dataclass(frozen=True)
+class ObjectLayout:
+    """Shapes and element types of the parts of a daemon's object, usually one."""
 
-    ``heads`` returns the dimensions of a head for those of all. Raises `FormatError` for objects of several groups of
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectLayout:
+        """Return that of LMCache's lists."""
+        return cls(tuple(map(tuple, shapes)), tuple(dtypes))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an object, of which there is one kind of layers."""
+        return self.shapes[0][-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an object."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -> KVSpec:
+    """Return the spec of a daemon's objects, which have the shapes of `as_kv`.
+
+    ``heads`` returns the dimensions of a head for those of all. Raises `FormatError` for objects of several kinds of
     layers, and as `spec_of`.
     """
-    if len(shapes) != 1 or len(dtypes) != 1:
-        raise FormatError(f"an object of {len(shapes)} kinds of layers; kvabr takes those of one")
-    shape = tuple(shapes[0])
-    if len(shape) == 3:
-        shape = (1, *shape)
+    if len(layout.shapes) != 1:
+        raise FormatError(f"an object of {len(layout.shapes)} kinds of layers; kvabr takes those of one")
+    shape = layout.shapes[0] if len(layout.shapes[0]) != 3 else (1, *layout.shapes[0])
     if len(shape) != 4 or not all(shape):
         raise FormatError(f"an object of the shape {shape}, which is not [K/V, layer, token, head x dim]")
     halves, layers, tokens, width = shape
     dim = heads(width) if halves == 2 else width
-    return spec_of(model, (layers, halves, tokens, width // dim, dim), dtypes[0])
+    if not dim or width % dim:
+        raise FormatError(f"{width} numbers of a token are not heads of {dim}")
+    return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
 
 
 def object_names(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> ModelNames:

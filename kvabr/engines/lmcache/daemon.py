@@ -29,7 +29,7 @@ from kvabr.client.result import expand_here
 from kvabr.codec.base import codec
 from kvabr.engines.chunk_store import LOG, ChunkStore, KeyedOrigin, KeyedSettings, head_dim_of, places
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, as_kv, object_key, object_names, object_spec
+from kvabr.engines.lmcache.chunks import PLACES, ObjectLayout, as_kv, object_key, object_names, object_spec
 from kvabr.engines.settings import TroubleLog
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 
@@ -70,14 +70,12 @@ class ObjectKind:
 
     model: str
     workers: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
+    layout: ObjectLayout
 
     @classmethod
     def of(cls, key: ObjectKey, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectKind:
         """Return that of an object."""
-        workers = ObjectKey.WorldSizeFromKVRank(key.kv_rank)
-        return cls(key.model_name, workers, tuple(map(tuple, shapes)), tuple(dtypes))
+        return cls(key.model_name, ObjectKey.WorldSizeFromKVRank(key.kv_rank), ObjectLayout.of(shapes, dtypes))
 
 
 @dataclass(frozen=True)
@@ -227,23 +225,18 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     async def _open(self, kind: ObjectKind) -> KindStore | None:
         settings = self._settings
         try:
-            bare = object_spec("model", kind.shapes, kind.dtypes, lambda width: width)
+            bare = object_spec("model", kind.layout, lambda width: width)
             # The digest of a model's weights may take seconds, the first time.
             names = await asyncio.to_thread(object_names, settings, kind.model, bare, kind.workers)
             spec = await asyncio.to_thread(
-                object_spec,
-                names.name,
-                kind.shapes,
-                kind.dtypes,
-                lambda width: head_dim_of(names.name, width, settings),
+                object_spec, names.name, kind.layout, lambda width: head_dim_of(names.name, width, settings)
             )
-            tokens = kind.shapes[0][-2]
             store = ChunkStore(
                 spec,
                 settings,
                 "a chunk of LMCache's daemon",
-                max_tokens=tokens,
-                min_tokens=tokens,
+                max_tokens=kind.layout.tokens,
+                min_tokens=kind.layout.tokens,
                 unplaced="the position of a chunk is not known: this daemon did not hash its prompt's tokens",
                 former=names.former,
                 origin=self._origin,

@@ -52,11 +52,11 @@ def daemon():
     """Make storage managers as the daemon does, from its arguments: ``daemon(url=..., ...)``, kvabr's by keyword."""
     made = []
 
-    def build(**params):
-        spec = {"type": "plugin", "module_path": "kvabr.engines.lmcache.daemon", "class_name": "KvabrL2"}
+    def build(*, module="daemon", cls="KvabrL2", serde=None, **params):
+        spec = {"type": "plugin", "module_path": f"kvabr.engines.lmcache.{module}", "class_name": cls}
         parser = argparse.ArgumentParser()
         add_storage_manager_args(parser)
-        given = json.dumps({**spec, "adapter_params": params})
+        given = json.dumps({**spec, "adapter_params": params, "serde": serde})
         arguments = ["--l1-size-gb", "0.2", "--eviction-policy", "noop", "--l2-adapter", given]
         config = parse_args_to_config(parser.parse_args(arguments))
         config.l1_manager_configs[0].memory_config.shm_name = ""  # by default, all in this process share it
@@ -115,7 +115,7 @@ def settled(manager):
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         status = manager.report_status()["store_controller"]
-        if not status["pending_keys_count"] and not status["in_flight_task_count"] and not adapter(manager)._running:
+        if not status["pending_keys_count"] and not status["in_flight_task_count"]:
             return
         time.sleep(0.02)
     raise AssertionError("the daemon does not end storing")
@@ -291,6 +291,37 @@ def test_a_wrong_setting_ends_the_daemon_s_start(tmp_path):
     ):
         with pytest.raises(KvabrError, match=says):
             KvabrL2(params)
+
+
+def test_the_serde_codes_what_lmcaches_own_store_keeps(daemon, tmp_path):
+    """A folder: objects with layers take as much as Int4 does. A damaged file is a miss, and its prefix comes."""
+    shape = kvdata.spec(LAYERS, HEADS, DIM)
+    (tmp_path / "profile").write_bytes(kvdata.profile(shape).to_bytes())
+    folder = tmp_path / "folder"
+    coded = {"module": "serde", "cls": "CodedL2", "type": "fs", "base_path": str(folder)}
+    coded["serde"] = {"type": "kvabr", "profile": str(tmp_path / "profile")}
+    one = daemon(**coded)
+    keys = keys_of(range(1024))
+    kv = kvdata.cache(shape, 1024).permute(1, 0, 3, 2, 4).flatten(3).half()
+    chunks = list(kv.split(CHUNK, 2))
+    store(one, keys, chunks)
+    settled(one)
+    files = sorted(folder.iterdir())
+    assert len(files) == 4
+    assert len({each.stat().st_size for each in files}) == 1
+    assert files[0].stat().st_size < 0.3 * chunks[0].nbytes
+    other = daemon(**coded)
+    came, got = fetch(other, [keys])
+    assert came == [keys]
+    for key, chunk in zip(keys, chunks, strict=True):
+        error = (got[key].float() - chunk.float()).square().mean() / chunk.float().var()
+        assert 0 < float(error) < 0.03
+    # LMCache loads all objects of a request or none, where a serde fails.
+    name = next(each for each in files if keys[2].chunk_hash.hex() in each.name)
+    name.write_bytes(name.read_bytes()[:1000] + bytes(name.stat().st_size - 1000))
+    other.clear(force=True)
+    assert fetch(daemon(**coded), [keys]) == ([[]], {})
+    assert fetch(daemon(**coded), [keys[:2]])[0] == [keys[:2]]
 
 
 def test_daemons_in_processes_of_their_own(origin, tmp_path):
