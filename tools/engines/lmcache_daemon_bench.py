@@ -1,7 +1,7 @@
 """LMCache's daemon over a shaped link: kvabr's L2 adapter against LMCache's own remote store, Redis.
 
-    tools/engine-lmcache bench-daemon [--mbps 50] [--rtt 20] [--deadline 3] [--tokens 2048] [--runs 5] [--json F]
-        [--storages resp,resp+fp8,resp+kvabr,kvabr] [--policies anytime,fixed:AC-L3]
+    tools/engine-lmcache bench-daemon [--mbps 50] [--rtt 20] [--tokens 2048] [--runs 5] [--json F]
+        [--storages resp,resp+fp8,resp+kvabr,kvabr] [--plays anytime@3,anytime@1,fixed:Int8@3]
 
 The cache of a real text under SmolLM2 is written to the daemon's storage manager, which stores it; another one
 prefetches it over a link of the same rate and round trip: kvabr over UDP (its own shaper), Redis over TCP (a proxy that
@@ -22,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import add_storage_manager_args, parse_args_to_config
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache.v1.distributed.storage_manager import StorageManager
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_bench import CHUNK, PLAIN, PROFILE_FILE, Bench, tcp_link
@@ -40,7 +42,11 @@ from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 
 _ABSENT = bytes(32)
-SERDES = {"resp": {}, "resp+fp8": {"serde": {"type": "fp8"}}}
+SERDES: dict[str, dict | None] = {
+    "resp": None,
+    "resp+fp8": {"type": "fp8"},
+    "resp+kvabr": {"type": "kvabr", "profile": str(PROFILE_FILE)},
+}
 
 
 @contextlib.contextmanager
@@ -88,9 +94,37 @@ def kvabr(**params: object) -> dict:
     }  # fmt: skip
 
 
+def resp(name: str, port: int) -> dict:
+    """The specification of LMCache's Redis adapter with a serde."""
+    plain = {"type": "resp", "host": "127.0.0.1", "port": port}
+    if name != "resp+kvabr":
+        return {**plain, "serde": SERDES[name]}
+    coded = {"type": "plugin", "module_path": "kvabr.engines.lmcache.serde", "class_name": "CodedL2"}
+    return {**coded, "adapter_params": plain, "serde": SERDES[name]}
+
+
 def key_of(chunk_hash: bytes) -> ObjectKey:
     """The key of a chunk."""
     return ObjectKey(chunk_hash, "bench/smollm2", ObjectKey.ComputeKVRank(1, 0, 1, 0))
+
+
+class Stored(L2AdapterListener):
+    """Waits until objects have been stored."""
+
+    def __init__(self, keys: list[ObjectKey]) -> None:
+        """Take their keys."""
+        self.missing, self.all = set(keys), threading.Event()
+
+    def on_l2_keys_stored(self, keys, sizes):  # noqa: ANN001, ANN201
+        self.missing -= set(keys)
+        if not self.missing:
+            self.all.set()
+
+    def on_l2_keys_accessed(self, keys):  # noqa: ANN001, ANN201
+        pass
+
+    def on_l2_keys_deleted(self, keys):  # noqa: ANN001, ANN201
+        pass
 
 
 class DaemonBench:
@@ -111,14 +145,13 @@ class DaemonBench:
         """Store it, and wait until it is."""
         with manager(adapter) as daemon:
             self.hash()
+            stored = Stored(self.keys)
+            daemon.register_l2_listener(stored)
             objects = daemon.reserve_write(self.keys, self.layout)
             for key, chunk in zip(self.keys, self.chunks, strict=True):
                 objects[key].tensor.copy_(chunk)
             daemon.finish_write(self.keys)
-            while (status := daemon.report_status()["store_controller"])["pending_keys_count"] or status[
-                "in_flight_task_count"
-            ]:
-                time.sleep(0.05)
+            stored.all.wait()
 
     def fetch(self, adapter: dict) -> dict:
         """Prefetch it, and look how good it is."""
@@ -159,12 +192,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbps", type=float, default=50.0)
     parser.add_argument("--rtt", type=float, default=20.0, help="milliseconds")
-    parser.add_argument("--deadline", type=float, default=3.0, help="seconds")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--quic", default="qh3", choices=("aioquic", "qh3"))
-    parser.add_argument("--storages", default="resp,resp+fp8,kvabr")
-    parser.add_argument("--policies", default="anytime,fixed:AC-L3", help="of kvabr")
+    parser.add_argument("--storages", default="resp,resp+fp8,resp+kvabr,kvabr")
+    parser.add_argument("--plays", default="anytime@3,anytime@1", help="policies of kvabr with deadlines, seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -175,7 +207,7 @@ def main() -> None:
         daemon = DaemonBench(bench)
         ports = {name: stack.enter_context(redis()) for name in SERDES if name in wanted}
         for name, port in ports.items():
-            daemon.store({"type": "resp", "host": "127.0.0.1", "port": port, **SERDES[name]})
+            daemon.store(resp(name, port))
         assets = Path(scratch) / "assets"
         assets.mkdir()
         daemon.store(kvabr(publish=str(assets), tracks=(*PLAIN, *LAYERS)))
@@ -186,8 +218,8 @@ def main() -> None:
             ]
             if "kvabr" in wanted:
                 rows += [
-                    {"run": run, "storage": f"kvabr {policy}", **over_udp(daemon, origin, policy, args)}
-                    for policy in args.policies.split(",")
+                    {"run": run, "storage": f"kvabr {play}", **over_udp(daemon, origin, *play.split("@"), args)}
+                    for play in args.plays.split(",")
                 ]
     print(
         f"{'storage':22} {'median s':>8} {'least':>6} {'most':>6} {'MB':>6} {'chunks':>6} {'KL mnats':>9} {'exact':>6}"
@@ -208,11 +240,11 @@ def main() -> None:
 def over_tcp(daemon: DaemonBench, name: str, port: int, args: argparse.Namespace) -> dict:
     """Redis behind a link."""
     with tcp_link(port, args.mbps * 1e6 / 8, args.rtt / 1e3) as (link, carried):
-        row = daemon.fetch({"type": "resp", "host": "127.0.0.1", "port": link, **SERDES[name]})
+        row = daemon.fetch(resp(name, link))
         return {**row, "bytes": carried.value}
 
 
-def over_udp(daemon: DaemonBench, origin: LiveOrigin, policy: str, args: argparse.Namespace) -> dict:
+def over_udp(daemon: DaemonBench, origin: LiveOrigin, policy: str, deadline_s: str, args: argparse.Namespace) -> dict:
     """An origin of kvabr behind a link."""
     conditions = Conditions(rtt_s=args.rtt / 1e3)
     trace = synthesise("constant", mean_mbps=args.mbps, duration_s=3600.0, step_s=60.0)
@@ -221,7 +253,7 @@ def over_udp(daemon: DaemonBench, origin: LiveOrigin, policy: str, args: argpars
         link.begin(trace, 0.0, conditions)
         url = f"moqt://127.0.0.1:{link.address[1]}/"
         reach = {"url": url, "fingerprint": origin.fingerprint, "quic": args.quic, "lookup_s": 5.0}
-        return daemon.fetch(kvabr(policy=policy, deadline_s=args.deadline, **reach))
+        return daemon.fetch(kvabr(policy=policy, deadline_s=float(deadline_s), **reach))
 
 
 if __name__ == "__main__":
