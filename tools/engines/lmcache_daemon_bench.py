@@ -115,7 +115,7 @@ class Stored(L2AdapterListener):
         """Take their keys."""
         self.missing, self.all = set(keys), threading.Event()
 
-    def on_l2_keys_stored(self, keys, sizes):  # noqa: ANN001, ANN201
+    def on_l2_keys_stored(self, keys, sizes):  # noqa: ANN001, ANN201, ARG002
         self.missing -= set(keys)
         if not self.missing:
             self.all.set()
