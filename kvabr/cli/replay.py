@@ -11,6 +11,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.commands import part
 from kvabr.cli.options import (
+    add_keys_option,
     add_deadline_option,
     add_gpu_price_option,
     add_old_name,
@@ -66,6 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
+    add_keys_option(parser, "opens the asset, if it is sealed")
     _add_passage_options(parser)
     parser.add_argument(
         "-p",
@@ -212,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     _check(args)
-    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args, console), None)
+    catalog, asset = _asset(args.asset, args.keys) if args.passages is None else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
@@ -259,14 +261,14 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         say(out, f"page: {args.html.resolve()}")
 
 
-def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
+def _asset(path: str | None, keys: Path | None) -> tuple[Catalog, Asset | None]:
     if path is None:
         from kvabr.data import default_catalog
 
         return default_catalog(), None
     from kvabr.store.locations import open_catalog
 
-    return open_catalog(path)
+    return open_catalog(path, keys)
 
 
 def _joined(args: argparse.Namespace, console: Console) -> Catalog:

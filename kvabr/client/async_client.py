@@ -80,6 +80,7 @@ from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
+from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
 _WAIT_SHARE = 0.9
@@ -109,6 +110,7 @@ class AsyncClient:
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
         steering: bool = False,
+        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -136,6 +138,8 @@ class AsyncClient:
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
             steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
                 plays take groups from these as well. They are shown the same token, and trusted alike.
+            keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
+                (`kvabr.types.sealing`).
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -143,7 +147,7 @@ class AsyncClient:
         """
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
-        self._model = model
+        self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
@@ -205,7 +209,8 @@ class AsyncClient:
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
+            dialled = dialling(url, known=self._history.rate, **how)
+            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
         return self._peers[key]
 
     @property
@@ -695,7 +700,7 @@ class AsyncClient:
             for key, each in list(self._peers.items()):
                 if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
-            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, self._keys)
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:

@@ -6,6 +6,7 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.locations import Location, open_store
+from kvabr.store.locations import Location, check_sealable, open_store
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
@@ -29,6 +30,7 @@ from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, passage_chain
+from kvabr.types.sealing import Keys, read_keys
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Publisher:
         evict: Order = DEFAULT_ORDER,
         source: str = "",
         digest: str = SHA256,
+        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Open the store, and start.
 
@@ -68,12 +71,17 @@ class Publisher:
             evict: which of it goes first, see `kvabr.store.eviction`.
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
+            keys: a key ring, or its file: what is published is sealed, see `kvabr.types.sealing`.
         """
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
-        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
+        self.offer = TrackOffer(
+            spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest, keys=read_keys(keys)
+        )
         """The tracks."""
         self.store = open_store(location)
+        if keys is not None:
+            check_sealable(self.store)
         try:
             self.store.prepare()
         except AssetError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
+from kvabr.types.sealing import Keys, read_keys
 
 Location = str | Path
 """A folder, or a URL whose scheme is in `SCHEMES`."""
@@ -94,6 +96,15 @@ def open_groups(
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
 
 
+def check_sealable(store: AssetStore) -> None:
+    """Raise `UsageError` unless sealed assets can be kept in a store."""
+    if not isinstance(store, FolderAssetStore):
+        raise UsageError(
+            f"{store.location}: sealed assets are kept in folders; the spans of a bucket say openly what groups lose. "
+            "Publish to a folder that `kvabr serve` serves, or without keys"
+        )
+
+
 @checked
 def open_asset(location: Location) -> Asset:
     """Open the asset at a path or URL; see `AssetStore.open`."""
@@ -103,12 +114,18 @@ def open_asset(location: Location) -> Asset:
 
 
 @checked
-def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
+def open_catalog(location: Location, keys: str | os.PathLike[str] | Keys | None = None) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 
-    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version.
+    ``keys``: a key ring, or its file, which opens a sealed one.
+
+    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version, and
+    `SealedError` if it is sealed, and no key opens it.
     """
+    ring = read_keys(keys)
+    asset = None
     if "://" not in str(location) and Path(location).is_file():
-        return Catalog.read(Path(location)), None
-    asset = open_asset(location)
-    return asset.catalog, asset
+        catalog = Catalog.read(Path(location))
+    else:
+        catalog = (asset := open_asset(location)).catalog
+    return catalog.opened(None if ring is None else ring.ring), asset

@@ -7,6 +7,7 @@ same prompt can be played to there, and any that begins alike. `prefill_prompt` 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import akin
+from kvabr.types.sealing import Keys
 from kvabr.types.units import snapshot_ends
 
 
@@ -55,6 +57,7 @@ def cache_publisher(
     most_bytes: int | None = None,
     evict: Order = DEFAULT_ORDER,
     digest: str = SHA256,
+    keys: str | os.PathLike[str] | Keys | None = None,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
 
@@ -71,6 +74,7 @@ def cache_publisher(
         evict: which caches are removed first: the least valuable (``value``), least recently (``lru``) or least often
             (``lfu``) used, see `kvabr.store.eviction`.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
+        keys: a key ring, or its file, with which caches are sealed, see `kvabr.types.sealing`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -87,6 +91,7 @@ def cache_publisher(
         evict=evict,
         source="a prefill of transformers",
         digest=digest,
+        keys=keys,
     )
 
 
