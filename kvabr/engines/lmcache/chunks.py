@@ -108,12 +108,12 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
     return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
 
 
-def object_names(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> ModelNames:
+def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> str:
     """Return what a daemon's model is called in the names of its objects; as `names_of`."""
     only = spec.only
     latent = only.kind == "latent"
     facts = {"shape": [spec.layers, only.heads * only.k_dim] if workers > 1 or latent else None}
-    return keyed.named(settings, model, facts, folder=local_folder(model.partition(_DCP)[0]))
+    return keyed.named(settings, model, facts, folder=local_folder(model.partition(_DCP)[0])).name
 
 
 def object_key(key: Any, dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ or does not bring, is a miss.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -29,7 +30,7 @@ from kvabr.client.result import expand_here
 from kvabr.codec.base import codec
 from kvabr.engines.chunk_store import LOG, ChunkStore, KeyedOrigin, KeyedSettings, head_dim_of, places
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, ObjectLayout, as_kv, object_key, object_names, object_spec
+from kvabr.engines.lmcache.chunks import PLACES, ObjectLayout, as_kv, object_key, object_name, object_spec
 from kvabr.engines.settings import TroubleLog
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 
@@ -133,7 +134,10 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return int(self._loaded.notifier.fileno())
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to publish objects, which keep their memory until the task is done."""
+        """Begin to publish objects, which keep their memory until the task is done.
+
+        Without ``publish`` nothing is stored, which is no failure.
+        """
         _check_pairs(keys, objects)
         return self._submit(self._stored, L2StoreResult(False, 0), lambda: self._store(keys, objects))
 
@@ -227,9 +231,9 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         try:
             bare = object_spec("model", kind.layout, lambda width: width)
             # The digest of a model's weights may take seconds, the first time.
-            names = await asyncio.to_thread(object_names, settings, kind.model, bare, kind.workers)
+            name = await asyncio.to_thread(object_name, settings, kind.model, bare, kind.workers)
             spec = await asyncio.to_thread(
-                object_spec, names.name, kind.layout, lambda width: head_dim_of(names.name, width, settings)
+                object_spec, name, kind.layout, lambda width: head_dim_of(name, width, settings)
             )
             store = ChunkStore(
                 spec,
@@ -238,7 +242,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
                 max_tokens=kind.layout.tokens,
                 min_tokens=kind.layout.tokens,
                 unplaced="the position of a chunk is not known: this daemon did not hash its prompt's tokens",
-                former=names.former,
                 origin=self._origin,
                 any_heads=True,
             )
@@ -248,6 +251,8 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         return KindStore(store, asyncio.Semaphore(settings.queue))
 
     async def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
+        if self._settings.publish is None:  # a failure would be a warning in LMCache's log for each prompt
+            return L2StoreResult(True, 0)
         sizes = await self._all(None, map(self._store_one, keys, objects))
         new = [(key, size) for key, size in zip(keys, sizes, strict=True) if size]
         if new:
@@ -256,7 +261,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _store_one(self, key: ObjectKey, held: MemoryObj) -> int | None:
         """Publish an object; return its bytes, 0 if it was published before, None if it is not."""
-        if self._settings.publish is None or (kind := await self._kind(_kind_of(key, held))) is None:
+        if (kind := await self._kind(_kind_of(key, held))) is None:
             return None
         kv = as_kv(_tensor(held), kind.store.spec)
         async with kind.room:
@@ -317,8 +322,10 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _close(self) -> None:
         for opening in self._kinds.values():
-            if (kind := await opening) is not None:
-                await kind.store.close()
+            opening.cancel()  # does nothing to those that are open
+            with contextlib.suppress(asyncio.CancelledError):
+                if (kind := await opening) is not None:
+                    await kind.store.close()
         await self._origin.close()
 
 
