@@ -8,7 +8,6 @@ or does not bring, is a miss.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -323,9 +322,9 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
     async def _close(self) -> None:
         for opening in self._kinds.values():
             opening.cancel()  # does nothing to those that are open
-            with contextlib.suppress(asyncio.CancelledError):
-                if (kind := await opening) is not None:
-                    await kind.store.close()
+        for kind in await asyncio.gather(*self._kinds.values(), return_exceptions=True):
+            if isinstance(kind, KindStore):
+                await kind.store.close()
         await self._origin.close()
 
 
