@@ -1,19 +1,24 @@
 """The backend as SGLang's own factory makes it, over a real origin.
 
 SGLang's host pool cannot be had without a GPU's libraries, so a pool of the same layouts stands in: what the backend
-needs of one is its buffer, its layout and its sizes, and the flat pages that `HostKVCache` makes.
+needs of one is its buffer, its layout and its sizes, and the flat pages that `HostKVCache` makes. Those of latents are
+made by SGLang's own methods.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
+import runpy
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang")
 
+import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     STORAGE_BATCH_SIZE,
@@ -67,31 +72,47 @@ class Pool:
         return page_view(self.kv_buffer, self.layout, number * PAGE, PAGE)
 
 
-@dataclass
-class LatentPool:
-    """The parts of `MLATokenToKVPoolHost` that its storage backends use."""
+POOLS = Path(sglang.__file__).parent / "srt" / "mem_cache" / "pool_host"
 
-    layout: str
-    layer_num: int = LAYERS
-    kv_cache_dim: int = 576
-    dcp_size: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    page_size: int = PAGE
 
-    def __post_init__(self):
-        layers, pages, size, dim = self.layer_num, TOKENS // PAGE, self.page_size, self.kv_cache_dim
-        self.kv_buffer = torch.zeros(
-            {
-                "layer_first": (layers, pages * size, 1, dim),
-                "page_first": (pages * size, layers, 1, dim),
-                "page_first_direct": (pages, layers, size, 1, dim),
-                "page_unified": (pages, layers, size, dim),
-            }[self.layout],
-            dtype=self.dtype,
-        )
+def sglangs_own(name, methods, given):
+    """Methods of a class of SGLang's host pools, whose modules need a GPU's libraries when they are imported."""
+    path = POOLS / "mla.py"
+    kept = next(each for each in ast.parse(path.read_text()).body if getattr(each, "name", None) == name)
+    kept.body, kept.bases = [each for each in kept.body if getattr(each, "name", None) in methods], []
+    future = ast.parse("from __future__ import annotations").body
+    exec(compile(ast.Module([*future, kept], []), str(path), "exec"), given)  # noqa: S102  # the installed package's
+    return given[name]
 
-    def get_dummy_flat_data_page(self):
-        return torch.zeros((self.layer_num, self.page_size, 1, self.kv_cache_dim), dtype=self.dtype).flatten()
+
+def allocated(dims, *, dtype, **_):
+    return torch.zeros(dims, dtype=dtype)
+
+
+MLA = sglangs_own(
+    "MLATokenToKVPoolHost",
+    ("init_kv_buffer", "get_data_page", "_storage_page_index", "get_dummy_flat_data_page", "set_from_flat_data_page"),
+    {
+        "torch": torch,
+        "ALLOC_MEMORY_FUNCS": {"cpu": allocated},
+        "PageUnifiedLayout": runpy.run_path(POOLS / "page_unified.py")["PageUnifiedLayout"],
+    },
+)
+"""The pool of latents, without what moves pages to and from a GPU."""
+
+
+class LatentPool(MLA):
+    """A host pool of MLA: its buffer and its flat pages are made by SGLang's own methods."""
+
+    device, pin_memory, allocator, _transfer_device = "cpu", False, None, torch.device("cpu")
+
+    def __init__(self, layout, layer_num=LAYERS, kv_cache_dim=576, *, dcp_size=1, dtype=torch.bfloat16, page_size=PAGE):
+        self.layout, self.layer_num, self.kv_cache_dim = layout, layer_num, kv_cache_dim
+        self.dcp_size, self.dtype, self.page_size = dcp_size, dtype, page_size
+        self.page_num = TOKENS // PAGE
+        self.size = self.page_num * page_size
+        self.logical_page_size, self.logical_size = page_size * dcp_size, self.size * dcp_size
+        self.kv_buffer = self.init_kv_buffer()
 
     def page(self, number):
         return page_view(self.kv_buffer, self.layout, number * self.page_size, self.page_size, latent=True)
@@ -399,8 +420,16 @@ def test_latents_that_rank_0_publishes_all_ranks_read_to_the_byte(origin, backen
     for number, place in enumerate((5, 2, 7)):
         assert torch.equal(into.page(place), pool.content(number))
     assert not into.page(0).any()
+    if layout == "page_unified":  # SGLang has no flat pages of it
+        return
+    # The same through the interface for flat pages.
     flat = other.get(keys[1])
-    assert torch.equal(other._pool().pages.flat(flat), pool.content(1))
+    assert torch.equal(flat, pool.get_data_page(PAGE))
+    into.set_from_flat_data_page(3 * PAGE, flat)
+    assert torch.equal(into.page(3), pool.content(1))
+    assert one.set(f"{layout}-flat", pool.get_data_page(2 * PAGE))
+    origin.look(before + 4)
+    assert torch.equal(other.get(f"{layout}-flat"), pool.get_data_page(2 * PAGE))
 
 
 def test_ranks_that_share_a_page_of_latents_have_each_its_own_part(origin, backend):
