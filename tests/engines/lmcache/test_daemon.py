@@ -332,6 +332,35 @@ def test_the_serde_codes_what_lmcaches_own_store_keeps(daemon, tmp_path):
     assert fetch(daemon(**coded), [keys[:2]])[0] == [keys[:2]]
 
 
+def test_the_serde_keeps_what_kvabr_has_no_tracks_for_as_it_is(daemon, tmp_path):
+    """An object of two kinds of layers, such as latents and the packed keys of an indexer."""
+    layout = MemoryLayoutDesc([*MLA.shapes, torch.Size([1, LAYERS, CHUNK, 132])], [torch.bfloat16, torch.uint8])
+    coded = {"module": "serde", "cls": "CodedL2", "type": "fs", "base_path": str(tmp_path), "serde": {"type": "kvabr"}}
+    one, keys = daemon(**coded), keys_of(range(512))
+    dice = torch.Generator().manual_seed(5)
+    parts = [
+        (torch.randn(layout.shapes[0], generator=dice).bfloat16(), torch.randint(256, layout.shapes[1], generator=dice))
+        for _ in keys
+    ]
+    stored = Stored(keys)
+    one.register_l2_listener(stored)
+    objects = one.reserve_write(keys, layout)
+    for key, (latents, packed) in zip(keys, parts, strict=True):
+        objects[key].get_tensor(0).copy_(latents)
+        objects[key].get_tensor(1).copy_(packed)
+    one.finish_write(keys)
+    assert stored.all.wait(LIMIT_S)
+    other = daemon(**coded)
+    handle = other.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, layout)]))
+    assert other.wait_prefetch_status(handle, LIMIT_S)
+    assert other.query_prefetch_status(handle).l2_hit_count == 2
+    with other.read_prefetched_results(keys) as got:
+        for held, (latents, packed) in zip(got, parts, strict=True):
+            assert torch.equal(held.get_tensor(0), latents)
+            assert torch.equal(held.get_tensor(1).long(), packed)
+    other.finish_read_prefetched(keys)
+
+
 def test_daemons_in_processes_of_their_own(origin, tmp_path):
     """LMCache's server as it is started, and its client: what an engine gave one, the other's engine gets."""
     tokens, before = tuple(range(90_000, 90_000 + 3 * CHUNK + 10)), len(origin.holdings.assets)
