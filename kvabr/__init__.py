@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         PlayError,
         PolicyError,
         RequestError,
+        SealedError,
         StoreError,
         TraceError,
         TransportError,
@@ -96,6 +97,7 @@ __all__ = [
     "PolicyError",
     "PrefillCost",
     "RequestError",
+    "SealedError",
     "Snapshot",
     "StepGate",
     "StoreError",
@@ -130,7 +132,7 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
         "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
-        "StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",

@@ -47,6 +47,7 @@ NAMES = {
     "PolicyError",
     "PrefillCost",
     "RequestError",
+    "SealedError",
     "Snapshot",
     "StoreError",
     "StepGate",

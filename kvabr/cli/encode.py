@@ -120,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
     salt = read_salt(args.salt_file)
     check_writable(args.json)
     store = open_store(args.out)
-    if keys is not None:
-        check_sealable(store)
+    check_sealable(store, keys)
     writer = store.writer(force=args.force)
 
     def check_new(digest: str) -> None:

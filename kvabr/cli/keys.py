@@ -14,15 +14,15 @@ engines) seal with it what they publish: the groups, and what they lose. Any one
 digests. The first key makes the keys of assets, so it is the publisher's own; give each reader a ring with a key of
 its own.
 
-  (umask 077; kvabr keys new publisher > ring)            a ring of one key
-  kvabr keys new team-a >> ring                           another, for a tenant ...
+  umask 077
+  kvabr keys new publisher  > ring                         a ring of one key
+  kvabr keys new team-a  >> ring                           another, for a tenant ...
   grep ^team-a ring > team-a.key                          ... who needs only that
-  kvabr encode --text F --tokens 512 --keys ring --out ASSETS
-  kvabr fetch URL --keys team-a.key
+  kvabr encode --text F --tokens 512 --keys ring --out assets/one
+  kvabr fetch moqt://origin.example/ --prompt F.json --deadline 2 --keys team-a.key --out cache.safetensors
 
 To rotate a key, add the new one, `kvabr keys rewrap` what is published, and give it to its readers; then remove the old
-one, and rewrap again. A reader who kept an asset's key, or its groups, can read these for ever: encode anew what must not
-be.
+one, and rewrap again. A reader who kept an asset's key can read its groups for ever: encode anew what must not be read.
 """
 
 

@@ -11,9 +11,9 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.commands import part
 from kvabr.cli.options import (
-    add_keys_option,
     add_deadline_option,
     add_gpu_price_option,
+    add_keys_option,
     add_old_name,
     add_patience_option,
     add_time_price_option,
@@ -64,11 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="trace files, or folders of them (default: the synthetic traces that come with kvabr)",
     )
-    parser.add_argument(
-        "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
-    )
-    add_keys_option(parser, "opens the asset, if it is sealed")
-    _add_passage_options(parser)
+    _add_asset_options(parser)
     parser.add_argument(
         "-p",
         "--policy",
@@ -178,7 +174,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_passage_options(parser: argparse.ArgumentParser) -> None:
+def _add_asset_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
+    )
+    add_keys_option(parser, "opens the asset, if it is sealed")
     group = parser.add_argument_group(
         "a prompt of passages",
         "Instead of one asset, play a prompt that is joined from passages, of which tokens are computed again.",

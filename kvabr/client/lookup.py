@@ -358,11 +358,11 @@ async def _read(
     return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data, keys)
 
 
-def _parse(data: bytes, keys: Keys | None) -> Found:
+def _parse(data: bytes, keys: Keys | None = None) -> Found:
     return Found(_checked(Catalog.loads(data), keys), hashlib.sha256(data).hexdigest())
 
 
-def _parse_live(data: bytes, keys: Keys | None) -> Found:
+def _parse_live(data: bytes, keys: Keys | None = None) -> Found:
     live = LiveCatalog.loads(data)
     return Found(_checked(live.catalog, keys), hashlib.sha256(data).hexdigest(), live=live)
 

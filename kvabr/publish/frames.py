@@ -17,7 +17,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_payload, framed, largest_number, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
-from kvabr.store.asset import FrameStore
+from kvabr.store.asset import Asset, FrameStore
 from kvabr.types.catalog import Catalog, Quality, Track
 from kvabr.types.digests import SHA256, digest_of, unknown
 from kvabr.types.errors import FormatError
@@ -164,6 +164,27 @@ class FrameEncoder:
     def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
         """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
+
+    def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
+        """Take a group as another asset has it, on all tracks; return whether it is the same there.
+
+        Raises `AssetError` or `FormatError` if a frame there is missing or damaged; then nothing counts as made.
+        """
+        catalog, every = asset.catalog, len(self.spec.classes) == 1
+        same = every and catalog.spec.digest() == self.spec.digest() and catalog.digest_kind == self.digest
+        same = same and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        wraps = None if catalog.seal is None else catalog.seal.wraps
+        if not same or wraps != (None if self._key is None else self._key.wraps):
+            return False
+        if catalog.profile != (None if self._profile is None else self._profile.digest):
+            return False
+        if any(track not in catalog.by_name for track in self.tracks):
+            return False
+        frames = [asset.frame(group, track) for track in self.tracks]
+        for track, frame in zip(self.tracks, frames, strict=True):
+            store.frame(group, track, bytes(frame))
+            self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]
+        return True
 
     def decode(self, group: int, track: str, out: torch.Tensor) -> None:
         """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""

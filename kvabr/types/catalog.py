@@ -257,7 +257,7 @@ class Catalog(CommonFacts):
     seal: Seal | None = None
     """Of a sealed asset, what is not said openly: until it is `opened`, no loss is known. None: it is not sealed, or
     opened."""
-    key: AssetKey | None = field(default=None, repr=False, metadata=IN_MEMORY)
+    key: AssetKey | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     """Of a sealed asset that is `opened`, or is being published, its key."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,6 @@ ciphertext | tag 16. Keys are wrapped as in RFC 3394.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 import logging
@@ -94,7 +93,7 @@ class AssetKey:
 
     @cached_property
     def _nonce_key(self) -> bytes:
-        return hmac.digest(self.secret, b"kvabr.nonce-key/1", "sha256")
+        return hmac.digest(self.secret, b"kvabr.nonce/1", "sha256")
 
     def __getstate__(self) -> dict[str, object]:
         return {"secret": self.secret, "wraps": self.wraps}  # ciphers cannot be pickled
@@ -143,8 +142,8 @@ class KeyRing:
         try:
             with path.open("rb") as file:
                 data = file.read(_MAX_RING_BYTES + 1)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot read the key ring ({error.strerror})") from error
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            raise UsageError(f"{path}: cannot read the key ring ({getattr(error, 'strerror', error)})") from error
         if len(data) > _MAX_RING_BYTES:
             raise UsageError(f"{path}: more than {_MAX_RING_BYTES} bytes; is this a key ring?")
         keys = []
@@ -154,7 +153,7 @@ class KeyRing:
             name, _, text = line.strip().partition(" ")
             try:
                 secret = base64.b64decode(text.strip(), validate=True)
-            except binascii.Error:
+            except ValueError:
                 secret = b""
             if not _NAME.fullmatch(name) or len(secret) != KEY_BYTES:
                 raise UsageError(
@@ -173,7 +172,7 @@ class KeyRing:
 
     def asset_key(self, first_chunk: str) -> AssetKey:
         """Return the key of the assets that begin with a group, whose chained prompt digest is given."""
-        secret = hmac.digest(self.keys[0].secret, b"kvabr.asset-key/1\0" + first_chunk.encode(), "sha256")
+        secret = hmac.digest(self.keys[0].secret, b"kvabr.asset/1\0" + first_chunk.encode(), "sha256")
         return self.wrapped(secret)
 
     def wrapped(self, secret: bytes) -> AssetKey:
@@ -218,7 +217,7 @@ class KeyFile:
     def _version(self) -> tuple[int, int, int] | None:
         try:
             found = self._path.stat()
-        except OSError:
+        except (OSError, ValueError):
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
@@ -248,5 +247,5 @@ def unpacked(box: str) -> bytes:
     """Return the bytes of `Seal.box`; raise a `FormatError` if it is not base64."""
     try:
         return base64.b64decode(box, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise FormatError(f"catalog: its seal is not base64 ({error})") from error
