@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.lookup import Found
     from kvabr.client.options import Limits, PlayOptions
-    from kvabr.client.result import IncompleteError, NothingCached, Played, PlayedPrefix, save
+    from kvabr.client.result import Hinted, IncompleteError, NothingCached, Played, PlayedPrefix, save
     from kvabr.client.snapshot import Snapshot
     from kvabr.client.upgrades import Upgrades
     from kvabr.types.catalog import Catalog
@@ -78,6 +78,7 @@ __all__ = [
     "FormatError",
     "Found",
     "Handle",
+    "Hinted",
     "HoleError",
     "IncompleteError",
     "KVSpec",
@@ -123,7 +124,7 @@ _MODULES = {
     "kvabr.client.engine_hook": "StepGate",
     "kvabr.client.lookup": "Found",
     "kvabr.client.options": "Limits PlayOptions",
-    "kvabr.client.result": "IncompleteError NothingCached Played PlayedPrefix save",
+    "kvabr.client.result": "Hinted IncompleteError NothingCached Played PlayedPrefix save",
     "kvabr.client.snapshot": "Snapshot",
     "kvabr.client.upgrades": "Upgrades",
     "kvabr.types.catalog": "Catalog",

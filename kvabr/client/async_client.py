@@ -47,7 +47,7 @@ from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
-from kvabr.client.result import NothingCached, Played, PlayedPrefix
+from kvabr.client.result import Hinted, IncompleteError, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
@@ -440,6 +440,51 @@ class AsyncClient:
         options = replace(options or self.options, out=None, after=None)
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
+
+    @checked
+    async def hint(
+        self,
+        tokens: Sequence[int],
+        *,
+        within_s: float,
+        keep_s: float = 0.0,
+        model: KVSpec | str | None = None,
+        options: PlayOptions | None = None,
+        peer: PeersLike = None,
+    ) -> Hinted:
+        """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
+
+        Plays with an earlier deadline come first. Nothing is decoded. A play of the
+        prompt then needs the network only for its lookup, and for what was published since.
+
+        Args:
+            tokens: ids of the prompt, or of its beginning, such as a conversation so far.
+            within_s: seconds that this may take. What has come by then stays in the store.
+            keep_s: seconds for which other groups make room in the store before these.
+            model: as for `play`.
+            options: as for `play`; only the policy, the estimator and the salt matter.
+            peer: as for `play`.
+
+        Raises:
+            UsageError: an argument is wrong, or it is not clear which model is meant.
+            TransportError, FormatError: what the origin has cannot be asked for, or used.
+            BusyError, PlayError, PolicyError: as `play`.
+        """
+        options = replace(options or self.options, time_price=0.0, live=False)
+        ends_s = asyncio.get_running_loop().time() + within_s
+        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
+        if found is None:
+            return Hinted(0, 0, 0.0)
+        left_s = ends_s - asyncio.get_running_loop().time()
+        try:
+            played = await self.play_coded(found, deadline=left_s, options=options, peer=peer)
+            hinted = Hinted(played.tokens, played.bytes_fetched, played.loss)
+        except IncompleteError as error:
+            hinted = Hinted(0 if error.prefix is None else error.prefix.tokens, error.record.bytes_fetched, 0.0)
+        if keep_s > 0:
+            digests = [digest for track in found.catalog.tracks for digest in track.digests]
+            self.store.keep(digests, time.monotonic() + keep_s)
+        return hinted
 
     @checked
     async def play_prefix(
