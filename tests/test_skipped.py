@@ -20,6 +20,7 @@ ELSEWHERE = {
     "no /dev/shm here",
     "plays into blocks, which vLLM bounds",
     "random weights have no text that small changes leave alone",
+    "this processor has AMX",
     "reads /proc",
     "this machine lets no one mount a small disk; the test above stands in for it",
     "this system has its configuration elsewhere",
