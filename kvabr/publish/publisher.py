@@ -20,6 +20,7 @@ from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
+from kvabr.store.asset import Prompt
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.types.arguments import checked
@@ -52,6 +53,7 @@ class Publisher:
         evict: Order = DEFAULT_ORDER,
         source: str = "",
         digest: str = SHA256,
+        keep_tokens: bool = False,
     ) -> None:
         """Open the store, and start.
 
@@ -68,6 +70,8 @@ class Publisher:
             evict: which of it goes first, see `kvabr.store.eviction`.
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
+            keep_tokens: keep the token ids of prompts without salt beside their assets, for KV events
+                (`kvabr.telemetry.kv_events`); stores that many read keep none.
         """
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
@@ -89,7 +93,7 @@ class Publisher:
         """Assets that are being published."""
         self._lock = threading.Lock()
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
-        self._closed = False
+        self._closed, self._keep_tokens = False, keep_tokens
 
     @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"") -> Slot | PublishVerdict:
@@ -101,7 +105,10 @@ class Publisher:
         """
         spec = self.offer.spec
         chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
-        return self.reserve_named(chunks, len(tokens))
+        slot = self.reserve_named(chunks, len(tokens))
+        if self._keep_tokens and not salt and isinstance(slot, Slot):
+            return replace(slot, prompt=Prompt(tuple(tokens), ()))
+        return slot
 
     @checked
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
@@ -161,7 +168,9 @@ class Publisher:
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
         writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
-        made = Production(self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage)
+        made = Production(
+            self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage, prompt=slot.prompt
+        )
         made.append(0, kv, slot.tokens)
         made.end()
         self.wake(made)
@@ -243,6 +252,8 @@ class Slot:
     """Of a passage, see `Publisher.reserve_passage`."""
     replaces: bool = False
     """Whether it takes the place of a damaged asset."""
+    prompt: Prompt | None = None
+    """The token ids, if they are kept beside the asset."""
 
     @checked
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:

@@ -55,6 +55,7 @@ def cache_publisher(
     most_bytes: int | None = None,
     evict: Order = DEFAULT_ORDER,
     digest: str = SHA256,
+    keep_tokens: bool = False,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
 
@@ -71,6 +72,7 @@ def cache_publisher(
         evict: which caches are removed first: the least valuable (``value``), least recently (``lru``) or least often
             (``lfu``) used, see `kvabr.store.eviction`.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
+        keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -87,6 +89,7 @@ def cache_publisher(
         evict=evict,
         source="a prefill of transformers",
         digest=digest,
+        keep_tokens=keep_tokens,
     )
 
 

@@ -374,6 +374,7 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
         digest=settings.digest,
+        keep_tokens=settings.publish_tokens,
     )
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
 
