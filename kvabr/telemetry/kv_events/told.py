@@ -17,8 +17,6 @@ from kvabr.store.asset import Asset
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.wire import (
     MAX_TOPIC_BYTES,
-    OWNER,
-    REMOTE,
     STORAGE,
     KVBlocksCleared,
     KVBlocksRemoved,
@@ -165,7 +163,7 @@ class ToldAssets(Generic[T]):
         beside = ordered[max(0, at - 1) : at + 1]
         kept = max((_shared(told.hashes, other) for other in beside), default=0)
         gone = _numbers(told.hashes[kept * _WIDTH :])
-        yield told.topic, [KVBlocksRemoved(list(gone), STORAGE, None, REMOTE, OWNER)] if gone else []
+        yield told.topic, [KVBlocksRemoved(list(gone), STORAGE)] if gone else []
 
     def _prompt(self, asset: T) -> ToldPrompt | Reason:
         try:
@@ -193,8 +191,6 @@ class ToldAssets(Generic[T]):
                 token_ids=list(prompt.tokens[first * block : min(first + step, len(numbers)) * block]),
                 block_size=block,
                 medium=STORAGE,
-                locality=REMOTE,
-                ownership=OWNER,
                 kvabr_asset=prompt.asset,
             )
             for first in range(0, len(numbers), step)

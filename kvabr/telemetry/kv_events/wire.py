@@ -22,9 +22,9 @@ from kvabr.types.errors import FormatError
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on a batch that is read."""
 MAX_TOPIC_BYTES = 1024
-STORAGE, REMOTE, OWNER = "STORAGE", "REMOTE", "kvabr"
-"""Medium, locality and owner of what kvabr tells. Dynamo ignores media that it does not know, so kvabr's is vLLM's for
-storage, and the owner says whose."""
+STORAGE = "STORAGE"
+"""Medium of what kvabr tells: vLLM's name for what is behind a machine's memory. Dynamo skips events with a medium that
+it does not know, and those that say ``REMOTE`` or name an owner."""
 _MAX_BLOCK = 1 << 16
 
 BlockHash = Annotated[int, Meta(ge=-(1 << 63))] | Annotated[bytes, Meta(min_length=1, max_length=64)]
