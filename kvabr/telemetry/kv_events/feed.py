@@ -4,8 +4,7 @@ Rules:
 
 1. Batches have consecutive numbers. One that is missing is asked for; those behind it wait.
 2. A publisher may have told something before it was first heard: that is asked for too, but need not be had.
-3. If the answer does not close a gap, something that is known may have been removed: everything is forgotten. So it is
-   if the answer begins by clearing everything, because the publisher no longer has what was asked for.
+3. If the answer does not close a gap, something that is known may have been removed: everything is forgotten.
 4. A number that is not higher than the last one is that of a publisher that has begun anew, or that is not in order. It
    is forgotten, and heard as for the first time.
 
@@ -69,7 +68,9 @@ class EventFeed:
         """Take a batch of the replay that is wanted."""
         if self.wanted is None:
             return
-        self._follow(number, topic, events, clears=bool(events) and isinstance(events[0], KVBlocksCleared))
+        if self._next is not None and number < self._next and events and isinstance(events[0], KVBlocksCleared):
+            self._hear(topic, events)  # a publisher of several models clears each, all with the same number
+        self._follow(number, topic, events)
 
     def replay_ended(self) -> None:
         """Go on with what waits: the replay is complete, or does not come."""
@@ -78,11 +79,11 @@ class EventFeed:
         for number, topic, events, _ in waiting:
             self._follow(number, topic, events)
 
-    def _follow(self, number: int, topic: str, events: Sequence[KVEvent], *, clears: bool = False) -> None:
+    def _follow(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
         """Take a batch that may be known already, or may follow a gap that nobody closes."""
         if self._next is not None and number < self._next:
             return
-        if self._next is not None and (clears or number > self._next):
+        if self._next is not None and number > self._next:
             self._lose(number)
         self._apply(number, topic, events)
 
@@ -91,7 +92,7 @@ class EventFeed:
         self._hear(topic, events)
 
     def _lose(self, number: int) -> None:
-        self._forget(f"its batches from {self._next} on, before {number}, were lost")
+        self._forget(f"its batches {self._next} to {number - 1} were lost")
 
     def _restart(self, why: str) -> None:
         if self._next is not None:

@@ -174,7 +174,7 @@ def _hear(args: argparse.Namespace) -> None:
     """Take what is cached from the KV events that the options name."""
     from kvabr.cli.display import plain
     from kvabr.cli.options import read_tokens
-    from kvabr_lab.cli.heard import check_seconds, listen, sockets
+    from kvabr_lab.heard import listen, sockets
 
     named = {site: getattr(args, f"{site}_events") for site in ("local", "remote")}
     sites = {site: sockets(text, f"--{site}-events") for site, text in named.items() if text is not None}
@@ -182,11 +182,13 @@ def _hear(args: argparse.Namespace) -> None:
         return
     if args.prompt is None or not sites:
         raise UsageError("--prompt belongs to --local-events or --remote-events, and they need it")
+    if not 0 < args.listen <= 3600:
+        raise UsageError(f"--listen {args.listen:g}: give up to 3600 seconds")
     tokens = read_tokens(args.prompt, "--prompt")
     if args.tokens not in (None, len(tokens)):
         raise UsageError(f"--tokens {args.tokens}: the prompt in {args.prompt} has {len(tokens)}")
     args.tokens = len(tokens)
-    for site, count in listen(sites, tokens, check_seconds(args.listen)).items():
+    for site, count in listen(sites, tokens, args.listen).items():
         setattr(args, f"{site}_cached", count or 0)
         said = "nothing was told" if count is None else f"{count} of {len(tokens)} tokens are cached"
         plain(f"{site}: {said} ({named[site]})")

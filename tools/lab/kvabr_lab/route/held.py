@@ -1,8 +1,8 @@
 """What engines and stores hold of a prompt, as they tell it in KV events.
 
 Publishers name blocks as they like. Here blocks are found by a chain of hashes of their tokens, and a publisher's name
-only says which block it means later. Left out are blocks that depend on more than tokens (adapters, pictures, salts) and
-those of layers with windows, which drop the beginning of a prompt.
+only says which block it means later. Left out are blocks that depend on more than tokens (adapters, pictures, salts)
+and those of layers with windows, which drop the beginning of a prompt.
 """
 
 from __future__ import annotations
