@@ -92,8 +92,8 @@ _KINDS: dict[str, type[KVEvent]] = {
 _MAPS: msgspec.msgpack.Decoder[KVEvent] = msgspec.msgpack.Decoder(KVEvent)
 _OWED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
 """Fields that vLLM's own reader wants, also where they say nothing."""
-_MOST_FIELDS = 32
-"""Of an event that comes as an array."""
+_MOST_FIELDS, _ARRAY_FIELDS = 32, 11
+"""Of an event that comes as an array: how many it may have, and how many have had the same place in all versions."""
 
 
 class MessageDecoder:
@@ -129,7 +129,7 @@ def _event(raw: Raw) -> KVEvent:
     kind = _KINDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
         raise msgspec.ValidationError("an event of a kind that is not known")
-    return msgspec.convert(dict(zip(("type", *kind.__struct_fields__), (tag, *values), strict=False)), kind)
+    return msgspec.convert(dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False)), kind)
 
 
 def _is_map(code: int) -> bool:
