@@ -91,12 +91,12 @@ def telling(
     sockets, metrics = EventSockets(args.kv_events, args.kv_events_replay), KVEventMetrics(registry)
     publisher = KVEventPublisher(sockets, told, assets, log, metrics)
     listen(publisher.changed)
+    log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.kv_events_block)
+    for endpoint in (publisher.endpoint, publisher.replay):
+        if endpoint is not None and (host := host_of(endpoint)) is not None and not is_loopback(host):
+            hint = "who can reach this address hears the tokens of all prompts that are told"
+            log.warning("KV events are open to all", endpoint=endpoint, hint=hint)
     with publisher:
-        log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.kv_events_block)
-        for endpoint in (publisher.endpoint, publisher.replay):
-            if endpoint is not None and (host := host_of(endpoint)) is not None and not is_loopback(host):
-                hint = "who can reach this address hears the tokens of all prompts that are told"
-                log.warning("KV events are open to all", endpoint=endpoint, hint=hint)
         yield
 
 

@@ -129,7 +129,9 @@ def _event(raw: Raw) -> KVEvent:
     kind = _KINDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
         raise msgspec.ValidationError("an event of a kind that is not known")
-    return msgspec.convert(dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False)), kind)
+    return msgspec.convert(
+        dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False)), kind
+    )
 
 
 def _is_map(code: int) -> bool:
