@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from structlog.typing import FilteringBoundLogger
 
+    from kvabr.server.seen_prompts import SeenPrompts
     from kvabr.telemetry.kv_events.hashes import BlockHashes
     from kvabr.telemetry.kv_events.told import Reason, ToldPrompt
 
@@ -98,6 +99,28 @@ def telling(
             log.warning("KV events are open to all", endpoint=endpoint, hint=hint)
     with publisher:
         yield
+
+
+@contextmanager
+def relaying(args: argparse.Namespace, log: FilteringBoundLogger, registry: CollectorRegistry) -> Iterator[SeenPrompts]:
+    """Tell what is looked up through a relay, if the options ask for it, with the tokens that its origin tells.
+
+    Errors as of `telling`; a `UsageError`, too, if the origin's events are not named.
+    """
+    from kvabr.server.seen_prompts import SeenPrompts, seen_prompt
+    from kvabr.telemetry.kv_events.publisher import EventSockets
+    from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
+
+    prompts, origin = SeenPrompts(), args.upstream_kv_events
+    if (origin is None) != (args.kv_events is None):
+        raise UsageError("--kv-events and --upstream-kv-events belong together: a relay learns tokens from its origin")
+    with telling(args, seen_prompt, prompts.assets, prompts.listen, log, registry):
+        if origin is None:
+            yield prompts
+            return
+        sockets = EventSockets.parse(origin, "--upstream-kv-events")
+        with KVEventSubscriber(sockets, prompts.hear, lambda _: None, log):
+            yield prompts
 
 
 def check(args: argparse.Namespace) -> None:

@@ -96,6 +96,13 @@ class EventSockets:
     replay: str | None = None
     """Of the replays; None: there are none."""
 
+    @classmethod
+    def parse(cls, text: str, option: str) -> Self:
+        """Return the endpoints in ``ENDPOINT[,REPLAY]``; `UsageError` if one is none."""
+        endpoint, comma, replay = text.partition(",")
+        check_endpoint(endpoint, option)
+        return cls(endpoint, check_endpoint(replay, option) if comma else None)
+
 
 class KVEventPublisher(Generic[T]):
     """Tells what a store has, until it is closed; a context manager."""

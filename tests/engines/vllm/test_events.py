@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 from kvabr.telemetry.kv_events.publisher import EventSockets
 from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
-from kvabr_lab.route import HeldPrefixes, Holder
+from kvabr_lab.route import HeldPrefixes, PrefixHolder
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama
 from tests.engines.vllm.world import SMALL, VllmWorld
@@ -49,7 +49,7 @@ class World(VllmWorld):
     def hear(self, topic, events):
         with self._lock:
             self.told += events
-            self.held.apply(Holder("engine", topic), events)
+            self.held.apply(PrefixHolder("engine", topic), events)
 
     def wait(self, what):
         """Let the engine step until that is so."""
@@ -86,7 +86,7 @@ def test_what_is_published_and_found_is_told_and_what_is_gone_is_taken_back(worl
     engine.generate([PROMPT], 4, publish=False)
     world.wait(lambda: any(isinstance(one, KVBlocksCleared) for one in world.told))
     assert world.wait(lambda: len(world.stored()) > 1 and world.stored()[-1]) == told
-    world.wait(lambda: world.held.cached(PROMPT) == {Holder("engine", "kv@e@tiny"): 480})  # the engine's blocks, too
+    world.wait(lambda: world.held.cached(PROMPT) == {PrefixHolder("engine", "kv@e@tiny"): 480})
 
     for asset in list(world.assets.iterdir()):
         shutil.rmtree(asset)

@@ -19,11 +19,11 @@ from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt
 from kvabr.telemetry.kv_events.wire import END, encoded, sequence_frame
 from kvabr.types.errors import TransportError, UsageError
-from kvabr_lab.route import HeldPrefixes, Holder
+from kvabr_lab.route import HeldPrefixes, PrefixHolder
 from tests.processes import LIMIT_S
 
 LOG = structlog.get_logger()
-ME = Holder("p", "kv@kvabr@m")
+ME = PrefixHolder("p", "kv@kvabr@m")
 PROMPT = tuple(range(100))
 SHORT, OTHER = PROMPT[:40], (1, *PROMPT)
 
@@ -56,7 +56,7 @@ class Reader:
     def _hear(self, topic, events):
         with self._changed:
             self.batches += 1
-            self.held.apply(Holder("p", topic), events)
+            self.held.apply(PrefixHolder("p", topic), events)
             self._changed.notify_all()
 
     def _forget(self, why):

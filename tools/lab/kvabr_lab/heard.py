@@ -8,20 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from kvabr.cli.serving import logger
-from kvabr.telemetry.kv_events.publisher import EventSockets, check_endpoint
+from kvabr.telemetry.kv_events.publisher import EventSockets
 from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 from kvabr.telemetry.kv_events.wire import KVEvent
-from kvabr_lab.route import HeldPrefixes, Holder
+from kvabr_lab.route import HeldPrefixes, PrefixHolder
 
 _QUIET_S = 1.0
 """Seconds without a batch after which a site has told what it has."""
-
-
-def sockets(text: str, option: str) -> EventSockets:
-    """Return the endpoints in ``ENDPOINT[,REPLAY]``; `UsageError` if one is none."""
-    endpoint, comma, replay = text.partition(",")
-    check_endpoint(endpoint, option)
-    return EventSockets(endpoint, check_endpoint(replay, option) if comma else None)
 
 
 def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: float) -> dict[str, int | None]:
@@ -37,7 +30,7 @@ def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: flo
             def hear(topic: str, events: Sequence[KVEvent], site: str = site) -> None:
                 with lock:
                     heard[site] = time.monotonic()
-                    held.apply(Holder(site, topic), events)
+                    held.apply(PrefixHolder(site, topic), events)
 
             def forget(_why: str, site: str = site) -> None:
                 with lock:

@@ -174,10 +174,11 @@ def _hear(args: argparse.Namespace) -> None:
     """Take what is cached from the KV events that the options name."""
     from kvabr.cli.display import plain
     from kvabr.cli.options import read_tokens
-    from kvabr_lab.heard import listen, sockets
+    from kvabr.telemetry.kv_events.publisher import EventSockets
+    from kvabr_lab.heard import listen
 
     named = {site: getattr(args, f"{site}_events") for site in ("local", "remote")}
-    sites = {site: sockets(text, f"--{site}-events") for site, text in named.items() if text is not None}
+    sites = {site: EventSockets.parse(text, f"--{site}-events") for site, text in named.items() if text is not None}
     if not sites and args.prompt is None:
         return
     if args.prompt is None or not sites:

@@ -17,7 +17,7 @@ from kvabr_lab.route.forecast import (
     RouteLink,
     forecasts,
 )
-from kvabr_lab.route.held import HeldPrefixes, Holder
+from kvabr_lab.route.held import HeldPrefixes, PrefixHolder
 from kvabr_lab.route.lengths import break_even_tokens, remote_lengths
 from kvabr_lab.route.lookahead import Lookahead
 from kvabr_lab.route.router import PROBE_BYTES, PROBE_S, PROBE_WAIT_S, LinkMemory, Router, RouteRequest
@@ -35,11 +35,11 @@ __all__ = [
     "CacheSize",
     "Forecast",
     "HeldPrefixes",
-    "Holder",
     "LinkMemory",
     "Lookahead",
     "Place",
     "PrefillSite",
+    "PrefixHolder",
     "Route",
     "RouteLink",
     "RouteRequest",

@@ -22,7 +22,7 @@ _ROOT = b""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PrefixHolder:
     """Whose blocks they are: a publisher, and a topic of it, since one may serve several models."""
 
     publisher: str
@@ -53,7 +53,7 @@ class HeldPrefixes:
     def __init__(self, max_blocks: int = 1 << 20) -> None:
         """Begin empty; of each holder at most ``max_blocks`` are known."""
         self._max_blocks = max_blocks
-        self._held: dict[Holder, _Blocks] = {}
+        self._held: dict[PrefixHolder, _Blocks] = {}
         self._media: dict[str | None, int] = {}
         self.skipped = 0
         """Blocks that were left out: beyond the bound, behind one that is not known, or not of text alone."""
@@ -63,11 +63,11 @@ class HeldPrefixes:
         return sum(len(blocks.media) for blocks in self._held.values())
 
     @property
-    def holders(self) -> Sequence[Holder]:
+    def holders(self) -> Sequence[PrefixHolder]:
         """Who holds anything."""
         return tuple(holder for holder, blocks in self._held.items() if blocks.media)
 
-    def apply(self, holder: Holder, events: Iterable[KVEvent]) -> None:
+    def apply(self, holder: PrefixHolder, events: Iterable[KVEvent]) -> None:
         """Take what a holder tells."""
         for event in events:
             if isinstance(event, KVBlocksStored):
@@ -83,13 +83,13 @@ class HeldPrefixes:
         for holder in [holder for holder in self._held if holder.publisher == publisher]:
             del self._held[holder]
 
-    def cached(self, tokens: Sequence[int], model: str | None = None) -> dict[Holder, int]:
+    def cached(self, tokens: Sequence[int], model: str | None = None) -> dict[PrefixHolder, int]:
         """Return how many tokens at the beginning of a prompt each holder has, if any.
 
         ``model`` leaves out topics that name another one.
         """
         chains: dict[int, list[bytes]] = {}
-        found: dict[Holder, int] = {}
+        found: dict[PrefixHolder, int] = {}
         for holder, blocks in self._held.items():
             if model is not None and holder.model not in ("", model):
                 continue
