@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvabr.client.engine_hook import StepGate
     from kvabr.client.lookup import Found
     from kvabr.client.options import Limits, PlayOptions
-    from kvabr.client.result import IncompleteError, NothingCached, Played, PlayedPrefix, save
+    from kvabr.client.result import Hinted, IncompleteError, NothingCached, Played, PlayedPrefix, save
     from kvabr.client.snapshot import Snapshot
     from kvabr.client.upgrades import Upgrades
     from kvabr.types.catalog import Catalog
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         PlayError,
         PolicyError,
         RequestError,
+        SealedError,
         StoreError,
         TraceError,
         TransportError,
@@ -77,6 +78,7 @@ __all__ = [
     "FormatError",
     "Found",
     "Handle",
+    "Hinted",
     "HoleError",
     "IncompleteError",
     "KVSpec",
@@ -96,6 +98,7 @@ __all__ = [
     "PolicyError",
     "PrefillCost",
     "RequestError",
+    "SealedError",
     "Snapshot",
     "StepGate",
     "StoreError",
@@ -121,7 +124,7 @@ _MODULES = {
     "kvabr.client.engine_hook": "StepGate",
     "kvabr.client.lookup": "Found",
     "kvabr.client.options": "Limits PlayOptions",
-    "kvabr.client.result": "IncompleteError NothingCached Played PlayedPrefix save",
+    "kvabr.client.result": "Hinted IncompleteError NothingCached Played PlayedPrefix save",
     "kvabr.client.snapshot": "Snapshot",
     "kvabr.client.upgrades": "Upgrades",
     "kvabr.types.catalog": "Catalog",
@@ -130,7 +133,7 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
         "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
-        "StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.naming": "TrackNamespace",

@@ -430,11 +430,13 @@ class TimePlanner:
 
         def brought(each: Array) -> Array:
             """Return the sums over the groups that the network brings, by prices and stop."""
-            sums = np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
-            behind: Array = sums[..., ends]
+            sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
+            each.cumsum(axis=-1, out=sums[..., 1:])
+            behind = sums[..., ends]
             return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
 
         flying, requests = brought(held)
+        behind, counts = self._behind, np.diff(np.append(starts, groups))
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
@@ -442,12 +444,12 @@ class TimePlanner:
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, rate, link, decoding, options, share)
-            works, nbytes, lost = map(brought, (picked.work, picked.bytes, picked.loss))
-            if self._behind is not None:
+            works, nbytes, lost = brought(np.array((picked.work, picked.bytes, picked.loss)))
+            if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                counts, (factors, even) = np.diff(np.append(starts, groups)), self._behind[:, used][..., stops]
-                lost = (brought(on * picked.loss[:, None]) * factors + brought(on * counts) * even).sum(axis=1)
+                parts = brought(np.array((on * picked.loss[:, None], on * counts))) * behind[:, None, used][..., stops]
+                lost = parts.sum(axis=0).sum(axis=1)
             wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
             arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
             last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))

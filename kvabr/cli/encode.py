@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvabr.cli import encode_passage
 from kvabr.cli.options import (
     add_digest_option,
+    add_keys_option,
     add_model_option,
     add_salt_option,
     add_text_option,
@@ -88,6 +89,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "270M; otherwise estimated from the asset)",
     )
     add_digest_option(parser)
+    add_keys_option(parser, "seal the groups and their losses; prompt.json is left out")
     add_salt_option(parser)
     encode_passage.add(parser)
     parser.add_argument("--force", action="store_true", help="replace an existing asset")
@@ -105,17 +107,20 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt
-    from kvabr.store.locations import open_store
+    from kvabr.store.locations import check_sealable, open_store
     from kvabr.types.digests import check_kind
+    from kvabr.types.sealing import read_keys
 
     # Check everything that does not need the model before loading it.
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
+    keys = read_keys(args.keys)
     encode_passage.check(args)
     salt = read_salt(args.salt_file)
     check_writable(args.json)
     store = open_store(args.out)
+    check_sealable(store, keys)
     writer = store.writer(force=args.force)
 
     def check_new(digest: str) -> None:
@@ -146,12 +151,14 @@ def run(args: argparse.Namespace) -> int:
             source=f"{args.text.name}, its first {args.tokens} tokens",
             salt=salt,
             digest=args.digest,
+            keys=keys,
             questions=questions(loaded, args.tokens),
             named=check_new,
             progress=bar,
             tell=unusual.append,
         )
-        writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
+        if keys is None:
+            writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)
     seconds = time.perf_counter() - start
     result = {

@@ -21,6 +21,7 @@ from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
+    add_keys_option,
     add_old_name,
     add_patience_option,
     add_salt_option,
@@ -92,6 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also take groups from the sources that the origin tells of, with the same token and trust",
     )
+    add_keys_option(parser, "opens the cache, if it is sealed")
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -357,6 +359,7 @@ async def _fetch(
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
         steering=args.steering,
+        keys=args.keys,
     )
     async with client:
         start = time.monotonic()

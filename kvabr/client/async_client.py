@@ -47,7 +47,7 @@ from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
-from kvabr.client.result import NothingCached, Played, PlayedPrefix
+from kvabr.client.result import Hinted, IncompleteError, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
@@ -80,6 +80,7 @@ from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
+from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
 _WAIT_SHARE = 0.9
@@ -109,6 +110,7 @@ class AsyncClient:
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
         steering: bool = False,
+        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -136,6 +138,8 @@ class AsyncClient:
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
             steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
                 plays take groups from these as well. They are shown the same token, and trusted alike.
+            keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
+                (`kvabr.types.sealing`).
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -145,7 +149,7 @@ class AsyncClient:
         self.metrics = metrics or ClientMetrics()
         self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
         """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt."""
-        self._model = model
+        self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
@@ -207,7 +211,8 @@ class AsyncClient:
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            self._peers[key] = ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
+            dialled = dialling(url, known=self._history.rate, **how)
+            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
         return self._peers[key]
 
     @property
@@ -437,6 +442,51 @@ class AsyncClient:
         options = replace(options or self.options, out=None, after=None)
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
+
+    @checked
+    async def hint(
+        self,
+        tokens: Sequence[int],
+        *,
+        within_s: float,
+        keep_s: float = 0.0,
+        model: KVSpec | str | None = None,
+        options: PlayOptions | None = None,
+        peer: PeersLike = None,
+    ) -> Hinted:
+        """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
+
+        Plays with an earlier deadline come first. Nothing is decoded. A play of the
+        prompt then needs the network only for its lookup, and for what was published since.
+
+        Args:
+            tokens: ids of the prompt, or of its beginning, such as a conversation so far.
+            within_s: seconds that this may take. What has come by then stays in the store.
+            keep_s: seconds for which other groups make room in the store before these.
+            model: as for `play`.
+            options: as for `play`; only the policy, the estimator and the salt matter.
+            peer: as for `play`.
+
+        Raises:
+            UsageError: an argument is wrong, or it is not clear which model is meant.
+            TransportError, FormatError: what the origin has cannot be asked for, or used.
+            BusyError, PlayError, PolicyError: as `play`.
+        """
+        options = replace(options or self.options, time_price=0.0, live=False)
+        ends_s = asyncio.get_running_loop().time() + within_s
+        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
+        if found is None:
+            return Hinted(0, 0, 0.0)
+        left_s = ends_s - asyncio.get_running_loop().time()
+        try:
+            played = await self.play_coded(found, deadline=left_s, options=options, peer=peer)
+            hinted = Hinted(played.tokens, played.bytes_fetched, played.loss)
+        except IncompleteError as error:
+            hinted = Hinted(0 if error.prefix is None else error.prefix.tokens, error.record.bytes_fetched, 0.0)
+        if keep_s > 0:
+            digests = [digest for track in found.catalog.tracks for digest in track.digests]
+            self.store.keep(digests, time.monotonic() + keep_s)
+        return hinted
 
     @checked
     async def play_prefix(
@@ -697,7 +747,7 @@ class AsyncClient:
             for key, each in list(self._peers.items()):
                 if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
-            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, self._keys)
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:

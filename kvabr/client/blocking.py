@@ -223,6 +223,7 @@ class Client(Background[AsyncClient]):
     play_asset = _blocking(AsyncClient.play_asset)
     find = _blocking(AsyncClient.find)
     find_asset = _blocking(AsyncClient.find_asset)
+    hint = _blocking(AsyncClient.hint)
     models = _blocking(AsyncClient.models)
 
     @property

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
-from kvabr.client.lookup import Found, Unplayable, find_prefix
+from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.passages import find_passages
 from kvabr.transfer.interface import Connection
 from kvabr.types.catalog import Catalog
@@ -92,7 +92,7 @@ async def _find_opening(
         found = await find_prefix(origin, tokens, spec, salt=salt, any_dtype=any_dtype)
     except (TransportError, FormatError):
         return None
-    return None if isinstance(found, Unplayable) else found
+    return found if isinstance(found, Found) and found.catalog.seal is None else None
 
 
 def _fitting(opening: Found | None, usable: Mapping[Passage, Catalog], spec: KVSpec) -> Found | None:

@@ -46,6 +46,7 @@ from kvabr.types.naming import (
     prefix_gap,
     prefix_track,
 )
+from kvabr.types.sealing import Keys
 from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
@@ -113,21 +114,32 @@ async def fetch_models(origin: Connection) -> list[KVSpec]:
 
 
 async def fetch_catalog(
-    origin: Connection, namespace: TrackNamespace, *, live: bool = False, limit: int = MAX_CATALOG_BYTES
+    origin: Connection,
+    namespace: TrackNamespace,
+    *,
+    live: bool = False,
+    limit: int = MAX_CATALOG_BYTES,
+    keys: Keys | None = None,
 ) -> Found:
     """Return the catalog of an asset whose name is known; with ``live``, also of one that is still being prefilled.
 
-    ``limit``: bytes that a complete asset's may have.
+    Args:
+        origin: whom to ask.
+        namespace: the asset's name.
+        live: whether one that is still being prefilled will do.
+        limit: bytes that a complete asset's may have.
+        keys: open a sealed one; None: it is returned as it is.
 
     Raises:
         NotFoundError: there is none, or none that we may read.
         TransportError: it cannot be fetched.
         ForeignError: it is of something else.
+        SealedError: none of the keys opens it.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    ordinary = _read(origin, namespace, CATALOG_TRACK, limit)
+    ordinary = _read(origin, namespace, CATALOG_TRACK, limit, keys)
     if live:
-        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES)
+        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES, keys)
         found = await _first_of(ordinary, growing)
     else:
         found = await ordinary
@@ -158,13 +170,14 @@ async def find_prefix(
     salt: bytes = b"",
     any_dtype: bool = False,
     live: bool = False,
+    keys: Keys | None = None,
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     An origin takes one round trip for a prompt of up to 321 groups, and two for a longer one; in a store the connection
     looks itself (`Connection.finder`). With ``any_dtype`` the cache's element type
     need not be the spec's. With ``live``, assets that are still being prefilled are looked for at the same time; a
-    complete one that shares as much is preferred.
+    complete one that shares as much is preferred. Sealed catalogs are opened with ``keys``; without, they stay sealed.
 
     Raises:
         TransportError: the origin cannot be asked.
@@ -172,7 +185,7 @@ async def find_prefix(
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
     digests = await _digests(tokens, spec, salt)
-    lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
+    lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype, keys=keys)
     best = await (lookup.any() if live else lookup.complete())
     if best is None:
         return None
@@ -205,6 +218,7 @@ class _Lookup:
     spec: KVSpec
     salt: bytes
     any_dtype: bool = field(kw_only=True)
+    keys: Keys | None = field(kw_only=True)
 
     async def any(self) -> _Answer | None:
         """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
@@ -252,7 +266,7 @@ class _Lookup:
             return None
         if prefix.catalog is None:
             return _Answer(None, 0, 0, prefix.limited_by)
-        catalog = await asyncio.get_running_loop().run_in_executor(decoders(), _checked, prefix.catalog)
+        catalog = await asyncio.get_running_loop().run_in_executor(decoders(), _checked, prefix.catalog, self.keys)
         shared = shared_groups(catalog, self.tokens, self.digests, self.salt)
         groups, limit = catalog.playable(shared)
         return _Answer(Found(catalog, prefix.sha256), shared, groups, limit or prefix.limited_by)
@@ -261,7 +275,7 @@ class _Lookup:
         spec = self.spec
         try:
             namespace = TrackNamespace(spec.model, self.digests[0])
-            found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)))
+            found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)), self.keys)
         except NotFoundError:
             return None
         wanted = with_snapshots_of(spec, found.catalog.spec)
@@ -336,28 +350,30 @@ def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
     return catalog.with_tracks(tracks)
 
 
-async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:
+async def _read(
+    origin: Connection, namespace: TrackNamespace, track: str, limit: int, keys: Keys | None = None
+) -> Found:
     parse = _parse_live if track.startswith((LIVE_TRACK, LIVE_PREFIX_TRACK)) else _parse
     data = bytes(await fetch_view(origin, namespace, track, limit))
-    return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data)
+    return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data, keys)
 
 
-def _parse(data: bytes) -> Found:
-    return Found(_checked(Catalog.loads(data)), hashlib.sha256(data).hexdigest())
+def _parse(data: bytes, keys: Keys | None = None) -> Found:
+    return Found(_checked(Catalog.loads(data), keys), hashlib.sha256(data).hexdigest())
 
 
-def _parse_live(data: bytes) -> Found:
+def _parse_live(data: bytes, keys: Keys | None = None) -> Found:
     live = LiveCatalog.loads(data)
-    return Found(_checked(live.catalog), hashlib.sha256(data).hexdigest(), live=live)
+    return Found(_checked(live.catalog, keys), hashlib.sha256(data).hexdigest(), live=live)
 
 
-def _checked(catalog: Catalog) -> Catalog:
+def _checked(catalog: Catalog, keys: Keys | None = None) -> Catalog:
     require(catalog.digest_kind)
     most = most_frame_bytes(catalog.spec)
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
-    return catalog
+    return catalog if keys is None else catalog.opened(keys.ring)
 
 
 def most_frame_bytes(spec: KVSpec) -> int:

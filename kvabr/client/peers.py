@@ -20,6 +20,7 @@ from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.sealing import Keys
 
 _MODELS_S = 5.0
 """Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
@@ -41,10 +42,18 @@ class ClientPeer:
     """An origin or a relay; `AsyncClient.peer` makes it."""
 
     def __init__(
-        self, name: str, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics
+        self,
+        name: str,
+        source: Dialling | PeerConnection,
+        store: TieredGroupStore,
+        metrics: ClientMetrics,
+        keys: Keys | None = None,
     ) -> None:
-        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
-        self.name = name
+        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed.
+
+        ``keys`` open sealed catalogs.
+        """
+        self.name, self._keys = name, keys
         self.transfers = SharedTransfers(source, store, metrics)
         """Of its connection, which is dialled when something is asked of it."""
         self._models: Sequence[KVSpec] = ()
@@ -79,7 +88,7 @@ class ClientPeer:
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
         await self.transfers.connected()
-        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
+        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live, keys=self._keys)
         find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
         answer = await find()
         with contextlib.suppress(TimeoutError):  # what was answered last is still an answer
@@ -120,7 +129,7 @@ class ClientPeer:
     ) -> tuple[_Answer, KVSpec | None]:
         """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
         await self.transfers.connected()
-        return await fetch_catalog(connection, name, live=live), None
+        return await fetch_catalog(connection, name, live=live, keys=self._keys), None
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""
@@ -323,12 +332,10 @@ def _shapes(told: Sequence[KVSpec], model: str | None) -> list[KVSpec]:
     return specs
 
 
-async def _longest(
-    connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], *, salt: bytes, any_dtype: bool, live: bool
-) -> _Answer:
+async def _longest(connection: Connection, tokens: Sequence[int], specs: Sequence[KVSpec], **how: Any) -> _Answer:
     """Return the longest cached prefix under any of some specs; raise an error only if nothing is found."""
     answers = await asyncio.gather(
-        *(find_prefix(connection, tokens, spec, salt=salt, any_dtype=any_dtype, live=live) for spec in specs),
+        *(find_prefix(connection, tokens, spec, **how) for spec in specs),
         return_exceptions=True,
     )
     found = [answer for answer in answers if isinstance(answer, Found)]

@@ -138,6 +138,18 @@ class NothingCached:
     """If something that begins like the prompt is there, the layer class of which there is no snapshot to play."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hinted:
+    """What is in the client's store of a prompt that is expected to come."""
+
+    tokens: int
+    """Tokens of its beginning that a play can have from there."""
+    bytes: int
+    """Of all groups that this took, whether they came now or were in the store before."""
+    loss: float
+    """Expected loss of these tokens, nats per generated token."""
+
+
 @dataclass(frozen=True)
 class PlayedPrefix:
     """What a prefix play brought before its first miss, possibly nothing. It is compressed until it is wanted."""

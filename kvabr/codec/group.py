@@ -10,13 +10,14 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
-from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
+from kvabr.codec.container import FrameHeader, HasDigest, opened, pack, unpack
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
 from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
+from kvabr.types.sealing import AssetKey
 from kvabr.types.units import Unit
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -85,7 +86,8 @@ def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: S
 
 def framed(payload: bytes, track: str, context: GroupContext, chunk: str, group: int) -> bytes:
     """Frame what `encode_payload` returned."""
-    return pack(payload, frame_header(track, context, chunk, group), codec(track).frame_version(payload))
+    header = frame_header(track, context, chunk, group)
+    return pack(payload, header, codec(track).frame_version(payload), context.key)
 
 
 def decode_group(
@@ -107,9 +109,11 @@ def decode_group(
 
     Raises:
         ForeignError: a valid frame of something else.
+        SealedError: sealed, and the context has no key, or another.
         FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
+    payload = opened(frame, payload, context.key)
     decode_payload(payload, track, context if at is None else replace(context, at=at), group, out, below)
 
 
@@ -173,6 +177,6 @@ def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> F
     return FrameHeader(spec.track_name(track), spec.digest(), chunk, group, context.first_token, context.tokens)
 
 
-def payload_of(frame: bytes | memoryview) -> memoryview:
-    """Return the payload of a frame that has been checked before."""
-    return unpack(frame)[1]
+def payload_of(frame: bytes | memoryview, key: AssetKey | None = None) -> memoryview:
+    """Return the payload of a frame that has been checked before; ``key`` opens it."""
+    return opened(frame, unpack(frame)[1], key)

@@ -287,6 +287,7 @@ class ChunkStore:
                 evict=settings.publish_evict,
                 source=source,
                 digest=settings.digest,
+                keys=settings.keys,
             )
         self.client = open_client(settings)
         self._watching: asyncio.Task[None] | None = None

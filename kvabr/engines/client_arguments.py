@@ -37,6 +37,7 @@ class ClientArguments:
     transport: TransportChoice
     limits: Limits
     cache: Path | None
+    keys: Path | None
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
@@ -59,6 +60,7 @@ class ClientArguments:
             settings.transport,
             limits,
             _absolute(settings.cache),
+            _absolute(settings.keys),
         )
 
     def open(self, metrics: ClientMetrics | None = None) -> AsyncClient:
@@ -85,6 +87,7 @@ class ClientArguments:
             transport=self.transport,
             limits=limits,
             cache=self.cache,
+            keys=self.keys,
             metrics=metrics,
         )
 

@@ -157,6 +157,9 @@ class EngineSettings(BaseModel):
     digest: Annotated[Text, _checked(check_kind)] = SHA256
     """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
     processor's time and which readers need the extra ``fast`` for."""
+    keys: FilePath | None = None
+    """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are opened. It is read again when
+    it has changed. None: nothing is sealed."""
     token: Annotated[Text | None, Field(repr=False)] = None
     """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
     token_file: FilePath | None = None

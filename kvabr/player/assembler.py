@@ -21,8 +21,8 @@ import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.block_slots import Place, TensorPlace, TensorRoom
-from kvabr.codec.container import HasDigest, unpack
-from kvabr.codec.group import frame_header, payload_of
+from kvabr.codec.container import HasDigest, opened, unpack
+from kvabr.codec.group import frame_header
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantised import all_finite, check_wanted, convert
@@ -299,7 +299,7 @@ class Assembler:
             bottom = self._catalog.track(one.layers[0].track).refines
             if bottom is not None and self._tracks[one.group] != bottom:
                 return FormatError(f"group {one.group} of {one.coded.track}: {bottom} is no longer in place")
-            return self._write(one.group, one.layers, one.scratch)
+            return self._write(one.group, one.layers, one.coded, one.scratch)
 
     def _release(self, claimed: Sequence[int]) -> None:
         """Let others write to the places of groups that were decoded into."""
@@ -392,14 +392,15 @@ class Assembler:
         offer, place = self._catalog.track(track), self._place(group)
         ready = torch.empty(self._shape(group), dtype=place.dtype, device=place.device)
         layers = (*below, Layer(track, frame, has_digest))
-        (wrong,) = expand([self._coded_layers(group, layers)], [TensorPlace(ready)])
+        coded = self._coded_layers(group, layers)
+        (wrong,) = expand([coded], [TensorPlace(ready)])
         if wrong is not None:
             raise wrong
 
         def write() -> Placement:
             with self._lock:
                 refusal = self._refusal(group, offer, closed=not self._open)
-                return self._write(group, layers, ready) if refusal is None else refusal
+                return self._write(group, layers, coded, ready) if refusal is None else refusal
 
         return write
 
@@ -479,7 +480,7 @@ class Assembler:
 
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
-        payload = payload_of(self._kept[group][offer.name])
+        payload = self._kept[group][offer.name]
         number = self._catalog.unit(group).group
         return CodedGroup(payload, offer.name, self._context(group), self._below(group, offer), number)
 
@@ -507,14 +508,15 @@ class Assembler:
         return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
-        """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
+        """Return the payload of a frame of a group, opened; raise a `FormatError` or `ForeignError` as `put` does."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
             came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
             raise FormatError(f"group {group} of {offer.name}: {came}")
         unit = self._catalog.unit(group)
         header = frame_header(offer.name, self._context(group), catalog.chunks[unit.chunk], unit.group)
-        return unpack(layer.frame, header, offer.digests[group], layer.has_digest)[1]
+        _, payload = unpack(layer.frame, header, offer.digests[group], layer.has_digest)
+        return opened(layer.frame, payload, catalog.key_of(group))
 
     def _context(self, group: int) -> GroupContext:
         unit = self._catalog.unit(group)
@@ -592,7 +594,7 @@ class Assembler:
         worse = current != RECOMPUTED and self._catalog.track(current).loss[group] > offer.loss[group]
         return None if worse else Placement.STALE
 
-    def _write(self, group: int, layers: Sequence[Layer], decoded: torch.Tensor | None) -> Placement:
+    def _write(self, group: int, layers: Sequence[Layer], coded: CodedGroup, decoded: torch.Tensor | None) -> Placement:
         """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""
         if decoded is not None:
             self._place(group).write(decoded)
@@ -600,20 +602,21 @@ class Assembler:
         self._tracks[group] = layers[-1].track
         if self._catalog.track(layers[0].track).refines is None:
             self._forget(group)
-        for layer in layers:
+        payloads = (*coded.below, coded.payload)[-len(layers) :]
+        for layer, payload in zip(layers, payloads, strict=True):
             if layer.track in self._refined:
-                self._kept.setdefault(group, {})[layer.track] = memoryview(layer.frame)
+                self._kept.setdefault(group, {})[layer.track] = payload
         return verdict
 
     def _below(self, group: int, offer: Track) -> list[memoryview]:
         """Return the payloads of the layers that a track refines, base first."""
         payloads: list[memoryview] = []
         while offer.refines is not None:
-            frame = self._kept.get(group, {}).get(offer.refines)
-            if frame is None:
+            payload = self._kept.get(group, {}).get(offer.refines)
+            if payload is None:
                 raise FormatError(f"group {group} of {offer.name}: it refines {offer.refines}, which is not in place")
             offer = self._catalog.track(offer.refines)
-            payloads.insert(0, payload_of(frame))
+            payloads.insert(0, payload)
         return payloads
 
     def _forget(self, group: int) -> None:

@@ -29,6 +29,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, check_movable, passage_chain
+from kvabr.types.sealing import Keys
 from kvabr.types.units import cache_length, snapshot_ends
 
 Progress = Callable[[str, int, int], None]
@@ -161,6 +162,7 @@ def publish(
     source: str = "",
     salt: bytes = b"",
     digest: str = SHA256,
+    keys: Keys | None = None,
     questions: Sequence[Sequence[int]] = (),
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
@@ -185,6 +187,7 @@ def publish(
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
         digest: kind of the frames' digests, see `kvabr.types.digests`.
+        keys: seal the frames and the catalog, see `kvabr.types.sealing`; none for passages.
         questions: token ids of questions about the text, see `kvabr.publish.tails.questions`: losses behind tails are
             those of its continuation and of answers to them.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
@@ -226,6 +229,7 @@ def publish(
         passage=None if passage is None else passage.notes,
         digest=digest,
         finer_end=passage is None,
+        key=None if keys is None else keys.ring.asset_key(chunks[0]),
     )
     frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
     if frames.replaced:

@@ -17,13 +17,14 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_payload, framed, largest_number, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
-from kvabr.store.asset import FrameStore
+from kvabr.store.asset import Asset, FrameStore
 from kvabr.types.catalog import Catalog, Quality, Track
 from kvabr.types.digests import SHA256, digest_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
+from kvabr.types.sealing import AssetKey
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
@@ -83,6 +84,7 @@ class FrameEncoder:
         passage: PassageNotes | None = None,
         digest: str = SHA256,
         finer_end: bool = False,
+        key: AssetKey | None = None,
     ) -> None:
         """Prepare to encode.
 
@@ -98,13 +100,14 @@ class FrameEncoder:
             digest: kind of the frames' digests, see `kvabr.types.digests`.
             finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
                 Its last group then differs from that of a longer prompt that begins alike.
+            key: seals the frames, and the catalog; None: anybody who has them can read them.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position, self._passage = store, position, passage
-        self._finer_end = finer_end
+        self._finer_end, self._key = finer_end, key
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
@@ -161,6 +164,27 @@ class FrameEncoder:
     def group(self, group: int, kv: torch.Tensor) -> GroupEncoder:
         """Begin to encode one group (unit), [layer, K/V, head, token, dim], of any track that is not made yet."""
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
+
+    def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
+        """Take a group as another asset has it, on all tracks; return whether it is the same there.
+
+        Raises `AssetError` or `FormatError` if a frame there is missing or damaged; then nothing counts as made.
+        """
+        catalog, every = asset.catalog, len(self.spec.classes) == 1
+        same = every and catalog.spec.digest() == self.spec.digest() and catalog.digest_kind == self.digest
+        same = same and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        wraps = None if catalog.seal is None else catalog.seal.wraps
+        if not same or wraps != (None if self._key is None else self._key.wraps):
+            return False
+        if catalog.profile != (None if self._profile is None else self._profile.digest):
+            return False
+        if any(track not in catalog.by_name for track in self.tracks):
+            return False
+        frames = [asset.frame(group, track) for track in self.tracks]
+        for track, frame in zip(self.tracks, frames, strict=True):
+            store.frame(group, track, bytes(frame))
+            self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]
+        return True
 
     def decode(self, group: int, track: str, out: torch.Tensor) -> None:
         """Decode one group of one track into ``out``, [layer, K/V, head, token, dim]."""
@@ -247,6 +271,7 @@ class FrameEncoder:
             ),
             profile=None if profile is None else profile.digest,
             profile_bytes=0 if profile is None else len(profile.to_bytes()),
+            key=self._key,
             **facts,
         )
 
@@ -254,7 +279,7 @@ class FrameEncoder:
         unit, part = self.units[group], self._context(group).spec
         names = [part.track_name(name) for name in (*_below(track), track)]
         *below, frame = (self._store.read_frame(unit.group, name) for name in names)
-        return frame, [payload_of(each) for each in below]
+        return frame, [payload_of(each, self._key) for each in below]
 
     def _context(self, group: int) -> GroupContext:
         unit = self.units[group]
@@ -262,7 +287,7 @@ class FrameEncoder:
         if self._passage is not None:
             return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
         finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens) if self._finer_end else 0
-        return GroupContext(part, place, unit.tokens, self._profile, finer=finer)
+        return GroupContext(part, place, unit.tokens, self._profile, finer=finer, key=self._key)
 
 
 class GroupEncoder:
@@ -296,7 +321,8 @@ class GroupEncoder:
         unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _below(track):
             if lower not in self._payloads:  # it was made before
-                self._payloads[lower] = bytes(payload_of(self._store.read_frame(unit.group, name(lower))))
+                made = self._store.read_frame(unit.group, name(lower))
+                self._payloads[lower] = bytes(payload_of(made, self.context.key))
         below = [self._payloads[lower] for lower in _below(track)]
         self._payloads[track] = encode_payload(self.kv, track, self.context, below)
 

@@ -22,6 +22,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 from kvabr.types.naming import LAYERS
 from kvabr.types.passage import PassageNotes
+from kvabr.types.sealing import Keys
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
@@ -50,6 +51,7 @@ class TrackOffer:
         profile: Profile | None,
         source: str,
         digest: str = SHA256,
+        keys: Keys | None = None,
     ) -> None:
         """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
         if tracks is None:
@@ -66,7 +68,7 @@ class TrackOffer:
         if profile is not None:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
-        self.digest = check_kind(digest)
+        self.digest, self._keys = check_kind(digest), keys
 
     def prepare(self) -> None:
         """Compute what the first group would otherwise wait for: the matrices of the AC tracks take a second."""
@@ -96,6 +98,7 @@ class TrackOffer:
             position=position or 0,
             passage=passage,
             digest=self.digest,
+            key=None if self._keys is None else self._keys.ring.asset_key(chunks[0]),
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:

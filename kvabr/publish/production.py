@@ -19,7 +19,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
-from kvabr.store.asset import AssetWriter, Prompt
+from kvabr.store.asset import Asset, AssetWriter, Prompt
 from kvabr.types.errors import FormatError, KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
@@ -64,6 +64,7 @@ class Production:
         *,
         passage: PassageNotes | None = None,
         prompt: Prompt | None = None,
+        begun: Callable[[], tuple[Asset, int] | None] | None = None,
     ) -> None:
         """Begin without any token.
 
@@ -76,6 +77,8 @@ class Production:
             done: called with the outcome, by `finish`.
             passage: of a passage, whose cache has keys before rotation, what the catalog says of it.
             prompt: the token ids, if they are kept beside the asset.
+            begun: called in the first step; returns an asset that begins alike, and how many groups of tokens they
+                share: these are taken from it, not encoded again. None: there is none.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
@@ -90,7 +93,8 @@ class Production:
         """Whether a thread is at it; guarded by `lock`."""
         self.patient_thread: int | None = None
         """Native number of the patient thread while that is at it; guarded by `lock`."""
-        self._make_writer, self._position, self._passage, self._prompt = make_writer, position, passage, prompt
+        self._make_writer, self._position, self._passage = make_writer, position, passage
+        self._prompt, self._begun = prompt, begun
         self._stack = contextlib.ExitStack()
         self._frames: FrameEncoder | None = None
         self._writer: AssetWriter | None = None
@@ -98,6 +102,8 @@ class Production:
         self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
         """The group of tokens that is encoded next."""
+        self.outgrown: str | None = None
+        """Name of an asset that this one begins with, and has taken over as a whole."""
 
     # ------------------------------------------------------- any thread
 
@@ -173,6 +179,7 @@ class Production:
             frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position, self._passage)
             frames.write_profile()
             self._begin(frames)
+            self._take_over(frames, self._writer)
             self._frames = frames
             return
         with self.lock:
@@ -185,6 +192,17 @@ class Production:
             self._end(self._frames, self._writer, self._reason)
         else:
             self._catch_up(self._frames)
+
+    def _take_over(self, frames: FrameEncoder, writer: AssetWriter) -> None:
+        """Take the first groups from an asset that begins alike; what is not sound there is encoded."""
+        with contextlib.suppress(KvabrError):  # it was removed, or is damaged
+            if self._begun is None or (begun := self._begun()) is None:
+                return
+            asset, shared = begun
+            while self._next < shared and frames.take_over(asset, self._next, writer):
+                self._next += 1
+            if self._next == len(asset.catalog.chunks):
+                self.outgrown = asset.catalog.namespace.prompt
 
     def _begin(self, frames: FrameEncoder) -> None:
         """Prepare for the first group."""

@@ -6,23 +6,28 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from cachetools import LRUCache
 
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
-from kvabr.store.asset import Prompt
+from kvabr.store.asset import Asset, Prompt
+from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.locations import Location, open_store
+from kvabr.store.locations import Location, check_sealable, open_store
+from kvabr.store.quota import remove_asset
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
@@ -30,8 +35,14 @@ from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, passage_chain
+from kvabr.types.sealing import Keys, read_keys
 
 _log = logging.getLogger(__name__)
+
+_MAX_GROUPS = 1 << 18
+"""Groups whose assets are remembered, by their digests: some 60 MB."""
+_OUTGROWN_S = 120.0
+"""Seconds for which an asset that a longer one has taken over is still served, to those who play it by its name."""
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
@@ -54,6 +65,7 @@ class Publisher:
         source: str = "",
         digest: str = SHA256,
         keep_tokens: bool = False,
+        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Open the store, and start.
 
@@ -72,12 +84,17 @@ class Publisher:
             digest: kind of the groups' digests, see `kvabr.types.digests`.
             keep_tokens: keep the token ids of prompts without salt beside their assets, for KV events
                 (`kvabr.telemetry.kv_events`); stores that many read keep none.
+            keys: a key ring, or its file: what is published is sealed, see `kvabr.types.sealing`.
         """
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
-        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
+        self.offer = TrackOffer(
+            spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest, keys=read_keys(keys)
+        )
         """The tracks."""
         self.store = open_store(location)
+        self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
+        check_sealable(self.store, keys)
         try:
             self.store.prepare()
         except AssetError as error:
@@ -91,6 +108,10 @@ class Publisher:
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
+        self._longest: LRUCache[str, str] = LRUCache(_MAX_GROUPS)
+        """By the digest of a group, the longest asset with it that was published here."""
+        self._outgrown: deque[tuple[float, str]] = deque()
+        """Assets that longer ones have taken over, and when."""
         self._lock = threading.Lock()
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed, self._keep_tokens = False, keep_tokens
@@ -168,12 +189,49 @@ class Publisher:
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
         writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
+        begun = partial(self._begun, slot.chunks) if slot.passage is None and slot.position == 0 else None
         made = Production(
-            self.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage, prompt=slot.prompt
+            self.offer,
+            writer,
+            slot.chunks,
+            slot.tokens,
+            slot.position,
+            done,
+            passage=slot.passage,
+            prompt=slot.prompt,
+            begun=begun,
         )
         made.append(0, kv, slot.tokens)
         made.end()
         self.wake(made)
+
+    def _begun(self, chunks: Sequence[str]) -> tuple[Asset, int] | None:
+        """Return the asset published here that shares the most groups with a prompt, and how many; None: there is none.
+
+        So a conversation that goes on turn by turn is encoded once.
+        """
+        if self._folder is None:
+            return None  # to read groups from a bucket takes longer than to encode them
+        with self._lock:
+            found = ((self._longest.get(chunks[shared - 1]), shared) for shared in range(len(chunks), 0, -1))
+            name, shared = next((pair for pair in found if pair[0] is not None), (None, 0))
+        return None if name is None else (self.store.open(name), shared)
+
+    def _grown(self, production: Production) -> None:
+        """Note what was published, and remove what it has outgrown, once nobody plays that any more.
+
+        Lookups find the longer asset for the shorter prompt, too.
+        """
+        now, gone = time.monotonic(), []
+        with self._lock:
+            self._longest.update((chunk, production.chunks[-1]) for chunk in production.chunks)
+            if production.outgrown is not None:
+                self._outgrown.append((now, production.outgrown))
+            while self._outgrown and self._outgrown[0][0] + _OUTGROWN_S <= now:
+                gone.append(self._outgrown.popleft()[1])
+        for name in gone:
+            assert self._folder is not None  # noqa: S101  # nothing else is taken over
+            remove_asset(self._folder, name, time.time())
 
     def wake(self, production: Production) -> None:
         """Have an encoding thread go on with a cache, if there is anything to do."""
@@ -233,6 +291,8 @@ class Publisher:
         assert outcome is not None  # noqa: S101  # the only reason to call this
         if self._quota is not None and production.published is not None:
             self._quota.make_room(production.published)
+        if production.published is not None:
+            self._grown(production)
         if outcome.tokens:
             self._sound.replaced(production.chunks[-1])
         self._give_back(production.chunks[-1])

@@ -89,6 +89,10 @@ class LocalGroupStore(GroupStore, Generic[V]):
         """Return those of many digests whose groups are here."""
         return {digest for digest in digests if digest in self._kept}
 
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
+        """Have other groups make room before these, see `ByteLru.keep`."""
+        self._kept.keep(digests, until_s)
+
     def __len__(self) -> int:
         return len(self._kept)
 
@@ -177,6 +181,11 @@ class TieredGroupStore(GroupStore):
     def present(self, digests: Sequence[str]) -> set[str]:
         """Return those of many digests whose groups are here."""
         return set[str]().union(*(tier.present(digests) for tier in self._tiers if len(tier)))
+
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
+        """See `LocalGroupStore.keep`."""
+        for tier in self._tiers:
+            tier.keep(digests, until_s)
 
     def __len__(self) -> int:
         """Return the number of groups; one in both tiers counts twice, here and in all counters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -12,10 +13,12 @@ from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.objects import url
+from kvabr.store.objects.layout import NOT_SEALED
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
+from kvabr.types.sealing import Keys, read_keys
 
 Location = str | Path
 """A folder, or a URL whose scheme is in `SCHEMES`."""
@@ -94,6 +97,12 @@ def open_groups(
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
 
 
+def check_sealable(store: AssetStore, keys: object) -> None:
+    """Raise `UsageError` if there are keys, and sealed assets cannot be kept in a store."""
+    if keys is not None and not isinstance(store, FolderAssetStore):
+        raise UsageError(f"{store.location}: {NOT_SEALED}")
+
+
 @checked
 def open_asset(location: Location) -> Asset:
     """Open the asset at a path or URL; see `AssetStore.open`."""
@@ -103,12 +112,18 @@ def open_asset(location: Location) -> Asset:
 
 
 @checked
-def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
+def open_catalog(location: Location, keys: str | os.PathLike[str] | Keys | None = None) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 
-    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version.
+    ``keys``: a key ring, or its file, which opens a sealed one.
+
+    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version, and
+    `SealedError` if it is sealed, and no key opens it.
     """
+    ring = read_keys(keys)
+    asset = None
     if "://" not in str(location) and Path(location).is_file():
-        return Catalog.read(Path(location)), None
-    asset = open_asset(location)
-    return asset.catalog, asset
+        catalog = Catalog.read(Path(location))
+    else:
+        catalog = (asset := open_asset(location)).catalog
+    return catalog.opened(None if ring is None else ring.ring), asset

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from cachetools import Cache, LRUCache
@@ -30,6 +31,8 @@ class ByteLru(LRUCache[K, V]):
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict = on_evict
+        self._until_s: dict[K, float] = {}
+        """Until when entries are kept, by their keys."""
         self.evicted = 0
         """Entries that made room for others."""
 
@@ -56,9 +59,23 @@ class ByteLru(LRUCache[K, V]):
         except KeyError:
             return None
 
+    def keep(self, keys: Iterable[K], until_s: float) -> None:
+        """Let others make room first until a time, by `time.monotonic`; those that are not here do not count."""
+        now = time.monotonic()
+        self._until_s = {key: end for key, end in self._until_s.items() if end > now and key in self}
+        self._until_s.update((key, max(until_s, self._until_s.get(key, 0.0))) for key in keys if key in self)
+
     def popitem(self) -> tuple[K, V]:
-        """Evict the least recently used entry and return it."""
-        key, value = super().popitem()
+        """Evict the least recently used entry that is not kept, or the least recently used one, and return it."""
+        now = time.monotonic() if self._until_s else 0.0
+        for _ in range(len(self._until_s)):
+            key, value = super().popitem()
+            if self._until_s.get(key, 0.0) <= now:
+                break
+            self[key] = value  # as if it had just been used
+        else:
+            key, value = super().popitem()
+        self._until_s.pop(key, None)
         self.evicted += 1
         if self._on_evict is not None:
             self._on_evict(key, value)

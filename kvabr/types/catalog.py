@@ -12,7 +12,10 @@ attributed such that the losses of the played groups add up to the loss of the w
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,15 +23,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import BLAKE3, SHA256, kind_of
-from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, SealedError, UsageError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
-from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, fields_of, read_members, to_json
+from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, decode, fields_of, read_members, to_json
+from kvabr.types.sealing import AssetKey, KeyRing, Seal, ids, unpacked
 from kvabr.types.tails import (
     MOST_LOSS,
     Loss,
@@ -183,6 +187,8 @@ SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
 """Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
 PASSAGE_SCHEMA = "kvabr.catalog/3"
 """Schema of catalogs of passages, with digests of either kind: older versions would take them for prompts."""
+SEALED_SCHEMA = "kvabr.catalog/4"
+"""Schema of sealed catalogs, with digests of either kind: older versions would take them for such without loss."""
 _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
@@ -192,6 +198,9 @@ _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes
 """Fields that are written even if they are the default."""
 _NOT_MEASURED = "not measured"
 """Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
+_SECRET: dict[str, Any] = {"source": "", "prefill": None, "loss_method": "", "mixes": (), "asked": ()}
+_SECRET_OF_TRACK = "measured", "tails", "loss"
+"""Fields of a catalog, with what a sealed one says instead; and of its tracks."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -245,6 +254,11 @@ class Catalog(CommonFacts):
     """
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     """The catalog that its units were chosen from."""
+    seal: Seal | None = None
+    """Of a sealed asset, what is not said openly: until it is `opened`, no loss is known. None: it is not sealed, or
+    opened."""
+    key: AssetKey | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    """Of a sealed asset that is `opened`, or is being published, its key."""
 
     def __post_init__(self) -> None:
         check(self, "catalog")
@@ -259,6 +273,8 @@ class Catalog(CommonFacts):
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
             self.passage.check(self.spec, self.tokens)
+            if self.seal is not None or self.key is not None:
+                raise FormatError("catalog: passages cannot be sealed")
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         check_tracks(self.tracks, "catalog")
@@ -377,6 +393,10 @@ class Catalog(CommonFacts):
         """Return the namespace under which a group is published; that of the prompt if no asset has it."""
         source = self.units[group].source if self.sources else COMPUTED
         return self.namespace if source == COMPUTED else self.sources[source].namespace
+
+    def key_of(self, group: int) -> AssetKey | None:
+        """Return what opens a group of a sealed asset; None: it is not sealed."""
+        return self.sources[self.unit(group).source].key if self.sources else self.key
 
     def address(self, group: int, track: str) -> tuple[str, int]:
         """Return the name of the track, and the number of the group in it, that a group of a level is published as."""
@@ -614,13 +634,63 @@ class Catalog(CommonFacts):
     @property
     def schema(self) -> str:
         """Schema of its JSON."""
+        if self.seal is not None or self.key is not None:
+            return SEALED_SCHEMA
         return SCHEMAS[self.digest_kind] if self.passage is None else PASSAGE_SCHEMA
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
+        if self.key is not None:
+            return self._sealed(self.key).to_json()
         return {"schema": self.schema, **to_json(self, *_ALWAYS, last=_ORDER)}
+
+    def _sealed(self, key: AssetKey) -> Catalog:
+        """Return what stores and relays may see of it."""
+        tracks = tuple(replace(each, loss=(0.0,) * len(each.loss), tails=(), measured=None) for each in self.tracks)
+        public = replace(self, tracks=tracks, whole=None, key=None, **_SECRET)
+        own = to_json(replace(self, key=None))
+        hidden = {name: value for name, value in own.items() if name in _SECRET}
+        hidden["tracks"] = [{name: each[name] for name in _SECRET_OF_TRACK if name in each} for each in own["tracks"]]
+        packed = zlib.compress(json.dumps(hidden, separators=(",", ":")).encode())
+        box = key.seal(packed, self._bound)
+        return replace(public, seal=Seal(key.wraps, base64.b64encode(box).decode()))
+
+    @property
+    def _bound(self) -> bytes:
+        """What a seal is bound to: a store cannot change it, nor put another catalog's in its place."""
+        tracks = [(each.name, each.refines, each.bytes, each.digests) for each in self.tracks]
+        what = [self.namespace.model, self.spec.digest().hex(), self.tokens, self.position, self.chunks, tracks]
+        return b"kvabr.catalog/4\0" + hashlib.sha256(json.dumps(what).encode()).digest()
+
+    def opened(self, keys: KeyRing | None) -> Catalog:
+        """Return the catalog with what is sealed in it, and its key; itself if it is not sealed.
+
+        Raises:
+            SealedError: none of the keys opens it, or it was changed.
+            FormatError: what is sealed is no part of a catalog.
+        """
+        if (seal := self.seal) is None:
+            return self
+        if keys is None:
+            raise SealedError(f"it is sealed for the keys {ids(seal.wraps)}; give one of them (--keys FILE, keys=...)")
+        key, public = keys.unwrap(seal.wraps), to_json(replace(self, seal=None))
+        unpack = zlib.decompressobj()
+        try:
+            text = unpack.decompress(key.open(unpacked(seal.box), self._bound), MAX_CATALOG_BYTES)
+        except zlib.error as error:
+            raise FormatError(f"catalog: what is sealed in it is damaged ({error})") from error
+        hidden = decode(text, _Hidden, "catalog, sealed")
+        if len(hidden.tracks) != len(public["tracks"]):
+            raise FormatError("catalog: what is sealed in it is of other tracks")
+        public["tracks"] = [
+            {**shown, **{name: value for name, value in own.items() if name in _SECRET_OF_TRACK}}
+            for shown, own in zip(public["tracks"], hidden.tracks, strict=True)
+        ]
+        own = {name: value for name in _SECRET if (value := getattr(hidden, name)) is not None}
+        open_catalog = json.dumps({"schema": SCHEMAS[self.digest_kind], **public, **own})
+        return replace(Catalog.loads(open_catalog), key=key)
 
     def dumps(self) -> str:
         """Return the catalog as JSON text."""
@@ -635,10 +705,11 @@ class Catalog(CommonFacts):
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         data = text.encode(errors="replace") if isinstance(text, str) else text
-        members, schema = read_members(data, cls, "catalog", *SCHEMAS.values(), PASSAGE_SCHEMA)
+        members, schema = read_members(data, cls, "catalog", *SCHEMAS.values(), PASSAGE_SCHEMA, SEALED_SCHEMA)
         catalog = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
         if schema != catalog.schema:
             what = "a passage" if catalog.passage is not None else f"{catalog.digest_kind} digests"
+            what = what if catalog.seal is None else "a seal"
             raise FormatError(f"catalog: with {what} it has the schema {catalog.schema!r}")
         if catalog.passage is not None and catalog.position:
             raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
@@ -656,6 +727,17 @@ class Catalog(CommonFacts):
             raise AssetError(f"{path}: cannot read the catalog ({error.strerror}); is this an asset?") from error
         except FormatError as error:
             raise type(error)(f"{path}: {error}") from error
+
+
+class _Hidden(Struct):
+    """What is sealed in a catalog; checked with the rest of it."""
+
+    tracks: list[dict[str, Any]]
+    source: Any = None
+    prefill: Any = None
+    loss_method: Any = None
+    mixes: Any = None
+    asked: Any = None
 
 
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:

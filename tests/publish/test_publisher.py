@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 
 import pytest
 import torch
 
-from kvabr.codec.group import payload_of
+from kvabr.codec.group import encode_payload, payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.offer import expected_losses
@@ -226,3 +228,49 @@ def test_it_encodes_on_one_core_even_where_torch_must_not_be_told(tmp_path, monk
     finally:
         monkeypatch.undo()
         torch.set_num_threads(before)
+
+
+def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
+    """Each turn is published as a longer asset, with the groups of the one before as they are."""
+    monkeypatch.setattr("kvabr.publish.publisher._OUTGROWN_S", 0.0)
+    encoded = []
+    monkeypatch.setattr("kvabr.publish.frames.encode_payload", partial(noted, encoded))
+    kv, tokens = kvdata.related(SPEC, 128), list(range(128))
+    made = publisher(tmp_path, tracks=("FP16", "Int4"))
+    forked = [*tokens[:64], *reversed(tokens[:16])]
+    for turn, own in ((tokens[:32], 2), (tokens[:64], 2), (tokens[:128], 4), (forked, 1)):
+        encoded.clear()
+        outcomes = SimpleQueue()
+        made.reserve(turn).fill(kv[:, :, :, : len(turn)].contiguous(), outcomes.put)
+        assert outcomes.get(timeout=60).tokens == len(turn)
+        assert len(encoded) == 2 * own
+    made.close()
+    assets = PublishedAssets(tmp_path).assets
+    assert sorted(asset.catalog.tokens for asset in assets) == [80, 128]  # shorter ones were outgrown
+    for asset in assets:
+        asset.check_frames()
+    shared = [asset.catalog.track("Int4").digests[:4] for asset in assets]
+    assert len(set(shared)) == 1
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_what_is_not_sound_is_encoded_again(tmp_path, damage):
+    kv = kvdata.related(SPEC, 64)
+    made = publisher(tmp_path, tracks=("FP16",))
+    outcomes = SimpleQueue()
+    made.reserve(list(range(32))).fill(kv[:, :, :, :32].contiguous(), outcomes.put)
+    outcomes.get(timeout=60)
+    (frame,) = tmp_path.glob("*/groups/FP16/00001.kvg")
+    frame.unlink() if damage == "gone" else frame.write_bytes(frame.read_bytes()[:-1] + b"?")
+    made.reserve(list(range(64))).fill(kv, outcomes.put)
+    assert outcomes.get(timeout=60).verdict == "published"
+    made.close()
+    longer = max(PublishedAssets(tmp_path).assets, key=lambda asset: asset.catalog.tokens)
+    longer.check_frames()
+    assert longer.catalog.tokens == 64
+
+
+def noted(calls, *args, work=encode_payload):
+    """Encode, and note that it was done."""
+    calls.append(args[1])
+    return work(*args)

@@ -36,7 +36,7 @@ def test_an_asset_may_be_a_piece_of_a_prompt():
 
 
 def test_newer_version_says_so():
-    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/4"}
+    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/5"}
     with pytest.raises(FormatError, match="upgrade"):
         Catalog.loads(json.dumps(value))
 

@@ -99,6 +99,12 @@ def pointer_key(offer: str, digest: str) -> str:
     return f"i/{offer}/{digest[:16]}"
 
 
+NOT_SEALED = (
+    "sealed assets are kept in folders, since the spans of a bucket say openly what groups lose: publish to a folder "
+    "that `kvabr serve` serves, or without keys"
+)
+
+
 def catalog_key(prompt: str) -> str:
     """Return the key of the catalog of a prompt."""
     return f"a/{prompt}"

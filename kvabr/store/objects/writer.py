@@ -24,6 +24,7 @@ from kvabr.store.asset import Prompt
 from kvabr.store.objects.blocking import blocked, blocking, each
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
+    NOT_SEALED,
     StoredCatalog,
     StoreOffer,
     catalog_key,
@@ -258,6 +259,8 @@ class ObjectAssetWriter:
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt):
             raise UsageError(f"this is the writer of {self._prompt}, not of {prompt}")
+        if catalog.seal is not None or catalog.key is not None:
+            raise UsageError(f"{self._bucket.url}: {NOT_SEALED}")
         try:
             with as_asset_errors():
                 self._commit(catalog, prompt)

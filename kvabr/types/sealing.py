@@ -1,0 +1,251 @@
+"""Sealed assets: their groups and the losses in their catalogs can be read by who has a key, not by stores and relays.
+
+The *asset key* encrypts the payload of each frame, and what of a catalog is no business of a store. It is wrapped with
+each key of the publisher's ring, so that each reader needs only its own (`KeyRing`). Assets that begin with the same
+group have the same asset key, and what is sealed twice is the same both times: equal prefixes share their groups
+(`kvabr.types.naming`). So a store can tell that two groups are equal, as it can by their digests.
+
+Everything is sealed by AES-256-GCM with a nonce made from what is sealed, as synthetic IVs are (RFC 5297): nonce 12 |
+ciphertext | tag 16. Keys are wrapped as in RFC 3394.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from kvabr.types.errors import FormatError, SealedError, UsageError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+_log = logging.getLogger(__name__)
+
+KEY_BYTES, _NONCE_BYTES, _TAG_BYTES = 32, 12, 16
+SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
+"""Bytes that sealing adds."""
+MAX_KEYS = 64
+"""Keys in a ring."""
+_MAX_RING_BYTES = 64 << 10
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrap:
+    """An asset key, wrapped with a key of a ring."""
+
+    key: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    """Identifies the key, see `RingKey.id`."""
+    wrapped: Annotated[str, Meta(pattern=r"^[0-9a-f]{80}\Z")]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a sealed catalog says instead of what is sealed."""
+
+    wraps: Annotated[tuple[Wrap, ...], Meta(min_length=1, max_length=MAX_KEYS)]
+    box: Annotated[str, Meta(max_length=24 << 20)]
+    """The sealed fields, base64, see `kvabr.types.catalog.Catalog.opened`."""
+
+
+@dataclass(frozen=True)
+class AssetKey:
+    """The key of an asset, and how readers get it."""
+
+    secret: bytes = field(repr=False)
+    wraps: tuple[Wrap, ...] = field(compare=False)
+
+    def seal(self, data: bytes | memoryview, bound: bytes) -> bytes:
+        """Encrypt; ``bound`` must be the same when it is opened. Equal arguments give equal bytes."""
+        mac = hmac.new(self._nonce_key, struct.pack("<Q", len(bound)) + bound, hashlib.sha256)
+        mac.update(data)
+        nonce = mac.digest()[:_NONCE_BYTES]
+        return nonce + self._cipher.encrypt(nonce, data, bound)
+
+    def open(self, sealed: bytes | memoryview, bound: bytes) -> memoryview:
+        """Decrypt what `seal` returned; raise a `SealedError` if it was sealed by another key, or changed."""
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415  # slow to load
+
+        view = memoryview(sealed)
+        try:
+            return memoryview(self._cipher.decrypt(bytes(view[:_NONCE_BYTES]), view[_NONCE_BYTES:], bound))
+        except (InvalidTag, ValueError) as error:
+            raise SealedError("it was sealed with another key, or changed since; fetch it again") from error
+
+    @cached_property
+    def _cipher(self) -> AESGCM:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415  # slow to load
+
+        return AESGCM(self.secret)
+
+    @cached_property
+    def _nonce_key(self) -> bytes:
+        return hmac.digest(self.secret, b"kvabr.nonce/1", "sha256")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"secret": self.secret, "wraps": self.wraps}  # ciphers cannot be pickled
+
+
+@dataclass(frozen=True, slots=True)
+class RingKey:
+    """One key of a ring."""
+
+    name: str
+    secret: bytes = field(repr=False)
+
+    @property
+    def id(self) -> str:
+        """16 hex digits that identify it, and tell nothing about it."""
+        return hashlib.sha256(b"kvabr.key/1\0" + self.secret).hexdigest()[:16]
+
+    def line(self) -> str:
+        """Return its line in a file."""
+        return f"{self.name} {base64.b64encode(self.secret).decode()}"
+
+
+@dataclass(frozen=True)
+class KeyRing:
+    """Keys of publishers and readers.
+
+    A publisher makes asset keys from the first, and wraps them with all. A reader opens what any of its keys can.
+    """
+
+    keys: tuple[RingKey, ...]
+
+    def __post_init__(self) -> None:
+        if not self.keys:
+            raise UsageError("a key ring without a key; `kvabr keys new NAME` makes one")
+        if len(self.keys) > MAX_KEYS:
+            raise UsageError(f"a key ring of {len(self.keys)} keys; at most {MAX_KEYS} are allowed")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> KeyRing:
+        """Read a file: a name and 32 bytes in base64 on each line; empty lines and those that begin with # are skipped.
+
+        Raises:
+            UsageError: it cannot be read, or is no key ring; the message says which line is wrong, and shows no key.
+        """
+        path = Path(path)
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MAX_RING_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            raise UsageError(f"{path}: cannot read the key ring ({getattr(error, 'strerror', error)})") from error
+        if len(data) > _MAX_RING_BYTES:
+            raise UsageError(f"{path}: more than {_MAX_RING_BYTES} bytes; is this a key ring?")
+        keys = []
+        for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, _, text = line.strip().partition(" ")
+            try:
+                secret = base64.b64decode(text.strip(), validate=True)
+            except ValueError:
+                secret = b""
+            if not _NAME.fullmatch(name) or len(secret) != KEY_BYTES:
+                raise UsageError(
+                    f"{path}:{number}: not a name and {KEY_BYTES} bytes in base64; `kvabr keys new NAME` makes a line"
+                )
+            keys.append(RingKey(name, secret))
+        try:
+            return cls(tuple(keys))
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+
+    @property
+    def ring(self) -> KeyRing:
+        """Itself; see `KeyFile.ring`."""
+        return self
+
+    def asset_key(self, first_chunk: str) -> AssetKey:
+        """Return the key of the assets that begin with a group, whose chained prompt digest is given."""
+        secret = hmac.digest(self.keys[0].secret, b"kvabr.asset/1\0" + first_chunk.encode(), "sha256")
+        return self.wrapped(secret)
+
+    def wrapped(self, secret: bytes) -> AssetKey:
+        """Return an asset key for the readers who have a key of this ring."""
+        from cryptography.hazmat.primitives.keywrap import aes_key_wrap  # noqa: PLC0415  # slow to load
+
+        return AssetKey(secret, tuple(Wrap(key.id, aes_key_wrap(key.secret, secret).hex()) for key in self.keys))
+
+    def unwrap(self, wraps: Sequence[Wrap]) -> AssetKey:
+        """Return an asset key; raise a `SealedError` if it is wrapped with none of these keys."""
+        from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap  # noqa: PLC0415  # as above
+
+        ours = {key.id: key for key in self.keys}
+        for wrap in wraps:
+            if (key := ours.get(wrap.key)) is not None:
+                try:
+                    return AssetKey(aes_key_unwrap(key.secret, bytes.fromhex(wrap.wrapped)), tuple(wraps))
+                except InvalidUnwrap as error:
+                    raise SealedError(f"its key is damaged where it is wrapped for {key.name}") from error
+        raise SealedError(f"it is sealed for the keys {ids(wraps)}, and this ring has {ids(self.keys)}")
+
+
+class KeyFile:
+    """The key ring in a file, which is read again when it has changed: keys are rotated under running processes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read the file; raises as `KeyRing.read`."""
+        self._path = Path(path)
+        self._seen, self._ring = self._version(), KeyRing.read(path)
+
+    @property
+    def ring(self) -> KeyRing:
+        """The ring as it is now, or as it was before the file became unreadable."""
+        if (version := self._version()) != self._seen:
+            try:
+                self._seen, self._ring = version, KeyRing.read(self._path)
+            except UsageError as error:
+                self._seen = version
+                _log.warning("kvabr: %s; the keys that were read before stay in use", error)
+        return self._ring
+
+    def _version(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except (OSError, ValueError):
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+Keys = KeyRing | KeyFile
+
+
+def read_keys(keys: str | os.PathLike[str] | Keys | None) -> Keys | None:
+    """Return keys that are given as such, or as the file that has them; raises as `KeyRing.read`."""
+    return keys if keys is None or isinstance(keys, KeyRing | KeyFile) else KeyFile(keys)
+
+
+def new_key(name: str) -> RingKey:
+    """Return a new random key; raise a `UsageError` unless its name is one."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"key {name[:80]!r}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
+    return RingKey(name, secrets.token_bytes(KEY_BYTES))
+
+
+def ids(keys: Sequence[Wrap | RingKey]) -> str:
+    """Return which keys these are, for a message."""
+    named = [each.key if isinstance(each, Wrap) else f"{each.id} ({each.name})" for each in keys]
+    return ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
+
+
+def unpacked(box: str) -> bytes:
+    """Return the bytes of `Seal.box`; raise a `FormatError` if it is not base64."""
+    try:
+        return base64.b64decode(box, validate=True)
+    except ValueError as error:
+        raise FormatError(f"catalog: its seal is not base64 ({error})") from error

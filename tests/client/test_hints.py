@@ -1,0 +1,80 @@
+"""Hints: what is expected to come is in the store before it does, and stays there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import Limits, PlayOptions
+from kvabr.store.lru import ByteLru
+from kvabr.types.errors import UsageError
+from tests.client.virtual import virtual
+from tests.toymodel import SPEC, prompt
+
+TOKENS = prompt(160).tokens
+
+
+@virtual
+async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, long):
+    async with origin(1e5, folder="long") as link:
+        client = AsyncClient(link, model=SPEC)
+        hinted = await client.hint(TOKENS, within_s=60.0, keep_s=60.0)
+        assert hinted.tokens == 160
+        assert hinted.bytes >= long.track("FP16").total_bytes
+        assert hinted.loss == pytest.approx(long.track("FP16").total_loss)
+        before = link.stats().bytes_received
+        played = await client.play(TOKENS, deadline=1.0)
+        assert link.stats().bytes_received - before < 20_000  # the catalog
+        assert set(played.coverage) == {"FP16"}
+        assert played.ttft_s < 0.1
+        await client.close()
+
+
+@virtual
+async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
+    async with origin(long.track("Int4").total_bytes / 2, folder="long") as link:
+        client = AsyncClient(link, model=SPEC)
+        hinted = await client.hint(TOKENS, within_s=1.0)
+        assert 0 <= hinted.tokens < 160
+        assert len(client.store) > 0
+        assert (await client.hint(range(90), within_s=1.0)).tokens == 0
+        with pytest.raises(UsageError):
+            await client.hint((), within_s=1.0)
+        await client.close()
+
+
+@virtual
+async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
+    size = long.track("FP16").total_bytes
+    async with origin(1e8, folder=".") as link:
+        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size)))
+        options = PlayOptions(policy="fixed:FP16")
+        await client.hint(TOKENS, within_s=10.0, keep_s=100.0, options=options)
+        await client.play(prompt(70).tokens, deadline=5.0, options=options)
+        assert client.store.present(long.track("FP16").digests) == set(long.track("FP16").digests)
+        await client.close()
+
+
+def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("kvabr.store.lru.time.monotonic", lambda: now[0])
+    gone = []
+    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key))
+    for key in "abc":
+        lru.add(key, key)
+    lru.keep("abx", 10.0)
+    lru.add("d", "d")
+    assert gone == ["c"]
+    lru.keep("d", 5.0)
+    lru.add("e", "e")  # all are kept: the least recently used one goes
+    assert gone[1:] == ["a"]
+    now[0] = 6.0
+    for key in "fghi":
+        lru.add(key, key)
+    assert "b" in lru
+    assert "d" in gone
+    now[0] = 11.0
+    for key in "jkl":
+        lru.add(key, key)
+    assert "b" in gone
+    assert lru.currsize == 3
