@@ -86,6 +86,8 @@ class Publisher:
                 (`kvabr.telemetry.kv_events`); stores that many read keep none.
             keys: a key ring, or its file: what is published is sealed, see `kvabr.types.sealing`.
         """
+        if keep_tokens and keys is not None:
+            raise UsageError("sealed caches are for those who have a key: their token ids are not kept beside them")
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
         self.offer = TrackOffer(
@@ -94,6 +96,8 @@ class Publisher:
         """The tracks."""
         self.store = open_store(location)
         self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
+        if keep_tokens and self._folder is None:
+            raise UsageError(f"{location}: object stores keep no token ids of prompts; only folders do")
         check_sealable(self.store, keys)
         try:
             self.store.prepare()
