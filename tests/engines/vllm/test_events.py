@@ -6,14 +6,17 @@ import shutil
 import threading
 import time
 
+import msgspec
 import pytest
 import structlog
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
+from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.publisher import EventSockets
 from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
-from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt
+from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, encoded
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama
@@ -69,6 +72,26 @@ class World(VllmWorld):
     def close(self):
         self._subscriber.__exit__()
         super().close()
+
+
+def test_vllms_own_classes_read_what_kvabr_tells_and_name_blocks_alike(monkeypatch):
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+    from vllm.utils.hashing import sha256, sha256_cbor
+    from vllm.v1.core import kv_cache_utils
+
+    for hashed in (sha256, sha256_cbor):
+        monkeypatch.setattr(kv_cache_utils, "NONE_HASH", None, raising=False)
+        kv_cache_utils.init_none_hash(hashed)
+        parent, names = None, []
+        for first in range(0, 500 - 16, 16):
+            parent = kv_cache_utils.hash_block_tokens(hashed, parent, PROMPT[first : first + 16])
+            names.append(kv_cache_utils.maybe_convert_block_hash(parent))
+        assert BlockHashes(16, hashed.__name__).numbers(PROMPT) == names
+    told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
+    events = [event for _, each in told.changes({"one": PROMPT}) for event in each]
+    read = msgspec.msgpack.decode(encoded(events, 1.0), type=KVEventBatch).events
+    assert isinstance(read[1], BlockStored)
+    assert (read[1].token_ids, read[1].block_size) == (PROMPT[:496], 16)
 
 
 def test_what_is_published_and_found_is_told_and_what_is_gone_is_taken_back(world):
