@@ -66,6 +66,8 @@ class SeenPrompts:
 
     def saw(self, namespace: TrackNamespace) -> None:
         """Note an asset that was looked up."""
+        if not self._tokens.maxsize:
+            return  # nobody wants events
         with self._lock:
             self._seen[namespace.prompt] = namespace
             self._seen.move_to_end(namespace.prompt)
@@ -82,10 +84,10 @@ class SeenPrompts:
     def hear(self, _topic: str, events: Sequence[KVEvent]) -> None:
         """Learn tokens from an origin's events."""
         with self._lock:
-            for event in events:
-                if isinstance(event, KVBlocksStored) and event.kvabr_asset and event.block_hashes:
-                    self._take(event, event.kvabr_asset)
-        self._tell()
+            stored = [one for one in events if isinstance(one, KVBlocksStored) and one.kvabr_asset and one.block_hashes]
+            news = [self._take(one, one.kvabr_asset or "") for one in stored]
+        if any(news):
+            self._tell()
 
     def take_back(self, marks: Collection[str]) -> None:
         """Forget assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
@@ -100,22 +102,25 @@ class SeenPrompts:
             self._seen.clear()
         self._tell()
 
-    def _take(self, event: KVBlocksStored, prompt: str) -> None:
+    def _take(self, event: KVBlocksStored, prompt: str) -> bool:
+        """Take some of a prompt's tokens; return whether they were not known."""
         last, tokens = self._parts.pop(prompt, (None, array("I")))
         if event.parent_block_hash is None:
             tokens = array("I")
         elif last != event.parent_block_hash:
-            return
+            return False
         tokens.extend(event.token_ids)
         self._parts[prompt] = event.block_hashes[-1], tokens
         while len(self._parts) > _MOST_PARTS:
             self._parts.popitem(last=False)
-        self._learn(prompt, tokens)
+        return self._learn(prompt, tokens)
 
-    def _learn(self, prompt: str, tokens: array[int]) -> None:
+    def _learn(self, prompt: str, tokens: array[int]) -> bool:
         known = self._tokens.get(prompt)
-        if known is None or len(known.tokens) < len(tokens):
+        new = known is None or len(known.tokens) < len(tokens)
+        if new:
             self._tokens.replace(prompt, SeenPrompt(tokens[:]))
+        return new
 
     def _tell(self) -> None:
         for listener in self._listeners:

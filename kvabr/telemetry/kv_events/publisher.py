@@ -155,6 +155,8 @@ class KVEventPublisher(Generic[T]):
         self._again_s: float | None = None
         """When everything is told again; None: nobody has asked for it."""
         self._rested_s = self._replay_s = 0.0
+        self._topic, self._batch, self._tokens = "", list[KVEvent](), 0
+        """The batch that is to be sent next."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -199,7 +201,9 @@ class KVEventPublisher(Generic[T]):
             self._log.exception("KV events end here")
 
     def _work(self) -> None:
-        zmq, work = self._zmq, None
+        zmq = self._zmq
+        changes: Iterator[None] | None = None
+        again: Iterator[None] | None = None
         poller = zmq.Poller()
         poller.register(self._publications, zmq.POLLIN)
         poller.register(self._ear, zmq.POLLIN)
@@ -209,8 +213,13 @@ class KVEventPublisher(Generic[T]):
             if self._replays is not None:
                 # A request that comes too soon after the last one waits in its socket.
                 poller.register(self._replays, zmq.POLLIN if now >= self._replay_s else 0)
-            if work is None:
-                work = self._begin(now)
+            if changes is None and self._changed:
+                self._changed = False
+                changes = self._told_one(self._told.changes(self._assets()))
+            if again is None and self._again_s is not None and now >= self._again_s:
+                self._again_s = None
+                again = self._tell_again(now)
+            work = changes or again  # what is gone is told at once, also while everything is told again
             ready = dict(poller.poll(1e3 * (pause_s if work is not None else self._idle_s(now))))
             if self._ear.fileno() in ready:
                 self._ear.recv(4096)
@@ -219,8 +228,9 @@ class KVEventPublisher(Generic[T]):
             if self._replays is not None and self._replays in ready:
                 self._answer(self._replays.recv_multipart(), now)
             began_s = time.monotonic()
-            if work is not None and next(work, None) is None:
-                work = None
+            if work is not None and next(work, self) is self:
+                changes, again = (None, again) if work is changes else (changes, None)
+                self._flush()
                 self._count()
             pause_s = min(time.monotonic() - began_s, _MOST_STEP_S)
 
@@ -229,42 +239,40 @@ class KVEventPublisher(Generic[T]):
         due = [at for at in (self._again_s, self._replay_s if self._replay_s > now else None) if at is not None]
         return max(0.0, min(due, default=now + _IDLE_S) - now)
 
-    def _begin(self, now: float) -> Iterator[bool] | None:
-        """Return what is to be done next; None: nothing."""
-        if self._changed:
-            self._changed = False
-            return self._tell(self._told.changes(self._assets()))
-        if self._again_s is not None and now >= self._again_s:
-            self._again_s = None
-            return self._tell_again(now)
-        return None
-
     def _wanted(self, now: float) -> None:
         """Tell everything again soon."""
         if self._again_s is None:
             self._again_s = max(now + _SETTLE_S, self._rested_s)
 
-    def _tell_again(self, began_s: float) -> Iterator[bool]:
+    def _tell_again(self, began_s: float) -> Iterator[None]:
         if began_s - self._began_s < _RETURN_S:
             for topic in self._told.topics:
-                self._send(topic, [KVBlocksCleared()])
-        yield from self._tell(self._told.again())
+                self._add(topic, [KVBlocksCleared()])
+        yield from self._told_one(self._told.again())
         now = time.monotonic()
         self._rested_s = now + max(_LEAST_REST_S, _REST * (now - began_s))
 
-    def _tell(self, told: Iterator[tuple[str, list[KVEvent]]]) -> Iterator[bool]:
-        """Send events in batches; yield after each asset."""
-        topic, batch, tokens = "", list[KVEvent](), 0
-        for to, events in told:
-            if batch and (to != topic or tokens >= _BATCH_TOKENS):
-                self._send(topic, batch)
-                batch, tokens = [], 0
-            topic = to
-            batch += events
-            tokens += sum(len(event.token_ids) for event in events if isinstance(event, KVBlocksStored))
-            yield True
-        if batch:
-            self._send(topic, batch)
+    def _told_one(self, told: Iterator[tuple[str, list[KVEvent]]]) -> Iterator[None]:
+        """Send what is told, and yield after each asset."""
+        for topic, events in told:
+            self._add(topic, events)
+            yield
+
+    def _add(self, topic: str, events: list[KVEvent]) -> None:
+        """Add events to the batch, in the order in which they are told; send it once it is large enough."""
+        if events and topic != self._topic:
+            self._flush()
+        for event in events:
+            self._topic = topic
+            self._batch.append(event)
+            self._tokens += len(event.token_ids) if isinstance(event, KVBlocksStored) else 0
+            if self._tokens >= _BATCH_TOKENS:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._send(self._topic, self._batch)
+        self._batch, self._tokens = [], 0
 
     def _send(self, topic: str, events: list[KVEvent]) -> None:
         batch = self._buffer.add(topic.encode(), encoded(events, time.time()))

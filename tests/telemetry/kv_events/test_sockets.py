@@ -244,3 +244,30 @@ def test_addresses_that_cannot_be_bound_and_endpoints_that_are_none(store, tmp_p
     for text in (*wrong, "ipc://" + "x" * 200):
         with pytest.raises(UsageError, match="such as tcp://"):
             check_endpoint(text, "--kv-events")
+
+
+def test_what_goes_while_everything_is_told_again_is_told_in_the_order_in_which_it_went(store):
+    """The removal of an asset must not overtake the batch in which it is told again."""
+    store.prompts = {str(number): (number, *PROMPT[:47]) for number in range(50)}
+    last = store.prompts["49"]
+    reading, go_on = threading.Event(), threading.Event()
+
+    def read(tokens):
+        if tokens is last and reading.is_set():
+            go_on.wait(LIMIT_S)  # it is told again, and goes at that moment
+        return ToldPrompt("m", "a" * 64, tokens)
+
+    told = ToldAssets(BlockHashes(16), read)
+    with KVEventPublisher(store.sockets, told, lambda: dict(store.prompts), LOG, store.metrics) as publisher:
+        with Reader(store.sockets) as early:
+            early.wait_for(48, last)
+            reading.set()
+            with Reader(EventSockets(store.sockets.endpoint)) as late:
+                del store.prompts["49"]
+                publisher.changed()
+                go_on.set()
+                for reader in (early, late):
+                    reader.wait_for(0, last)
+                    reader.wait_for(48, store.prompts["48"])
+                publisher.changed()
+                early.wait_for(0, last)
