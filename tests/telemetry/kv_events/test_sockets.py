@@ -258,16 +258,16 @@ def test_what_goes_while_everything_is_told_again_is_told_in_the_order_in_which_
         return ToldPrompt("m", "a" * 64, tokens)
 
     told = ToldAssets(BlockHashes(16), read)
-    with KVEventPublisher(store.sockets, told, lambda: dict(store.prompts), LOG, store.metrics) as publisher:
-        with Reader(store.sockets) as early:
-            early.wait_for(48, last)
-            reading.set()
-            with Reader(EventSockets(store.sockets.endpoint)) as late:
-                del store.prompts["49"]
-                publisher.changed()
-                go_on.set()
-                for reader in (early, late):
-                    reader.wait_for(0, last)
-                    reader.wait_for(48, store.prompts["48"])
-                publisher.changed()
-                early.wait_for(0, last)
+    publisher = KVEventPublisher(store.sockets, told, lambda: dict(store.prompts), LOG, store.metrics)
+    with publisher, Reader(store.sockets) as early:
+        early.wait_for(48, last)
+        reading.set()
+        with Reader(EventSockets(store.sockets.endpoint)) as late:
+            del store.prompts["49"]
+            publisher.changed()
+            go_on.set()
+            for reader in (early, late):
+                reader.wait_for(0, last)
+                reader.wait_for(48, store.prompts["48"])
+            publisher.changed()
+            early.wait_for(0, last)
