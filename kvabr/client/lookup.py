@@ -28,6 +28,7 @@ from kvabr.types.errors import (
     FormatError,
     NotFoundError,
     RequestError,
+    SealedError,
     TransportError,
     UsageError,
 )
@@ -373,7 +374,11 @@ def _checked(catalog: Catalog, keys: Keys | None = None) -> Catalog:
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
-    return catalog if keys is None else catalog.opened(keys.ring)
+    if keys is None:
+        return catalog
+    if catalog.seal is None:  # or a store could put a cache of its own in the place of a sealed one
+        raise SealedError("this cache is not sealed, and a client with keys plays sealed ones alone")
+    return catalog.opened(keys.ring)
 
 
 def most_frame_bytes(spec: KVSpec) -> int:

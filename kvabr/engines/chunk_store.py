@@ -50,7 +50,7 @@ from kvabr.types.errors import (
     TransportError,
     UsageError,
 )
-from kvabr.types.kv import DTYPES, KVSpec
+from kvabr.types.kv import DTYPES, KVSpec, LayerClass
 from kvabr.types.naming import DIGITS, LAYERS, MARK, TrackNamespace, safe_name, with_facts
 
 LOG = logging.getLogger("kvabr.engines.chunk_store")
@@ -64,6 +64,9 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
 """What names of earlier versions did not have."""
 _PAUSED_SHARE = 0.1
 """Share of its deadline that a play gets while the origin does not answer: its groups may be here already."""
+
+_USUAL_DIMS = (128, 64)
+"""Of a head."""
 
 STEP_TOKENS = 2048
 """Tokens that an engine computes in a step, if nothing else is known: the least of the usual."""
@@ -95,14 +98,18 @@ class KeyedSettings(EngineSettings):
         return settings
 
 
-def spec_of(model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype) -> KVSpec:
+def spec_of(
+    model: str, engine: str, layers: int, heads: int, dim: int, dtype: torch.dtype, *, latent: bool = False
+) -> KVSpec:
     """Return the spec of an engine's caches; `FormatError` if the engine quantises them.
 
     ``model`` is the model's name (`named`); ``engine`` stands in for the tokenizer, which keys do not tell; ``heads``
-    are those of one rank.
+    are those of one rank. ``latent``: there is one vector of ``dim`` per token, without heads (MLA).
     """
     if (kind := str(dtype).removeprefix("torch.")) not in DTYPES:
         raise FormatError(f"a cache of {dtype}: the engine quantises it itself; kvabr's tracks need 16 or 32 bits")
+    if latent:
+        return KVSpec(model, engine, (LayerClass("latent", tuple(range(layers)), 1, dim, 0, kind),))
     return KVSpec.uniform(model, engine, layers, heads, dim, kind)
 
 
@@ -161,7 +168,7 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
         ForeignError: it is for caches of another shape, such as those of all heads where this rank has some.
     """
     chosen = settings.profile is not None
-    profile = read_profile(settings.profile) if settings.profile is not None else _shipped(spec.model)
+    profile = _profile_of(spec.model, settings)
     if profile is None:
         return None
     theirs = profile.spec
@@ -175,15 +182,44 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
     return replace(profile, spec=mine, transform=replace(profile.transform, structure=structure))
 
 
-def _shipped(model: str) -> Profile | None:
+def head_dim_of(model: str, width: int, settings: EngineSettings) -> int:
+    """Return the dimensions of a head, where an engine tells only those of all heads together.
+
+    They are those of the codec profile that `profile_for` takes, if it has as many in all; errors as there. Otherwise
+    they matter little, as plain tracks scale each token of each head by itself: 128, or 64, where that divides them.
+    """
+    profile = _profile_of(model, settings)
+    if profile is not None and profile.spec.only.halves == 2:
+        only = profile.spec.only
+        if only.heads * only.k_dim == width:
+            return only.k_dim
+    return next((dim for dim in _USUAL_DIMS if width % dim == 0), width)
+
+
+def _profile_of(model: str, settings: EngineSettings) -> Profile | None:
+    """Return the profile of the settings, or the one that kvabr ships for a model of this name, if any."""
+    if settings.profile is not None:
+        return read_profile(settings.profile)
     found = next((each for each in shipped_profiles() if each.spec.model == model), None)
     return None if found is None else Profile.from_bytes(found.read())
 
 
-def _alike(one: KVSpec, other: KVSpec) -> bool:
-    """Return whether two specs are of the same caches; who has no profile does not know their rotary embedding."""
+def _alike(one: KVSpec, other: KVSpec, *, any_heads: bool) -> bool:
+    """Return whether two specs are of the same caches; who has no profile does not know their rotary embedding.
+
+    ``any_heads``: nor into which heads the numbers of a token are divided.
+    """
     ropes = {each.rope for spec in (one, other) for each in spec.classes} - {None}
     bare = [replace(spec, classes=tuple(replace(each, rope=None) for each in spec.classes)) for spec in (one, other)]
+    if any_heads and [each.heads * each.k_dim for each in one.classes] == [
+        each.heads * each.k_dim for each in other.classes
+    ]:
+        bare = [
+            replace(
+                spec, classes=tuple(replace(each, heads=1, k_dim=1, v_dim=min(each.v_dim, 1)) for each in spec.classes)
+            )
+            for spec in bare
+        ]
     return len(ropes) <= 1 and bare[0].digest() == bare[1].digest()
 
 
@@ -219,6 +255,25 @@ def places(played: PlayedPrefix, kv: torch.Tensor) -> list[Place]:
     return [room.place(first, unit.tokens) for unit, first in pairs]
 
 
+class KeyedOrigin:
+    """The client of stores with the same settings, and whether it asks its origin. For one event loop."""
+
+    def __init__(self, settings: KeyedSettings) -> None:
+        """Dial nothing; `UsageError` if a setting of the connection is wrong."""
+        self.client = open_client(settings)
+        self._watching: asyncio.Task[None] | None = None
+        self.pause = OriginPause(self._watch)
+
+    def _watch(self, probe: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        self._watching = asyncio.get_running_loop().create_task(probe(self.client))
+
+    async def close(self) -> None:
+        """End all plays."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await self.client.close()
+
+
 class ChunkStore:
     """Looks up, plays and publishes caches by key. Its coroutines are for one event loop."""
 
@@ -235,6 +290,8 @@ class ChunkStore:
         told: Callable[[], str | None] = lambda: None,
         step_tokens: int = STEP_TOKENS,
         least: int = 0,
+        origin: KeyedOrigin | None = None,
+        any_heads: bool = False,
     ) -> None:
         """Open the store that the settings name for publishing, if any; nothing is dialled.
 
@@ -249,6 +306,9 @@ class ChunkStore:
             told: returns the version of the weights that the engine declares, if any; is called often.
             step_tokens: tokens that the engine computes in a step, if the settings do not say.
             least: tokens of a prefix below which the engine fetches nothing.
+            origin: is shared with other stores, and outlives this one; None: this one has its own.
+            any_heads: the engine does not tell its heads, see `head_dim_of`: caches with others of the same width are
+                its own, too. They are placed by the spec of what was played.
 
         Raises:
             UsageError: the store cannot be opened, a track is unknown, or a setting of the connection is wrong.
@@ -289,12 +349,14 @@ class ChunkStore:
                 digest=settings.digest,
                 keys=settings.keys,
             )
-        self.client = open_client(settings)
-        self._watching: asyncio.Task[None] | None = None
-        self._pause = OriginPause(self._watch)
+        self._any_heads = any_heads
+        self._origin = origin or KeyedOrigin(settings)
+        self._own_origin = self._origin if origin is None else None
+        self.client = self._origin.client
 
-    def _watch(self, probe: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
-        self._watching = asyncio.get_running_loop().create_task(probe(self.client))
+    @property
+    def _pause(self) -> OriginPause:
+        return self._origin.pause
 
     def _text(self, key: str) -> str:
         """Return the full key of a cache: what the engine calls it, of this model with the weights that it has now."""
@@ -309,8 +371,19 @@ class ChunkStore:
         Those are all that can be fetched, less the last ones if it is worth more that it computes them with what
         follows (`kvabr.engines.keyed_tails`). ``goes_on``: the prompt may have more keys than these.
         """
+        return sum(takewhile(bool, await self.offered(keys, positions, goes_on=goes_on)))
+
+    async def offered(
+        self, keys: Sequence[str], positions: Sequence[range | None] | None = None, *, goes_on: bool = False
+    ) -> list[bool]:
+        """Return for each cache of a prompt whether the engine is to fetch it, as `leading`; also behind a gap."""
         found = await asyncio.gather(*map(self.find, keys, positions or repeat(None)))
+        there = [one is not None for one in found]
         catalogs = [one.catalog for one in takewhile(lambda one: one is not None, found) if one is not None]
+        kept = await self._kept(keys, catalogs, goes_on=goes_on)
+        return [one and not kept <= place < len(catalogs) for place, one in enumerate(there)]
+
+    async def _kept(self, keys: Sequence[str], catalogs: Sequence[Catalog], *, goes_on: bool) -> int:
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
             return self._tails.at_most(catalogs)
         # Of what follows the last key, which is not a whole cache, nothing is known but that it is not empty.
@@ -377,7 +450,7 @@ class ChunkStore:
 
     def _fits(self, catalog: Catalog, spec: KVSpec) -> bool:
         """Return whether a catalog describes a cache as the engine wants it; the log says why it does not."""
-        if not _alike(catalog.spec, spec):
+        if not _alike(catalog.spec, spec, any_heads=self._any_heads):
             why = f"{catalog.spec}; this engine's {spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
             why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
@@ -448,20 +521,22 @@ class ChunkStore:
         """Return whether the origin answers now."""
         return self._settings.url is not None and await answers(self.client, self._settings.lookup_s)
 
-    def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[bool]:
-        """Publish a cache in the background, from any thread; return whether it is published, now or before.
+    def put(self, key: str, kv: torch.Tensor, position: int | None = None) -> Future[int | None]:
+        """Publish a cache in the background, from any thread; return its bytes, 0 if it was published before.
+
+        None: it is not published.
 
         ``kv``, [layer, K/V, head, token, dim], must not change before the future is done. ``position`` is that of its
         first token in the prompt; None: not known, so there are no AC tracks.
         """
-        done: Future[bool] = Future()
+        done: Future[int | None] = Future()
         if self.publisher is None:
-            done.set_result(False)
+            done.set_result(None)
             return done
         if position is None and self._placed:
             self.trouble.tell(f"caches are published without {', '.join(self._placed)}", self._unplaced)
             if self._only_placed:
-                done.set_result(False)
+                done.set_result(None)
                 return done
         tokens = kv.shape[3]
         slot = self.publisher.reserve_named(key_digests(self.spec, self._text(key), tokens), tokens, position)
@@ -470,20 +545,20 @@ class ChunkStore:
             def over(outcome: PublishOutcome) -> None:
                 if outcome.verdict == "failed":
                     self.trouble.tell("a cache was not published", outcome.why)
-                done.set_result(outcome.verdict == "published")
+                done.set_result(outcome.bytes if outcome.verdict == "published" else None)
 
             slot.fill(kv, over)
             return done
         if slot == "full":
             self.trouble.tell("caches were not published", "they came faster than they can be encoded")
-        done.set_result(slot == "known")
+        done.set_result(0 if slot == "known" else None)
         return done
 
     async def close(self) -> None:
         """End all plays, and publish what waits."""
-        for task in (*self._profiles.values(), self._watching):
-            if task is not None:
-                task.cancel()
-        await self.client.close()
+        for task in self._profiles.values():
+            task.cancel()
+        if self._own_origin is not None:
+            await self._own_origin.close()
         if self.publisher is not None:
             await asyncio.to_thread(self.publisher.close)

@@ -92,8 +92,8 @@ PolicyName = Annotated[Text, _checked(load_policy)]
 EstimatorName = Annotated[Text, _checked(load_estimator)]
 
 
-class EngineSettings(BaseModel):
-    """Keys that every adapter understands."""
+class SettingsTable(BaseModel):
+    """A table in an engine's configuration."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
@@ -103,6 +103,35 @@ class EngineSettings(BaseModel):
     """Keys whose values must not appear in messages."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Keys of other adapters that this one cannot have, and why."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, object], where: str) -> Self:
+        """Return the settings of a table in the engine's configuration, which the user calls ``where``.
+
+        Raises:
+            UsageError: a key is unknown (the message has the nearest one) or has a wrong value.
+        """
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            raise UsageError(f"{where}: {cls._explain(error.errors()[0])}") from None
+
+    @classmethod
+    def _explain(cls, error: ErrorDetails) -> str:
+        key = str(error["loc"][0])
+        if error["type"] == "extra_forbidden":
+            if key in cls.elsewhere:
+                return f"there is no key {key!r}: {cls.elsewhere[key]}"
+            close = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.model_fields)}"
+            return f"there is no key {key!r}; {hint}"
+        cause = error.get("ctx", {}).get("error")
+        why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
+        return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"
+
+
+class EngineSettings(SettingsTable):
+    """Keys that every adapter understands."""
 
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
@@ -158,8 +187,8 @@ class EngineSettings(BaseModel):
     """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
     processor's time and which readers need the extra ``fast`` for."""
     keys: FilePath | None = None
-    """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are opened. It is read again when
-    it has changed. None: nothing is sealed."""
+    """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are played, no others. It is read
+    again when it has changed. None: nothing is sealed."""
     token: Annotated[Text | None, Field(repr=False)] = None
     """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
     token_file: FilePath | None = None
@@ -231,31 +260,6 @@ class EngineSettings(BaseModel):
     def publish_bytes(self) -> int | None:
         """``publish_mib`` in bytes."""
         return None if self.publish_mib is None else self.publish_mib << 20
-
-    @classmethod
-    def read(cls, given: Mapping[str, object], where: str) -> Self:
-        """Return the settings of a table in the engine's configuration, which the user calls ``where``.
-
-        Raises:
-            UsageError: a key is unknown (the message has the nearest one) or has a wrong value.
-        """
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            raise UsageError(f"{where}: {cls._explain(error.errors()[0])}") from None
-
-    @classmethod
-    def _explain(cls, error: ErrorDetails) -> str:
-        key = str(error["loc"][0])
-        if error["type"] == "extra_forbidden":
-            if key in cls.elsewhere:
-                return f"there is no key {key!r}: {cls.elsewhere[key]}"
-            close = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.model_fields)}"
-            return f"there is no key {key!r}; {hint}"
-        cause = error.get("ctx", {}).get("error")
-        why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
-        return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"
 
 
 class TroubleLog:

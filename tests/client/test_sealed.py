@@ -22,6 +22,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, SealedError, UsageError
 from kvabr.types.live import LiveCatalog
 from kvabr.types.naming import chain
+from kvabr.types.passage import Exact, Passage
 from kvabr.types.sealing import KeyRing, new_key
 from tests.client.live import Producer, origin, working
 from tests.client.playing import connection, off_by
@@ -58,7 +59,8 @@ async def played(folder, keys, policy):
 
 @virtual
 async def test_a_sealed_cache_plays_like_an_open_one(folder):
-    plain, sealed = [await played(folder / name, READER, "anytime") for name in ("open", "sealed")]
+    pairs = (("open", None), ("sealed", READER))
+    plain, sealed = [await played(folder / name, keys, "anytime") for name, keys in pairs]
     assert sealed.coverage == plain.coverage
     assert torch.equal(sealed.kv, plain.kv)
     assert sealed.loss == plain.loss
@@ -106,8 +108,13 @@ def test_nothing_of_the_prompt_or_the_losses_is_in_the_folder(folder):
 async def test_a_group_that_was_not_sealed_is_refused(folder):
     """A store cannot put an open frame in the place of a sealed one, even if it could change the digests."""
     async with connection(PublishedAssets(folder / "open")) as link:
-        client = AsyncClient(link, keys=RING)
+        client = AsyncClient(link)
         found = await client.find(TOKENS, model=SPEC)
+        with pytest.raises(SealedError, match="plays sealed ones alone"):
+            await AsyncClient(link, keys=RING).find(TOKENS, model=SPEC)
+        parts = [Exact(TOKENS[:16]), Passage(TOKENS[16:])]
+        with pytest.raises(SealedError, match="passages are not sealed"):
+            await AsyncClient(link, keys=RING).find_joined(parts, SPEC)
         forged = replace(found, catalog=replace(found.catalog, key=RING.asset_key(found.catalog.chunks[0])))
         with pytest.raises(PlayError, match="not sealed, but the catalog is"):
             await client.play_asset(forged, deadline=2.0, options=PlayOptions(policy="fixed:FP16"))

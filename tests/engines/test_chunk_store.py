@@ -12,7 +12,7 @@ import torch
 from kvabr.client import profiles
 from kvabr.client.blocking import LoopThread
 from kvabr.engines import origin_pause
-from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, profile_for, spec_of
+from kvabr.engines.chunk_store import ChunkStore, KeyedOrigin, KeyedSettings, profile_for, spec_of
 from kvabr.types.errors import AssetError, ForeignError, FormatError, TransportError
 from kvabr.types.naming import LAYERS as AC_TRACKS
 from tests import kvdata
@@ -352,3 +352,49 @@ def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, 
     finally:
         origin_pause.answers = answers
         loop.call(one.close())
+
+
+def test_who_does_not_know_the_heads_takes_any_of_the_same_width(origin, loop):
+    """And is told which are there, also behind a gap."""
+    one = store(loop, publish=origin.root)
+    for key, first in (("a", 0), ("c", 512)):
+        assert one.put(key, piece(first)).result(300.0)
+    origin.look(2)
+    bare = spec_of(SPEC.model, SPEC.tokenizer, LAYERS, 1, HEADS * DIM, torch.float16)
+    narrow = spec_of(SPEC.model, SPEC.tokenizer, LAYERS, 1, HEADS * DIM - 1, torch.float16)
+
+    async def opened(spec, *, any_heads):
+        settings = KeyedSettings(policy="fixed:FP16", **reach_of(origin))
+        return ChunkStore(spec, settings, "a test", max_tokens=256, any_heads=any_heads)
+
+    some, any_, other = (
+        loop.call(opened(spec, any_heads=wanted)) for spec, wanted in ((bare, False), (bare, True), (narrow, True))
+    )
+    assert loop.call(some.offered(["a", "b", "c"])) == loop.call(other.offered(["a", "b", "c"])) == [False] * 3
+    assert loop.call(any_.offered(["a", "b", "c"])) == [True, False, True]
+    played = loop.call(any_.play("a"))
+    assert played.spec.kv_heads == HEADS
+    assert torch.equal(played.kv, piece(0))
+    for each in (one, some, any_, other):
+        loop.call(each.close())
+
+
+def test_stores_share_an_origin_and_what_is_known_of_it(loop):
+    """One that does not answer costs the lookup of one of them."""
+
+    async def opened():
+        settings = KeyedSettings(url="moqt://127.0.0.1:9/", lookup_s=0.3)
+        shared = KeyedOrigin(settings)
+        return shared, [ChunkStore(SPEC, settings, "a test", max_tokens=256, origin=shared) for _ in range(2)]
+
+    shared, (one, other) = loop.call(opened())
+    assert loop.call(one.leading(["a"])) == 0
+    assert shared.pause.active
+    asked = []
+    shared.client.find_asset = lambda *args, **_: asked.append(args)
+    assert loop.call(other.leading(["b"])) == 0
+    assert not asked
+    loop.call(one.close())
+    assert loop.call(other.leading(["c"])) == 0  # the origin outlives a store
+    loop.call(other.close())
+    loop.call(shared.close())

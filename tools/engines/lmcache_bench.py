@@ -89,9 +89,12 @@ def proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:  # noq
 
 
 async def _proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:  # noqa: ANN001
+    link_free_s = 0.0  # of all connections together
+
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: float | None) -> None:
+        nonlocal link_free_s
         loop = asyncio.get_running_loop()
-        free_s, queue = 0.0, asyncio.Queue[tuple[float, bytes]](256)
+        queue = asyncio.Queue[tuple[float, bytes]](256)
 
         async def deliver() -> None:
             while True:
@@ -106,8 +109,10 @@ async def _proxy(pipe, carried, target: int, rate: float, rtt_s: float) -> None:
         delivering = loop.create_task(deliver())
         with contextlib.suppress(OSError):
             while data := await reader.read(_PIECE):
-                free_s = max(free_s, loop.time()) + (0.0 if at is None else len(data) / at)
-                carried.value += 0 if at is None else len(data)
+                free_s = loop.time()
+                if at is not None:
+                    free_s = link_free_s = max(link_free_s, free_s) + len(data) / at
+                    carried.value += len(data)
                 await queue.put((free_s + rtt_s / 2, data))
                 await asyncio.sleep(max(0.0, free_s - loop.time() - 0.005))
         await queue.put((loop.time(), b""))

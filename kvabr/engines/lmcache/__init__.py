@@ -1,4 +1,4 @@
-"""LMCache: a remote storage plug-in, tested with LMCache 0.5.6.
+"""LMCache: a remote storage plug-in and an L2 adapter of its daemon, tested with LMCache 0.5.6.
 
 A chunk of LMCache becomes an asset: encoded on several tracks when it is put, and played at the quality that the
 deadline allows when it is fetched. In LMCache's configuration::
@@ -15,7 +15,14 @@ deadline allows when it is fetched. In LMCache's configuration::
 
 `kvabr.engines.chunk_store.KeyedSettings` has all keys. ``publish`` is a folder that `kvabr serve` serves; an instance
 that only fetches needs none, and one that only stores needs no ``url``. With a codec profile of the model (``profile``)
-the AC tracks are published too. Only `connector` imports LMCache.
+the AC tracks are published too.
+
+LMCache's multi-process mode has a daemon, which loads the adapter that its arguments name::
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvabr.engines.lmcache.daemon", "class_name": "KvabrL2",
+        "adapter_params": {"url": "moqt://origin.example:4443/", "publish": "/srv/kvabr", "deadline_s": 1.0}}'
+
+`serde` has kvabr's codecs for the daemon's own stores. Only `connector`, `daemon` and `serde` import LMCache.
 """
 
 from kvabr.engines.adapters import Adapter
@@ -26,7 +33,7 @@ ADAPTER = Adapter(
     module="kvabr.engines.lmcache",
     tested=("0.5.6", "0.5.7"),
     mode="suffix",
-    layout="chunks [K/V, layer, token, head x dim]",
+    layout="chunks [K/V, layer, token, head x dim], of MLA without K/V",
     rate="the key prefill_rate",
     plays="async",
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ from kvabr.types.kv import KVSpec
 
 _OWN_KEYS = ("module_path", "class_name")
 """Keys that LMCache reads itself."""
+_DCP = "##lmcache-dcp-layout"
+"""Begins what a daemon's engine adds to a model's name if ranks of decode context parallelism hold parts of a chunk."""
 _MAX_PLACES = 1 << 16
 _UNSURE = -1
+ChunkHash = int | bytes
+"""Of the tokens of a prompt up to the end of a chunk: a number in an engine's process, bytes in a daemon."""
 
 
 def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr") -> KeyedSettings:
@@ -32,10 +38,15 @@ def read_settings(extra_config: Mapping[str, Any] | None, plugin: str = "kvabr")
 
 
 def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
-    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); not of MLA or FP8."""
-    layers, both, _, heads, dim = shape
-    if both != 2:
-        raise FormatError(f"a cache of shape {tuple(shape)}: kvabr has tracks for keys and values, not for MLA")
+    """Return the spec of chunks of LMCache's shape (layers, 2, tokens, heads of one rank, dim); not of FP8.
+
+    Of MLA it is (layers, 1, tokens, 1, dim).
+    """
+    layers, halves, _, heads, dim = shape
+    if halves == 1 and heads == 1:
+        return keyed.spec_of(model, "lmcache", layers, 1, dim, dtype, latent=True)
+    if halves != 2:
+        raise FormatError(f"a cache of shape {tuple(shape)} has neither keys and values nor one vector per token (MLA)")
     return keyed.spec_of(model, "lmcache", layers, heads, dim, dtype)
 
 
@@ -43,16 +54,72 @@ def names_of(settings: KeyedSettings, metadata: Any) -> ModelNames:
     """Return what the model is called in the names of its chunks; errors as `kvabr.engines.chunk_store.named`.
 
     LMCache tells no more of a model than its name, and the shape of a worker's caches. Of several workers, these are
-    in the name: their numbers do not tell whether they share layers or heads.
+    in the name: their numbers do not tell whether they share layers or heads. Of MLA they always are: each rank of
+    tensor parallelism has the whole cache, which one publishes and all read, however many they are.
 
     Args:
         settings: the user's.
         metadata: an ``LMCacheMetadata``.
     """
     given = str(metadata.model_name)
-    layers, _, _, heads, dim = metadata.kv_shape
-    facts = {"shape": [layers, heads, dim] if metadata.world_size > 1 else None}
+    layers, halves, _, heads, dim = metadata.kv_shape
+    facts = {"shape": [layers, heads, dim] if metadata.world_size > 1 or halves == 1 else None}
     return keyed.named(settings, given, facts, folder=local_folder(given), kept="shape", raw_keys=True)
+
+
+@dataclass(frozen=True)
+class ObjectLayout:
+    """Shapes and element types of the parts of a daemon's object, usually one."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectLayout:
+        """Return that of LMCache's lists."""
+        return cls(tuple(map(tuple, shapes)), tuple(dtypes))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an object, of which there is one kind of layers."""
+        return self.shapes[0][-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an object."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -> KVSpec:
+    """Return the spec of a daemon's objects, which have the shapes of `as_kv`.
+
+    ``heads`` returns the dimensions of a head for those of all. Raises `FormatError` for objects of several kinds of
+    layers, and as `spec_of`.
+    """
+    if len(layout.shapes) != 1:
+        raise FormatError(f"an object of {len(layout.shapes)} kinds of layers; kvabr takes those of one")
+    shape = layout.shapes[0] if len(layout.shapes[0]) != 3 else (1, *layout.shapes[0])
+    if len(shape) != 4 or not all(shape):
+        raise FormatError(f"an object of the shape {shape}, which is not [K/V, layer, token, head x dim]")
+    halves, layers, tokens, width = shape
+    dim = heads(width) if halves == 2 else width
+    if not dim or width % dim:
+        raise FormatError(f"{width} numbers of a token are not heads of {dim}")
+    return spec_of(model, (layers, halves, tokens, width // dim, dim), layout.dtypes[0])
+
+
+def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> str:
+    """Return what a daemon's model is called in the names of its objects; as `names_of`."""
+    only = spec.only
+    latent = only.kind == "latent"
+    facts = {"shape": [spec.layers, only.heads * only.k_dim] if workers > 1 or latent else None}
+    return keyed.named(settings, model, facts, folder=local_folder(model.partition(_DCP)[0])).name
+
+
+def object_key(key: Any, dtype: torch.dtype) -> str:
+    """Return a daemon's ``ObjectKey`` as text, without the model's name: rank, group of layers, type, tokens, salt."""
+    rank, group, kind = f"{key.kv_rank:x}", key.object_group_id, str(dtype).removeprefix("torch.")
+    return f"@daemon@{rank}@{group}@{kind}@{key.chunk_hash.hex()}@{key.cache_salt}"
 
 
 def chunk_key(key: Any) -> str:
@@ -62,15 +129,20 @@ def chunk_key(key: Any) -> str:
 
 
 def as_kv(chunk: torch.Tensor, spec: KVSpec) -> torch.Tensor:
-    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's KV_2LTD.
+    """Return a view in kvabr's layout, [layer, K/V, head, token, dim], of a chunk in LMCache's.
 
-    That is [K/V, layer, token, head x dim]; another shape is a `FormatError`.
+    That is [K/V, layer, token, head x dim] (KV_2LTD), of MLA [1, layer, token, dim], in daemons also [layer, token,
+    dim]. Another shape is a `FormatError`.
     """
-    both, layers, tokens, width = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
-    if (both, layers, width) != (2, spec.layers, spec.kv_heads * spec.head_dim):
-        wanted = f"[2, {spec.layers}, tokens, {spec.kv_heads * spec.head_dim}]"
+    only = spec.only
+    sides, width = (1, sum(only.split)) if only.kind == "latent" else (2, spec.kv_heads * spec.head_dim)
+    if chunk.dim() == 3 and sides == 1:
+        chunk = chunk[None]
+    halves, layers, tokens, held = chunk.shape if chunk.dim() == 4 else (0, 0, 0, 0)
+    if (halves, layers, held) != (sides, spec.layers, width):
+        wanted = f"[{sides}, {spec.layers}, tokens, {width}]"
         raise FormatError(f"a chunk has the shape {tuple(chunk.shape)}, not {wanted}")
-    return chunk.view(2, layers, tokens, spec.kv_heads, spec.head_dim).permute(1, 0, 3, 2, 4)
+    return chunk.view(sides, layers, tokens, only.heads, width // only.heads).permute(1, 0, 3, 2, 4)
 
 
 class Places:
@@ -81,22 +153,22 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._first: LRUCache[int, int] = LRUCache(_MAX_PLACES)
+        self._first: LRUCache[ChunkHash, int] = LRUCache(_MAX_PLACES)
         self._lock = threading.Lock()
 
-    def note(self, chunk_hash: int, first: int) -> None:
+    def note(self, chunk_hash: ChunkHash, first: int) -> None:
         """Note where a chunk begins. A hash that is seen at two places has none."""
         with self._lock:
             known = self._first.get(chunk_hash, first)
             self._first[chunk_hash] = first if known == first else _UNSURE
 
-    def at(self, chunk_hash: int) -> int | None:
+    def at(self, chunk_hash: ChunkHash) -> int | None:
         """Return the position of a chunk's first token; None if it is not known."""
         with self._lock:
             first: int = self._first.get(chunk_hash, _UNSURE)
         return None if first == _UNSURE else first
 
-    def possible(self, chunk_hash: int) -> range | None:
+    def possible(self, chunk_hash: ChunkHash) -> range | None:
         """Return the positions that a chunk can have, as `ChunkStore.find` takes them.
 
         That is one; none of a hash that was seen at two places; None if nothing is known.
@@ -124,6 +196,27 @@ class Places:
 
         process_tokens.kvabr_places = self  # type: ignore[attr-defined]
         database.process_tokens = process_tokens
+
+    def watch_hasher(self, hasher: type[Any]) -> None:
+        """Note all chunks that objects of a class like LMCache's `TokenHasher`, the daemon's, hash from now on.
+
+        Its method ``hash_tokens(tokens, prefix_hash)`` hashes a chunk behind another, or behind ``none_hash``.
+        """
+        made: Callable[..., Any] = hasher.hash_tokens
+        if getattr(made, "kvabr_places", None) is self:
+            return
+
+        @functools.wraps(made)
+        def hash_tokens(self_: Any, tokens: Any, prefix_hash: Any = None) -> Any:
+            hashed = made(self_, tokens, prefix_hash)
+            if prefix_hash is None or prefix_hash == self_.none_hash:
+                self.note(self_.hash_to_bytes(hashed), 0)
+            elif (before := self.at(self_.hash_to_bytes(prefix_hash))) is not None:
+                self.note(self_.hash_to_bytes(hashed), before + self_.chunk_size)
+            return hashed
+
+        hash_tokens.kvabr_places = self  # type: ignore[attr-defined]
+        hasher.hash_tokens = hash_tokens
 
     def _noting(self, chunks: Iterable[Any]) -> Iterator[Any]:
         for chunk in chunks:

@@ -205,7 +205,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         memory_obj.ref_count_up()
         over = self._store.put(chunk_key(key), kv, PLACES.at(key.chunk_hash))
         over.add_done_callback(lambda _: memory_obj.ref_count_down())
-        if await asyncio.shield(asyncio.wrap_future(over)):
+        if await asyncio.shield(asyncio.wrap_future(over)) is not None:
             self._put[key.to_string()] = None
             while len(self._put) > _MAX_LISTED:
                 del self._put[next(iter(self._put))]

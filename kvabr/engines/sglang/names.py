@@ -52,9 +52,13 @@ def names_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> ModelN
     return named(settings, given, facts, folder=server.folder or local_folder(given), kept="dtype")
 
 
-def page_key(config: Any, key: str) -> str:
-    """Return the key of a page and this rank: SGLang's hash covers all tokens up to its end, and an adapter."""
-    return f"@{config.tp_size}@{config.tp_rank}@{config.pp_size}@{config.pp_rank}@{key}"
+def page_key(config: Any, key: str, *, latent: bool = False) -> str:
+    """Return the key of a page and this rank: SGLang's hash covers all tokens up to its end, and an adapter.
+
+    Latents are the same in all ranks of tensor parallelism: one publishes them, all read them.
+    """
+    ranks = "mla" if latent else f"{config.tp_size}@{config.tp_rank}"
+    return f"@{ranks}@{config.pp_size}@{config.pp_rank}@{key}"
 
 
 def server_facts() -> ServerFacts:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.chunk_store import KeyedSettings, key_digests, namespace
-from kvabr.engines.lmcache.chunks import Places, as_kv, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import Places, as_kv, names_of, read_settings, spec_of
 from kvabr.types.errors import FormatError, UsageError
 
 SHAPE = (3, 2, 256, 2, 16)
@@ -27,7 +27,7 @@ def test_specs():
     assert SPEC.digest() != spec_of("org/model", SHAPE, torch.bfloat16).digest()
     assert spec_of("org/model~0123", SHAPE, torch.float16).model == "org/model~0123"
     with pytest.raises(FormatError, match="MLA"):
-        spec_of("m", (3, 1, 256, 1, 576), torch.bfloat16)
+        spec_of("m", (3, 1, 256, 2, 576), torch.bfloat16)
     with pytest.raises(FormatError, match="quantises"):
         spec_of("m", SHAPE, torch.float8_e4m3fn)
 
@@ -43,6 +43,65 @@ def test_the_layout_is_a_view():
     for wrong in (chunk[:1], chunk[:, :2], chunk[..., :31], chunk[0]):
         with pytest.raises(FormatError, match="a chunk has the shape"):
             as_kv(wrong, SPEC)
+
+
+def test_of_mla_a_chunk_has_one_vector_of_a_token():
+    spec = spec_of("m", (3, 1, 256, 1, 576), torch.bfloat16)
+    assert (spec.only.kind, spec.only.k_dim, spec.only.v_dim) == ("latent", 576, 0)
+    chunk = torch.arange(3 * 5 * 576, dtype=torch.float32).reshape(1, 3, 5, 576)
+    for same in (chunk, chunk[0]):
+        kv = as_kv(same, spec)
+        assert kv.shape == spec.shape(5)
+        assert torch.equal(kv[2, 0, 0, 4], chunk[0, 2, 4])
+        assert kv.data_ptr() == chunk.data_ptr()
+    with pytest.raises(FormatError, match=r"not \[1, 3, tokens, 576\]"):
+        as_kv(torch.zeros(2, 3, 5, 576), spec)
+
+
+class Metadata:
+    """What `names_of` takes of an ``LMCacheMetadata``."""
+
+    def __init__(self, shape, workers):
+        self.model_name, self.kv_shape, self.world_size = "org/model", shape, workers
+
+
+def test_however_many_ranks_there_are_the_latents_have_one_name():
+    """Of heads, and of the layers of a pipeline, each rank has its own."""
+    settings = KeyedSettings(url="moqt://origin.example/")
+    names = {workers: names_of(settings, Metadata((61, 1, 256, 1, 576), workers)).name for workers in (1, 2, 8)}
+    assert len(set(names.values())) == 1
+    assert names_of(settings, Metadata((30, 1, 256, 1, 576), 2)).name != names[2]
+    assert (
+        names_of(settings, Metadata((61, 2, 256, 4, 128), 2)).name
+        != names_of(settings, Metadata((61, 2, 256, 8, 128), 1)).name
+    )
+
+
+class Hasher:
+    """Hashes as LMCache's `TokenHasher` does: numbers of the chunk behind those of the ones before."""
+
+    none_hash, chunk_size = b"none", 2
+
+    def hash_tokens(self, tokens, prefix_hash=None):
+        return (prefix_hash or self.none_hash) + bytes(tokens)
+
+    @staticmethod
+    def hash_to_bytes(hashed):
+        return hashed
+
+
+def test_the_daemons_hasher_tells_where_chunks_begin():
+    class Watched(Hasher):
+        pass
+
+    places, hasher = Places(), Watched()
+    places.watch_hasher(Watched)
+    places.watch_hasher(Watched)
+    assert Watched.hash_tokens.__wrapped__ is Hasher.hash_tokens
+    first = hasher.hash_tokens([1, 2])
+    second = hasher.hash_tokens([3, 4], first)
+    assert [places.at(each) for each in (first, second)] == [0, 2]
+    assert places.at(hasher.hash_tokens([3, 4], b"of somewhere else")) is None
 
 
 def test_settings(tmp_path):

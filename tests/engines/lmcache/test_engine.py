@@ -31,7 +31,10 @@ PREFIX = "remote_storage_plugin.kvabr."
 
 
 class OnCpu(GPUConnectorInterface):
-    """Moves chunks between LMCache and an engine's cache, [K/V, layer, token, head x dim]."""
+    """Moves chunks between LMCache and an engine's cache, [K/V, layer, token, head x dim]; of latents K/V is 1."""
+
+    def __init__(self, latent=None):
+        self.latent = latent
 
     def from_gpu(self, chunk, start, end, **kwargs):
         chunk.tensor.copy_(kwargs["cache"][:, :, start:end])
@@ -48,7 +51,7 @@ class OnCpu(GPUConnectorInterface):
             self.to_gpu(*one, **kwargs)
 
     def get_shape(self, tokens):
-        return torch.Size([2, LAYERS, tokens, HEADS * DIM])
+        return torch.Size([2, LAYERS, tokens, HEADS * DIM] if self.latent is None else [1, LAYERS, tokens, self.latent])
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +66,20 @@ def engine():
     """Make LMCache engines: ``engine(dtype=..., url=..., ...)``, with kvabr's options by keyword."""
     names = []
 
-    def build(*, dtype=torch.float16, model="test/model", layers=LAYERS, **options):
+    def build(*, dtype=torch.float16, model="test/model", layers=LAYERS, latent=None, rank=(0, 1), **options):
         extra = {f"{PREFIX}module_path": "kvabr.engines.lmcache.connector", f"{PREFIX}class_name": "KvabrAdapter"}
         extra |= {f"{PREFIX}{key}": value for key, value in options.items()}
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK, local_cpu=False, max_local_cpu_size=0.25, remote_serde="naive", save_unfull_chunk=True,
             remote_storage_plugins=["kvabr"], extra_config=extra,
         )  # fmt: skip
-        metadata = LMCacheMetadata(model, 1, 1, 0, 0, dtype, (layers, 2, CHUNK, HEADS, DIM))
+        shape = (layers, 2, CHUNK, HEADS, DIM) if latent is None else (layers, 1, CHUNK, 1, latent)
+        worker, workers = rank
+        metadata = LMCacheMetadata(model, workers, workers, worker, worker, dtype, shape, use_mla=latent is not None)
         name = f"engine-{len(names)}"
         names.append(name)
         made = LMCacheEngineBuilder.get_or_create(
-            name, config, metadata, OnCpu(), lambda _tensor, _source: None, lambda thing, _source: thing
+            name, config, metadata, OnCpu(latent), lambda _tensor, _source: None, lambda thing, _source: thing
         )
         made.post_init()
         return made
@@ -123,6 +128,24 @@ def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
     metrics = connector(other).metrics
     assert metrics.value("kvabr_client_groups_total", source="network") == 5
     assert metrics.value("kvabr_client_groups_total", source="memory") >= 5
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "latent"), [("deepseek", 3, 576), ("glm", 4, 576), ("kimi", 2, 576), ("small", 5, 96)]
+)
+def test_latents_that_rank_0_puts_are_got_by_an_engine_of_any_number_of_ranks(origin, engine, model, layers, latent):
+    """MLA: every rank of tensor parallelism has the whole cache, so LMCache asks for it once."""
+    tokens, before = torch.arange(600) + 30_000, len(origin.holdings.assets)
+    kv = torch.randn((1, layers, 600, latent), generator=torch.Generator().manual_seed(layers)).bfloat16()
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    options |= {"dtype": torch.bfloat16, "model": f"test/{model}", "layers": layers, "latent": latent}
+    engine(rank=(0, 2), publish=str(origin.root), **options).store(tokens=tokens, cache=kv)
+    origin.look(before + 3)
+    other = engine(rank=(0, 1), policy="fixed:BF16", **options)
+    assert other.lookup(tokens) == 600
+    into = torch.zeros_like(kv)
+    assert bool(other.retrieve(tokens=tokens, cache=into).all())
+    assert torch.equal(into, kv)
 
 
 def connector(engine):

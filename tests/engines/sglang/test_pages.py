@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvabr.engines.sglang.pages import LAYOUTS, page_view, read_settings
+from kvabr.engines.sglang.pages import LATENT_LAYOUTS, LAYOUTS, page_view, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
 L, T, P, H, D = 3, 32, 8, 2, 4
@@ -34,12 +34,37 @@ def test_every_number_is_where_it_belongs(layout):
         assert pool[(*place, 1)] == -5
 
 
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+def test_every_latent_is_where_it_belongs(layout):
+    shape = {
+        "layer_first": (L, T, 1, D),
+        "page_first": (T, L, 1, D),
+        "page_first_direct": (T // P, L, P, 1, D),
+        "page_unified": (T // P, L, P, D),
+    }[layout]
+    pool = torch.arange(L * T * D).reshape(shape)
+    page = page_view(pool, layout, 16, P, latent=True)
+    assert page.shape == (L, 1, 1, P, D)
+    for layer, token in ((0, 0), (2, 7), (1, 3)):
+        place = {
+            "layer_first": (layer, 16 + token, 0),
+            "page_first": (16 + token, layer, 0),
+            "page_first_direct": (2, layer, token, 0),
+            "page_unified": (2, layer, token),
+        }[layout]
+        assert torch.equal(page[layer, 0, 0, token], pool[place])
+        page[layer, 0, 0, token, 1] = -5
+        assert pool[(*place, 1)] == -5
+
+
 def test_wrong_pages():
     pool = torch.zeros(SHAPES["layer_first"])
     with pytest.raises(FormatError, match="no page of 8 tokens begins"):
         page_view(pool, "layer_first", 3, P)
     with pytest.raises(FormatError, match="page_unified"):
         page_view(pool, "page_unified", 0, P)
+    with pytest.raises(FormatError, match="page_head"):
+        page_view(pool[0], "page_head", 0, P, latent=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,270 @@
+"""An object of LMCache's daemon as bytes of a length that only its shape tells: kvabr's codecs behind LMCache's stores.
+
+LMCache's stores read an object into a buffer whose size they know beforehand, and some take a shorter one for damaged.
+So each object has the room of a track of constant rate, or a share of its size that the user sets, and the layers of
+the AC codec fill as much of it as they can: bases first, and of the last layer that fits all groups or none.
+
+    magic 4 | version 1 | kind 1 | frames 2 | position 8 | dims of a head 4 | CRC-32 of all before 4 |
+    frames, each behind its length 4 | zeros
+
+All numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`, with checksums. Of objects that
+kvabr has no tracks for, the only frame is their bytes and a CRC-32. All checksums cover what the object is called, or
+frames its digest, so objects are not mistaken for each other. LMCache is not needed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+
+from kvabr.codec.base import GroupContext, codec, payload_layout
+from kvabr.codec.container import header_bytes, unpack
+from kvabr.codec.group import clean, decode_payload, encode_payload, frame_header, framed
+from kvabr.codec.profile import Profile
+from kvabr.engines.chunk_store import LOG, head_dim_of, profile_for
+from kvabr.engines.lmcache.chunks import ObjectLayout, as_kv, object_spec
+from kvabr.engines.settings import Count, EngineSettings, FilePath, SettingsTable, Text, TroubleLog
+from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.kv import KVSpec
+from kvabr.types.naming import LAYERS
+
+_MAGIC, _VERSION = b"KVLO", 1
+_HEAD, _CRC, _LENGTH = struct.Struct("<4sBBHQI"), struct.Struct("<I"), struct.Struct("<I")
+_TRACKS, _BYTES = 1, 2
+"""Kinds of objects."""
+_NOWHERE = (1 << 64) - 1
+"""Position of an object whose position is not known."""
+_MODEL = "object"
+"""Name of the model in frames, which its store's names tell."""
+_PROBE = KVSpec.uniform(_MODEL, "lmcache", 1, 1, 64, "float16")
+
+
+class SerdeSettings(SettingsTable):
+    """Keys of the table ``serde``."""
+
+    track: Text | None = None
+    """``layers``: those of the AC codec. Or a track of constant rate, such as Int8, Int4, FP8 or FP16. None: layers, if
+    there is a profile, otherwise Int8."""
+    profile: FilePath | None = None
+    """Codec profile of the model, for the layers."""
+    share: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Bytes of an object with layers, as a share of those that it has in memory. None: as many as ``fallback`` has."""
+    fallback: Text = "Int4"
+    """Track of constant rate for an object that the layers do not fit, or whose position is not known."""
+    max_workers: Count = 1
+    """Threads that code objects."""
+
+
+class _Plan(NamedTuple):
+    """How objects of one layout are coded."""
+
+    spec: KVSpec
+    size: int
+    """Bytes of an object."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What the head of an object says, and the frames."""
+
+    kind: int
+    frames: Sequence[memoryview]
+    position: int | None
+    head_dim: int
+
+
+class ObjectCoder:
+    """Codes objects, for several threads."""
+
+    def __init__(self, settings: SerdeSettings) -> None:
+        """Load the profile. A `UsageError` or an error of the profile's file says what is wrong."""
+        self._layers = settings.track == "layers" or (settings.track is None and settings.profile is not None)
+        self._plain = settings.fallback if self._layers else settings.track or "Int8"
+        self._share, self._trouble = settings.share, TroubleLog(LOG)
+        self._engine = EngineSettings(profile=settings.profile)
+        if self._layers and settings.profile is None:
+            raise UsageError("serde: the layers need a profile of the model, from `kvabr calibrate`")
+        if codec(self._plain).needs_profile or payload_layout(self._plain, _PROBE, 1) is None:
+            raise UsageError(f"serde: {self._plain} has no constant rate; Int8, Int4, FP8 and FP16 have")
+        head_dim_of(_MODEL, 64, self._engine)
+        self._plan = lru_cache(256)(self._planned)
+        self._profile = lru_cache(64)(self._fitting)
+
+    def size(self, layout: ObjectLayout) -> int:
+        """Return the bytes of a coded object of this layout; any has some."""
+        plan = self._plan(layout, None)
+        return _bytes_size(layout) if plan is None else plan.size
+
+    def encode(
+        self, name: str, layout: ObjectLayout, data: memoryview, chunk: torch.Tensor | None, position: int | None
+    ) -> bytes:
+        """Return a coded object, of `size` bytes.
+
+        Args:
+            name: what the object is called.
+            layout: its shapes and element types.
+            data: its bytes.
+            chunk: the same as a tensor, if it is one; see `as_kv`.
+            position: of its first token in the prompt; None: not known, so it has no layers.
+        """
+        plan = self._plan(layout, None)
+        if plan is None or chunk is None:
+            crc = _CRC.pack(zlib.crc32(data, zlib.crc32(name.encode())))
+            return _filled(_BYTES, [bytes(data) + crc], None, 0, _bytes_size(layout))
+        kv = clean(as_kv(chunk, plan.spec))[0]
+        room = plan.size - _HEAD.size - _CRC.size
+        if self._layers and position is None:
+            self._trouble.tell("objects are coded without layers", "the daemon did not hash their prompt's tokens")
+        elif self._layers and (profile := self._profile(plan.spec)) is not None:
+            frames = _layers_within(room, name, _contexts(profile.spec, kv, position or 0, profile))
+            if frames:
+                return _filled(_TRACKS, frames, position, kv.shape[-1], plan.size)
+            self._trouble.tell("objects are coded without layers", f"not even the base fits {plan.size} bytes")
+        frames = [
+            framed(encode_payload(part, self._plain, context), self._plain, context, _chunk(name, group), group)
+            for group, (context, part) in enumerate(_contexts(plan.spec, kv))
+        ]
+        return _filled(_TRACKS, frames, None, kv.shape[-1], plan.size)
+
+    def decode(
+        self, name: str, layout: ObjectLayout, coded: memoryview, data: memoryview, chunk: torch.Tensor | None
+    ) -> None:
+        """Write an object to ``data``, which is ``chunk`` if that is not None; the coded one is not trusted.
+
+        Raises a `FormatError` if it is damaged or of another layout, `ForeignError` if it is another object.
+        """
+        head = _parsed(coded)
+        if head.kind == _BYTES:
+            _write_bytes(name, head, data)
+            return
+        plan = self._plan(layout, head.head_dim)
+        if plan is None or chunk is None:
+            raise FormatError("a coded object of LMCache is of other layers than this daemon's")
+        spec, profile, kv = plan.spec, None, as_kv(chunk, plan.spec)
+        if head.position is not None:
+            if not self._layers or (profile := self._profile(spec)) is None:
+                raise FormatError("a coded object of LMCache has layers, which need the profile that it was coded with")
+            spec = profile.spec
+        groups = _contexts(spec, kv, head.position or 0, profile)
+        if not head.frames or len(head.frames) % len(groups):
+            raise FormatError(f"a coded object of LMCache has {len(head.frames)} frames for {len(groups)} groups")
+        for group, (context, part) in enumerate(groups):
+            stack = head.frames[group :: len(groups)]
+            tracks = LAYERS if profile is not None else (unpack(stack[0])[0].track,)
+            if len(stack) > len(tracks):
+                raise FormatError("a coded object of LMCache has more frames than tracks")
+            below = [
+                unpack(frame, frame_header(track, context, _chunk(name, group), group))[1]
+                for track, frame in zip(tracks, stack, strict=False)
+            ]
+            decode_payload(below.pop(), tracks[len(stack) - 1], context, group, part, below)
+
+    def _planned(self, layout: ObjectLayout, head_dim: int | None) -> _Plan | None:
+        """Return how objects of a layout are coded; None: as they are. ``head_dim``: that of one that exists."""
+        try:
+            spec = object_spec(_MODEL, layout, lambda width: head_dim or head_dim_of(_MODEL, width, self._engine))
+        except FormatError:
+            return None
+        size = _HEAD.size + _CRC.size
+        for first, last in _ranges(spec, layout.tokens):
+            there = payload_layout(self._plain, spec, last - first)
+            if there is not None:
+                size += _LENGTH.size + header_bytes(self._plain) + there.payload_bytes
+        if self._layers and self._share is not None:
+            size = max(size, math.ceil(self._share * layout.nbytes))
+        return _Plan(spec, size)
+
+    def _fitting(self, spec: KVSpec) -> Profile | None:
+        try:
+            return profile_for(spec, self._engine)
+        except ForeignError as error:
+            self._trouble.tell("objects are coded without layers", error)
+            return None
+
+
+def _layers_within(room: int, name: str, groups: Sequence[tuple[GroupContext, torch.Tensor]]) -> list[bytes]:
+    """Return the frames of as many layers as have room, base first, and of each those of all groups."""
+    frames: list[bytes] = []
+    payloads: list[list[bytes]] = [[] for _ in groups]
+    for track in LAYERS:
+        level = []
+        for group, (context, part) in enumerate(groups):
+            payload = encode_payload(part, track, context, payloads[group])
+            payloads[group].append(payload)
+            level.append(framed(payload, track, context, _chunk(name, group), group))
+        room -= sum(_LENGTH.size + len(frame) for frame in level)
+        if room < 0:
+            break
+        frames += level
+    return frames
+
+
+def _contexts(
+    spec: KVSpec, kv: torch.Tensor, position: int = 0, profile: Profile | None = None
+) -> list[tuple[GroupContext, torch.Tensor]]:
+    """Return the groups of an object, and what codecs know of each."""
+    return [
+        (GroupContext(spec, position + first, last - first, profile, memo={}), kv[:, :, :, first:last])
+        for first, last in _ranges(spec, kv.shape[3])
+    ]
+
+
+def _ranges(spec: KVSpec, tokens: int) -> list[tuple[int, int]]:
+    return [spec.group_range(group, tokens) for group in range(spec.groups(tokens))]
+
+
+def _chunk(name: str, group: int) -> str:
+    return hashlib.sha256(f"kvabr.object/1\0{group}\0{name}".encode()).hexdigest()
+
+
+def _bytes_size(layout: ObjectLayout) -> int:
+    return _HEAD.size + _CRC.size + _LENGTH.size + layout.nbytes + _CRC.size
+
+
+def _filled(kind: int, frames: Sequence[bytes], position: int | None, head_dim: int, size: int) -> bytes:
+    """Return an object of these frames."""
+    head = _HEAD.pack(_MAGIC, _VERSION, kind, len(frames), _NOWHERE if position is None else position, head_dim)
+    parts = [head, _CRC.pack(zlib.crc32(head))]
+    for frame in frames:
+        parts += [_LENGTH.pack(len(frame)), frame]
+    made = b"".join(parts)
+    if len(made) > size:
+        raise FormatError(f"a coded object of LMCache has {len(made)} bytes, and room for {size}")
+    return made.ljust(size, b"\0")
+
+
+def _write_bytes(name: str, head: _Head, data: memoryview) -> None:
+    if len(head.frames) != 1 or len(head.frames[0]) != len(data) + _CRC.size:
+        raise FormatError(f"a coded object of LMCache has not the {len(data)} bytes of its layout")
+    body, told = head.frames[0][: -_CRC.size], head.frames[0][-_CRC.size :]
+    if zlib.crc32(body, zlib.crc32(name.encode())) != _CRC.unpack(told)[0]:
+        raise FormatError("a coded object of LMCache is damaged, or another one")
+    data[:] = body
+
+
+def _parsed(coded: memoryview) -> _Head:
+    """Return the head of an object, and its frames, of which nothing is checked but their lengths."""
+    if len(coded) < _HEAD.size + _CRC.size:
+        raise FormatError(f"a coded object of LMCache has {len(coded)} bytes, too few for its head")
+    magic, version, kind, count, position, head_dim = _HEAD.unpack_from(coded)
+    if magic != _MAGIC or version != _VERSION or kind not in (_TRACKS, _BYTES):
+        raise FormatError("an object in LMCache's store was not written by this serde, or by a newer kvabr")
+    if zlib.crc32(coded[: _HEAD.size]) != _CRC.unpack_from(coded, _HEAD.size)[0]:
+        raise FormatError("a coded object of LMCache: the checksum of its head is wrong")
+    at, frames = _HEAD.size + _CRC.size, []
+    for _ in range(count):
+        begin = at + _LENGTH.size
+        at = begin + _LENGTH.unpack_from(coded, at)[0] if begin <= len(coded) else len(coded) + 1
+        if at > len(coded):
+            raise FormatError("a coded object of LMCache was truncated")
+        frames.append(coded[begin:at])
+    return _Head(kind, frames, None if position == _NOWHERE else position, head_dim)

@@ -1,0 +1,344 @@
+"""The adapter that LMCache's daemon loads beside its own stores: `KvabrL2`.
+
+The daemon asks from the threads of its controllers, and polls descriptors for what is done. Everything runs on one
+event loop in a thread of its own. Nothing waits longer than the settings say: what an origin does not answer in time,
+or does not bring, is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from itertools import compress, count, groupby
+from typing import Any, Generic, TypeVar
+
+import torch
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.platform import create_event_notifier
+
+from kvabr.client.blocking import LoopThread
+from kvabr.client.result import expand_here
+from kvabr.codec.base import codec
+from kvabr.engines.chunk_store import LOG, ChunkStore, KeyedOrigin, KeyedSettings, head_dim_of, places
+from kvabr.engines.lmcache import ADAPTER
+from kvabr.engines.lmcache.chunks import PLACES, ObjectLayout, as_kv, object_key, object_name, object_spec
+from kvabr.engines.settings import TroubleLog
+from kvabr.types.errors import FormatError, KvabrError, UsageError
+
+_MAX_KINDS = 64
+"""Kinds of objects in one daemon: models, their groups of layers, element types."""
+
+_R = TypeVar("_R")
+
+
+class CompletedTasks(Generic[_R]):
+    """Results of tasks by number, and the descriptor that tells the daemon of new ones. For several threads."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._results: dict[int, _R] = {}
+        self._lock, self.notifier = lock, create_event_notifier()
+
+    def add(self, task: int, result: _R) -> None:
+        """Add a result, and wake the daemon."""
+        with self._lock:
+            self._results[task] = result
+        self.notifier.notify()
+
+    def pop(self, task: int) -> _R | None:
+        """Return the result of a task, once; None if there is none yet."""
+        with self._lock:
+            return self._results.pop(task, None)
+
+    def pop_all(self) -> dict[int, _R]:
+        """Return all results that have not been returned."""
+        with self._lock:
+            results, self._results = self._results, {}
+        return results
+
+
+@dataclass(frozen=True)
+class ObjectKind:
+    """What objects have in common that are stored alike."""
+
+    model: str
+    workers: int
+    layout: ObjectLayout
+
+    @classmethod
+    def of(cls, key: ObjectKey, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> ObjectKind:
+        """Return that of an object."""
+        return cls(key.model_name, ObjectKey.WorldSizeFromKVRank(key.kv_rank), ObjectLayout.of(shapes, dtypes))
+
+
+@dataclass(frozen=True)
+class KindStore:
+    """The store of one kind of objects."""
+
+    store: ChunkStore
+    room: asyncio.Semaphore
+    """For what may wait to be published: LMCache stores a whole prompt at once."""
+
+
+class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there when types are checked
+    """The class that ``--l2-adapter`` names as ``class_name``."""
+
+    def __init__(self, adapter_params: dict[str, Any], l1_memory_desc: object = None) -> None:
+        """Read ``adapter_params``, see `KeyedSettings`; dial nothing. A `UsageError` says what is wrong."""
+        super().__init__()
+        del l1_memory_desc
+        ADAPTER.check()
+        self._settings = KeyedSettings.read(adapter_params, "--l2-adapter, adapter_params")
+        for track in self._settings.tracks or ():
+            codec(track)
+        self._trouble = TroubleLog(LOG)
+        self._kinds: dict[ObjectKind, asyncio.Task[KindStore | None]] = {}
+        self._lock = threading.Lock()
+        self._tasks, self._running = 0, set[Future[None]]()
+        self._stored = CompletedTasks[L2StoreResult](self._lock)
+        self._looked_up = CompletedTasks[Bitmap](self._lock)
+        self._loaded = CompletedTasks[Bitmap](self._lock)
+        self._closing = False
+        PLACES.watch_hasher(TokenHasher)
+        self._loop = LoopThread()
+
+        async def open_origin() -> KeyedOrigin:
+            return KeyedOrigin(self._settings)
+
+        try:
+            self._origin = self._loop.call(open_origin())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    # ------------------------------------------------------------------ LMCache's contract
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that is readable when a store task is done."""
+        return int(self._stored.notifier.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that is readable when a lookup is done."""
+        return int(self._looked_up.notifier.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that is readable when a load is done."""
+        return int(self._loaded.notifier.fileno())
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to publish objects, which keep their memory until the task is done.
+
+        Without ``publish`` nothing is stored, which is no failure.
+        """
+        _check_pairs(keys, objects)
+        return self._submit(self._stored, L2StoreResult(False, 0), lambda: self._store(keys, objects))
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Return what has been stored: a task succeeds if all its objects are published, now or before."""
+        return self._stored.pop_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Begin to ask which objects can be fetched.
+
+        Nothing is locked: a player knows what it has found by its content, and what has gone since is a miss.
+        """
+        return self._submit(self._looked_up, Bitmap(len(keys)), lambda: self._look_up(keys, group_layout_descs))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Return which objects of a lookup LMCache is to load, once; None if it is not done."""
+        return self._looked_up.pop(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Do nothing, as nothing is locked."""
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to play objects into memory that is not touched once the task is done."""
+        _check_pairs(keys, objects)
+        return self._submit(self._loaded, Bitmap(len(keys)), lambda: self._load(keys, objects))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Return which objects have come whole and in time, once; None if the load is not done."""
+        return self._loaded.pop(task_id)
+
+    def report_status(self) -> dict[str, Any]:
+        """Return the state for LMCache's ``/status``. An origin that does not answer makes no daemon unhealthy."""
+        return {
+            "is_healthy": not self._closing,
+            "type": type(self).__name__,
+            "url": self._settings.url,
+            "publish": None if self._settings.publish is None else str(self._settings.publish),
+            "origin_answers": not self._origin.pause.active,
+            "kinds": len(self._kinds),
+            "tasks": len(self._running),
+        }
+
+    def close(self) -> None:
+        """Publish what waits, and end; loads are waited for, as they write to LMCache's memory."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing, running = True, list(self._running)
+        wait(running)
+        self._loop.call(self._close())
+        self._loop.close()
+        for each in (self._stored, self._looked_up, self._loaded):
+            each.notifier.close()
+
+    # ----------------------------------------------------------------------- tasks
+
+    def _submit(self, done: CompletedTasks[_R], failed: _R, work: Callable[[], Coroutine[Any, Any, _R]]) -> int:
+        """Begin a task and return its number. Whatever goes wrong, it has a result."""
+
+        async def run() -> None:
+            (result,) = await self._all(failed, [work()])
+            done.add(task, result)
+
+        with self._lock:
+            if self._closing:
+                raise UsageError("kvabr: the adapter is closed")
+            task = self._tasks
+            self._tasks += 1
+            running = self._loop.begin(run())
+            self._running.add(running)
+        running.add_done_callback(self._over)
+        return task
+
+    def _over(self, running: Future[None]) -> None:
+        with self._lock:
+            self._running.discard(running)
+
+    async def _kind(self, kind: ObjectKind) -> KindStore | None:
+        """Return the store of a kind of objects; None if kvabr does not take them. The log says why, once."""
+        if kind not in self._kinds:
+            if len(self._kinds) >= _MAX_KINDS:
+                self._trouble.tell("objects are not taken", f"there are {_MAX_KINDS} kinds of them already")
+                return None
+            self._kinds[kind] = asyncio.get_running_loop().create_task(self._open(kind))
+        return await asyncio.shield(self._kinds[kind])
+
+    async def _open(self, kind: ObjectKind) -> KindStore | None:
+        settings = self._settings
+        try:
+            bare = object_spec("model", kind.layout, lambda width: width)
+            # The digest of a model's weights may take seconds, the first time.
+            name = await asyncio.to_thread(object_name, settings, kind.model, bare, kind.workers)
+            spec = await asyncio.to_thread(
+                object_spec, name, kind.layout, lambda width: head_dim_of(name, width, settings)
+            )
+            store = ChunkStore(
+                spec,
+                settings,
+                "a chunk of LMCache's daemon",
+                max_tokens=kind.layout.tokens,
+                min_tokens=kind.layout.tokens,
+                unplaced="the position of a chunk is not known: this daemon did not hash its prompt's tokens",
+                origin=self._origin,
+                any_heads=True,
+            )
+        except KvabrError as error:
+            self._trouble.tell(f"objects of {kind.model} are neither stored nor loaded", error)
+            return None
+        return KindStore(store, asyncio.Semaphore(settings.queue))
+
+    async def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
+        if self._settings.publish is None:  # a failure would be a warning in LMCache's log for each prompt
+            return L2StoreResult(True, 0)
+        sizes = await self._all(None, map(self._store_one, keys, objects))
+        new = [(key, size) for key, size in zip(keys, sizes, strict=True) if size]
+        if new:
+            self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
+        return L2StoreResult(None not in sizes, sum(size for _, size in new))
+
+    async def _store_one(self, key: ObjectKey, held: MemoryObj) -> int | None:
+        """Publish an object; return its bytes, 0 if it was published before, None if it is not."""
+        if (kind := await self._kind(_kind_of(key, held))) is None:
+            return None
+        kv = as_kv(_tensor(held), kind.store.spec)
+        async with kind.room:
+            text, position = object_key(key, kv.dtype), PLACES.at(key.chunk_hash)
+            # Whether a store has it is asked at once, which a bucket may take its time for.
+            return await asyncio.wrap_future(await asyncio.to_thread(kind.store.put, text, kv, position))
+
+    async def _look_up(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
+        found = Bitmap(len(keys))
+        # Chunks of a prompt in order, of each rank and group of layers.
+        rows = [list(row) for _, row in groupby(range(len(keys)), lambda place: replace(keys[place], chunk_hash=b""))]
+        offered = await self._all([], (self._offered([keys[place] for place in row], layouts) for row in rows))
+        for row, there in zip(rows, offered, strict=True):
+            found.batched_set(list(compress(row, there)))
+        return found
+
+    async def _offered(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> list[bool]:
+        layout = layouts[keys[0].object_group_id]
+        opening = self._kind(ObjectKind.of(keys[0], layout.shapes, layout.dtypes))
+        try:
+            kind = await asyncio.wait_for(opening, self._settings.lookup_s)
+        except TimeoutError:
+            self._trouble.tell("nothing is looked up yet", "the digest of the model's weights is being computed")
+            return []
+        if kind is None:
+            return []
+        texts = [object_key(key, layout.dtypes[0]) for key in keys]
+        return await kind.store.offered(texts, [PLACES.possible(key.chunk_hash) for key in keys])
+
+    async def _load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Bitmap:
+        came = Bitmap(len(keys))
+        came.batched_set(list(compress(count(), await self._all(False, map(self._load_one, keys, objects)))))
+        if loaded := came.gather(list(keys)):
+            self._notify_keys_accessed(loaded)
+        return came
+
+    async def _load_one(self, key: ObjectKey, held: MemoryObj) -> bool:
+        """Play an object into its memory; return whether it came."""
+        if (kind := await self._kind(_kind_of(key, held))) is None:
+            return False
+        chunk = _tensor(held)
+        played = await kind.store.play(object_key(key, chunk.dtype), PLACES.possible(key.chunk_hash))
+        if played is None:
+            return False
+        there = places(played, as_kv(chunk, played.spec))
+        errors = await asyncio.get_running_loop().run_in_executor(None, expand_here, played.groups, there)
+        if (wrong := next(filter(None, errors), None)) is not None:
+            self._trouble.tell("a chunk cannot be decoded", wrong)
+        return wrong is None
+
+    async def _all(self, failed: _R, works: Iterable[Coroutine[Any, Any, _R]]) -> list[_R]:
+        """Do all of them, and return ``failed`` for each that cannot be done; when this returns, none goes on."""
+        results = await asyncio.gather(*works, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                self._trouble.tell("an object of LMCache is neither stored nor loaded", error)
+        return [failed if isinstance(one, BaseException) else one for one in results]
+
+    async def _close(self) -> None:
+        for opening in self._kinds.values():
+            opening.cancel()  # does nothing to those that are open
+        for kind in await asyncio.gather(*self._kinds.values(), return_exceptions=True):
+            if isinstance(kind, KindStore):
+                await kind.store.close()
+        await self._origin.close()
+
+
+def _check_pairs(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
+    if len(keys) != len(objects):
+        raise ValueError(f"{len(keys)} keys and {len(objects)} objects")
+
+
+def _kind_of(key: ObjectKey, held: MemoryObj) -> ObjectKind:
+    return ObjectKind.of(key, held.get_shapes(), held.get_dtypes())
+
+
+def _tensor(held: MemoryObj) -> torch.Tensor:
+    chunk: torch.Tensor | None = held.tensor
+    if chunk is None:
+        raise FormatError("an object without memory")
+    return chunk
