@@ -3,7 +3,7 @@
 Rules:
 
 1. Batches have consecutive numbers. One that is missing is asked for; those behind it wait.
-2. A publisher may have told something before it was first heard: that is asked for too, but need not be had.
+2. A publisher may have told something before it was first heard: that is asked for at once, but need not be had.
 3. If the answer does not close a gap, something that is known may have been removed: everything is forgotten.
 4. A number that is not higher than the last one is that of a publisher that has begun anew, or that is not in order. It
    is forgotten, and heard as for the first time.
@@ -43,7 +43,7 @@ class EventFeed:
         """The last number that came as a publication."""
         self._waiting: deque[tuple[int, str, Sequence[KVEvent], int]] = deque()
         self._waiting_bytes = 0
-        self.wanted: int | None = None
+        self.wanted: int | None = 0 if replays else None
         """The number from which on a replay is wanted; None: none is."""
 
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:

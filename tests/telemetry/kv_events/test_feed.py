@@ -20,9 +20,11 @@ def events(number):
 class Heard:
     """What comes out of a feed, as numbers and "forgotten"."""
 
-    def __init__(self, *, replays=True):
+    def __init__(self, *, replays=True, asked=True):
         self.log = []
         self.feed = EventFeed(self.hear, lambda _: self.log.append("forgotten"), replays=replays)
+        if asked:  # at the start, without an answer
+            self.feed.replay_ended()
 
     def hear(self, _topic, told):
         self.log.append("cleared" if told == CLEARED else told[0].block_hashes[0])
@@ -46,6 +48,10 @@ def test_batches_in_order_are_passed_on():
 
 
 def test_what_came_before_is_asked_for_and_need_not_be_had():
+    new = Heard(asked=False)
+    assert new.feed.wanted == 0
+    assert new.publish(5).replay(3, 4, 5).publish(6).log == [3, 4, 5, 6]
+    assert Heard(asked=False, replays=False).feed.wanted is None
     heard = Heard().publish(5, 6)
     assert (heard.log, heard.feed.wanted) == ([], 0)
     assert heard.replay(3, 4, 5, 6).publish(7).log == [3, 4, 5, 6, 7]

@@ -185,6 +185,14 @@ class Hostile:
             (topic, number if isinstance(number, bytes) else sequence_frame(number), payload, *more)
         )
 
+    def begin(self):
+        """Wait for a subscriber, which asks for what came before, and say that there is nothing."""
+        assert self.pub.poll(1e3 * LIMIT_S)
+        self.pub.recv()
+        peer, start = self.asked()
+        assert start == 0
+        self.router.send_multipart((peer, b"", b"", END, b""))
+
     def asked(self):
         assert self.router.poll(1e3 * LIMIT_S)
         peer, _, start = self.router.recv_multipart()
@@ -194,8 +202,7 @@ class Hostile:
 def test_a_gap_that_is_not_answered_is_forgotten_and_messages_that_are_none_are_refused(store):
     with context() as made, Reader(store.sockets, replay_s=0.2) as reader:
         other = Hostile(made, store.sockets)
-        assert other.pub.poll(1e3 * LIMIT_S)
-        other.pub.recv()  # the subscription
+        other.begin()
         other.say(0, encoded(other.events(a=SHORT), 1.0))
         reader.wait_for(32)
         other.say(1, b"\xc1")
@@ -213,8 +220,7 @@ def test_a_gap_that_is_not_answered_is_forgotten_and_messages_that_are_none_are_
 def test_a_gap_is_closed_by_what_the_publisher_answers(store):
     with context() as made, Reader(store.sockets, replay_s=LIMIT_S) as reader:
         other = Hostile(made, store.sockets)
-        assert other.pub.poll(1e3 * LIMIT_S)
-        other.pub.recv()
+        other.begin()
         batches = [encoded(other.events(**prompts), 1.0) for prompts in ({"a": SHORT}, {"a": SHORT, "b": PROMPT}, {})]
         other.say(0, batches[0])
         other.say(2, batches[2])
