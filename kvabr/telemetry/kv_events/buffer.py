@@ -23,7 +23,7 @@ class ReplayBuffer:
 
         Readers drop what has a number that they know already, so a publisher that starts again must not begin at 0.
         """
-        self._next, self._max_bytes, self._max_batches = first, max_bytes, max_batches
+        self._next, self._max_bytes, self.max_batches = first, max_bytes, max_batches
         self._kept: deque[SentBatch] = deque()
         self._bytes = 0
 
@@ -38,7 +38,7 @@ class ReplayBuffer:
         self._next += 1
         self._kept.append(batch)
         self._bytes += len(payload)
-        while self._bytes > self._max_bytes or len(self._kept) > self._max_batches:
+        while self._bytes > self._max_bytes or len(self._kept) > self.max_batches:
             self._bytes -= len(self._kept.popleft().payload)
         return batch
 

@@ -32,6 +32,8 @@ _BATCH_TOKENS = 16_384
 _MOST_WAITING = 1024
 """Batches that may wait for a subscriber that is slow; it misses those beyond."""
 _MOST_REQUEST_BYTES = 4096
+_SHARED_BYTES = 4096
+"""Batches from this size on are not copied for each replay."""
 _SETTLE_S = 0.2
 """Seconds in which others may subscribe before everything is told again."""
 _RETURN_S = 30.0
@@ -143,7 +145,10 @@ class KVEventPublisher(Generic[T]):
             self.endpoint = self._bound(self._publications, sockets.endpoint, _MOST_WAITING)
             self.replay: str | None = None
             if self._replays is not None and sockets.replay is not None:
-                self.replay = self._bound(self._replays, sockets.replay, 0)
+                self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says when a peer's queue is full
+                self._replays.copy_threshold = _SHARED_BYTES
+                # Room for one answer: who asks again without reading gets nothing more.
+                self.replay = self._bound(self._replays, sockets.replay, self._buffer.max_batches + _MOST_WAITING)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -293,9 +298,9 @@ class KVEventPublisher(Generic[T]):
             cleared = encoded([KVBlocksCleared()], time.time())
             answers[:0] = [(topic.encode(), sequence_frame(first - 1), cleared) for topic in self._told.topics]
             self._wanted(now)
-        for answer in (*answers, (b"", END, b"")):
-            with suppress(self._zmq.ZMQError):  # it is gone, or reads nothing
-                self._replays.send_multipart((peer, b"", *answer), self._zmq.DONTWAIT)
+        with suppress(self._zmq.ZMQError):  # it is gone, or reads nothing
+            for answer in (*answers, (b"", END, b"")):
+                self._replays.send_multipart((peer, b"", *answer), self._zmq.DONTWAIT, copy=False)
         self._metrics.replays_total.labels("gone" if gone else "complete").inc()
 
     def _count(self) -> None:

@@ -168,6 +168,29 @@ def test_requests_that_are_none_get_no_answer_and_hold_up_nobody(store):
             reader.wait_for(96)
 
 
+def test_a_peer_that_asks_and_does_not_read_fills_no_memory(store, monkeypatch):
+    monkeypatch.setattr(publishers, "_REPLAY_EVERY_S", 0.0)
+    monkeypatch.setattr(publishers, "_MOST_WAITING", 10)
+    buffer = ReplayBuffer(1, max_batches=10)
+    for _ in range(10):
+        buffer.add(b"t", bytes(1 << 16))
+    with store.publisher(buffer=buffer) as publisher, context() as made, made.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.RCVHWM, 1)
+        peer.connect(publisher.replay)
+        for _ in range(100):
+            peer.send_multipart((b"", sequence_frame(1)))
+        end_s = time.monotonic() + LIMIT_S
+        while store.metrics.value("kvabr_kv_events_replays_total", result="complete") < 100:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        got = 0
+        while peer.poll(200):
+            peer.recv_multipart()
+            got += 1
+        assert 10 < got < 200  # of 1,100: an answer, and what was on its way
+        assert ask(peer, 11) == []
+
+
 class Hostile:
     """A publisher that says what a test wants, and answers replays so, or not at all."""
 
