@@ -79,6 +79,7 @@ from kvabr.types.errors import (
 )
 from kvabr.types.events import LookupFailed
 from kvabr.types.kv import KVSpec
+from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
@@ -149,7 +150,8 @@ class AsyncClient:
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
         self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
-        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt."""
+        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt; not of
+        sealed ones, nor of those with media."""
         self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
@@ -784,7 +786,9 @@ class AsyncClient:
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
-            self.on_found(found.catalog.namespace, tokens[: found.catalog.tokens])
+            catalog, shared = found.catalog, tokens[: found.catalog.tokens]
+            if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
+                self.on_found(catalog.namespace, shared)
         return found, spec
 
     async def _catalog(

@@ -17,6 +17,8 @@ from typing import overload
 from kvabr.types.errors import UsageError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_MAX_TOKENS = 1 << 31
+"""Bound on places in a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,18 @@ class MediaTokens(Sequence[int]):
 
     def __init__(self, ids: Sequence[int], media: Sequence[Medium]) -> None:
         """Take ids and media; `UsageError` unless these follow one another, and touch the ids."""
-        self.ids, self.media = tuple(map(index, ids)), tuple(media)
-        place = -(2**31)
+        try:
+            self.ids, self.media = tuple(map(index, ids)), tuple(media)
+        except TypeError as error:
+            raise UsageError(f"a prompt with media is whole numbers, and `Medium`s: {error}") from error
+        place = -_MAX_TOKENS
         for each in self.media:
+            if not (isinstance(each, Medium) and _whole(each.first) and _whole(each.tokens)):
+                raise UsageError(f"a medium is Medium(first, tokens, digest), with whole numbers, not {str(each)[:80]}")
             if not isinstance(each.digest, str) or not _DIGEST.fullmatch(each.digest):
                 raise UsageError(f"the digest of a medium has 64 hex digits, not {str(each.digest)[:80]!r}")
             end = each.first + each.tokens
-            if not place <= each.first < end or end <= 0 or each.first >= len(self.ids):
+            if not place <= each.first < end <= _MAX_TOKENS or end <= 0 or each.first >= len(self.ids):
                 raise UsageError(
                     f"a medium at tokens {each.first} to {end - 1} of {len(self.ids)}: media have at least one token, "
                     "lie in the prompt, and follow one another"
@@ -92,6 +99,10 @@ class MediaTokens(Sequence[int]):
     def __repr__(self) -> str:
         """Return the number of tokens, and the media."""
         return f"MediaTokens({len(self.ids)} tokens, {list(self.media)})"
+
+
+def _whole(value: object) -> bool:
+    return hasattr(value, "__index__")
 
 
 def media_bytes(tokens: Sequence[int]) -> bytes:

@@ -10,11 +10,15 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.data import default_catalog
 from kvabr.node.serving import serving
+from kvabr.publish.publisher import Publisher
 from kvabr.server.certificates import check, development
 from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.media import MediaTokens, Medium
+from kvabr.types.sealing import KeyRing, new_key
 from tests.client.served import LIMIT_S, LOG, Served
 from tests.client.test_play import TOKENS, close
 from tests.server.relays import until
@@ -24,6 +28,7 @@ pytestmark = pytest.mark.process
 
 TOKEN = "a-token-of-the-rack"  # noqa: S105  # opens nothing else
 LONG = prompt(160).tokens
+PICTURE = MediaTokens(prompt(70).tokens, [Medium(2, 5, "ab" * 32)])
 EXACT = PlayOptions(policy="fixed:FP16")
 
 
@@ -88,6 +93,9 @@ async def test_what_nobody_has_played_comes_from_the_origin_and_is_there_for_pla
 
 async def test_what_plays_look_up_is_told_with_its_tokens_until_the_origin_takes_it_back(root, tmp_path, tls):
     copied = shutil.copytree(root, tmp_path / "assets")
+    publisher = Publisher(copied, SPEC, prior=default_catalog(), tracks=["FP16"])
+    publisher.reserve(PICTURE).fill(ToyModel().prefill(PICTURE.ids), lambda _: None)
+    publisher.close()
     origin, prompts = Served(copied, tmp_path), SeenPrompts()
     try:
         async with (
@@ -96,12 +104,28 @@ async def test_what_plays_look_up_is_told_with_its_tokens_until_the_origin_takes
         ):
             await first.play(LONG, deadline=LIMIT_S)
             await first.play(TOKENS, deadline=LIMIT_S, options=replace(EXACT, salt=b"a tenant"))
+            assert (await first.play(PICTURE, deadline=LIMIT_S)).tokens == 70
             ((space, told),) = prompts.assets().values()
             assert space == FolderAsset.open(copied / "long").catalog.namespace
             assert list(told.tokens) == list(LONG)
             shutil.rmtree(copied / "long")
             origin.look()
             await until(lambda: not prompts.assets())
+    finally:
+        origin.close()
+
+
+async def test_sealed_prompts_are_told_to_nobody(root, tmp_path, tls):
+    keys = KeyRing((new_key("k"),))
+    toy_asset(tmp_path / "assets" / "sealed", ("FP16",), keys=keys)
+    origin, prompts = Served(tmp_path / "assets", tmp_path), SeenPrompts()
+    try:
+        async with (
+            first_node(origin, keys=keys) as first,
+            serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG, prompts=prompts),
+        ):
+            assert (await first.play(TOKENS, deadline=LIMIT_S)).met
+            assert not prompts.assets()
     finally:
         origin.close()
 

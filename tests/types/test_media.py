@@ -69,6 +69,11 @@ def test_a_piece_without_media_is_plain():
         ([Medium(9, 2, ONE)], "lie in the prompt"),
         ([Medium(-4, 4, ONE)], "lie in the prompt"),
         ([Medium(2, 4, ONE), Medium(5, 1, OTHER)], "follow one another"),
+        ([Medium(0, 1 << 64, ONE)], "lie in the prompt"),
+        ([Medium(0.5, 2, ONE)], "whole numbers"),
+        ([Medium(0, "2", ONE)], "whole numbers"),
+        ([(0, 2, ONE)], r"a medium is Medium\(first"),
+        (None, "whole numbers, and `Medium`s"),
     ],
 )
 def test_media_that_cannot_be(media, why):

@@ -72,7 +72,12 @@ class Pictures:
 
 
 def _media(features: Features) -> list[Medium]:
-    return [Medium(each.mm_position.offset, each.mm_position.length, _digest(each)) for each in features]
+    try:
+        return [Medium(each.mm_position.offset, each.mm_position.length, _digest(each)) for each in features]
+    except KvabrError:
+        raise
+    except Exception as error:  # torch raises anything; vLLM would end
+        raise ModelError(f"vLLM gives the model what kvabr cannot read ({error})") from error
 
 
 def _digest(feature: Any) -> str:

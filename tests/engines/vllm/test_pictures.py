@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,8 @@ def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, mode, media, to
     [
         (None, "start it without --mm-processor-cache-type shm"),
         ({"pixels": SimpleNamespace(data=object())}, "a object of them, which kvabr cannot compare"),
+        ({"pixels": SimpleNamespace(data=torch.ones(1, device="meta"))}, "what kvabr cannot read (Cannot copy"),
+        ({"names": SimpleNamespace(data=np.array(["a"]))}, "what kvabr cannot read (can't convert"),
     ],
 )
 def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_published(seen, tmp_path, data, why):
