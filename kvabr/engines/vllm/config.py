@@ -159,6 +159,8 @@ class ServedModel:
     """Whether caches without the draft's are played."""
     ahead: int = 0
     """Tokens behind a token that its draft's KV depends on."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """What the name of an adapter's caches tells besides, see `lora_facts`."""
     former: str | None = None
     """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
@@ -187,7 +189,10 @@ class ServedModel:
         if adapter is None:
             return self
         named = self.named or self.spec.model
-        stage, told = self.spec.model.removeprefix(with_facts(named, self.told)), {**self.told, "adapters": adapter}
+        stage, told = (
+            self.spec.model.removeprefix(with_facts(named, self.told)),
+            {**self.told, **self.lora, "adapters": adapter},
+        )
         return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told, former=None)
 
     @property
@@ -325,6 +330,7 @@ def served_model(
         named=named,
         without_draft=settings.without_draft,
         ahead=draft.ahead,
+        lora=lora_facts(config),
         former=_former(settings, facts) if whole is not None else None,
     )
 
@@ -426,6 +432,15 @@ def facts_of(config: Any) -> dict[str, Any]:
         "quantized": _text(getattr(model, "quantization_config", None)),
         "weights": _text(getattr(model, "model_weights", None)),
         "window": "off" if getattr(model, "disable_sliding_window", False) else None,
+    }
+
+
+def lora_facts(config: Any) -> dict[str, Any]:
+    """Return what changes what an adapter's files do in an engine, see `with_facts`; nothing if it is as usual."""
+    lora = getattr(config, "lora_config", None)
+    return {
+        "adapted_modules": sorted(getattr(lora, "target_modules", None) or ()),
+        "adapted_towers": getattr(lora, "enable_tower_connector_lora", False) or None,
     }
 
 

@@ -250,11 +250,11 @@ class SchedulerHalf:
 
         None: ask again, the lookup or the play is not over.
         """
-        self.arrived(request)
         if self._waits(request):
             self._digesting.add(request.request_id)
             return None, False
         self._digesting.discard(request.request_id)
+        self.arrived(request)
         lookup = self._lookups.get(request.request_id)
         if lookup is None:
             return 0, False
@@ -402,7 +402,7 @@ class SchedulerHalf:
         tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
-        if not tokens or self._name(request).unfit is not None:
+        if not tokens or not self._still(request):
             self.counts.add("publish_skipped_short" if not tokens else "publish_skipped_unfit")
             return False
         ids, salt, adapter = self._name_of(request)
@@ -688,6 +688,15 @@ class SchedulerHalf:
             except ModelError as error:
                 why = f"{why} ({error})"
         return self._named.setdefault(name, _Named(unfit=why))
+
+    def _still(self, request: Any) -> bool:
+        """Return whether a request that ends has a name, and nobody has changed its adapter since it came."""
+        named = self._name(request)
+        try:
+            return named.unfit is None and self._adapters.digest(request) == named.adapter
+        except ModelError as error:
+            self._trouble.tell("a request is not published: its LoRA adapter", error)
+            return False
 
     def _waits(self, request: Any) -> bool:
         """Return whether what names a request's caches is still being computed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 
 from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
 from kvabr.engines.vllm import loras
+from kvabr.engines.vllm.config import lora_facts
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import with_facts
 from tests.client.served import Served
@@ -104,6 +107,50 @@ def test_an_adapter_without_a_digest_is_neither_played_nor_published(empty, chan
         counted = bench.scheduler.counts.take()
         assert (counted["lookups_unfit"], counted["publish_skipped_unfit"]) == (1, 1)
         assert why in told[-1]
+    finally:
+        bench.close()
+
+
+def test_what_was_computed_while_an_adapter_changed_is_not_published(empty):
+    served, folder = empty
+    bench = Bench(served, folder / "assets")
+    try:
+        asked = request(lora_request=lora(folder / "one"))
+        assert bench.matched(asked) == (0, False)
+        shutil.copy(folder / "other" / WEIGHTS, folder / "new")
+        (folder / "new").replace(folder / "one" / WEIGHTS)  # vLLM may read it only now
+        assert not bench.scheduler.finished(asked, [list(range(9))])
+        assert bench.scheduler.counts.take()["publish_skipped_unfit"] == 1
+    finally:
+        bench.close()
+
+
+def test_what_vllm_leaves_out_of_adapters_is_in_the_name(empty):
+    """``--lora-target-modules`` and ``--enable-tower-connector-lora`` change what the same files do."""
+    served, _ = empty
+    bench = Bench(served)
+    try:
+        plain = SimpleNamespace(target_modules=None, enable_tower_connector_lora=False, max_lora_rank=64)
+        configs = [None, plain]
+        configs += [SimpleNamespace(**vars(plain) | {"target_modules": modules}) for modules in (["q"], ["q", "v"])]
+        configs.append(SimpleNamespace(**vars(plain) | {"enable_tower_connector_lora": True}))
+        models = [replace(bench.model, lora=lora_facts(SimpleNamespace(lora_config=each))) for each in configs]
+        first, same, *others = (model.adapted("ab" * 32).spec.model for model in models)
+        assert first == same == with_facts(SPEC.model, {"adapters": "ab" * 32})
+        assert len({first, *others}) == 4
+        assert {model.adapted(None).spec.model for model in models} == {SPEC.model}
+    finally:
+        bench.close()
+
+
+def test_a_digest_that_is_done_between_two_looks_loses_no_lookup(empty):
+    served, folder = empty
+    bench = Bench(served, folder / "assets")
+    try:
+        answers = [True, False]
+        bench.scheduler._waits = lambda _: answers.pop(0) if answers else False
+        assert bench.matched(request()) == (0, False)
+        assert bench.scheduler.counts.take() == {"lookups_miss": 1}
     finally:
         bench.close()
 
