@@ -189,10 +189,8 @@ class ServedModel:
         if adapter is None:
             return self
         named = self.named or self.spec.model
-        stage, told = (
-            self.spec.model.removeprefix(with_facts(named, self.told)),
-            {**self.told, **self.lora, "adapters": adapter},
-        )
+        stage = self.spec.model.removeprefix(with_facts(named, self.told))
+        told = {**self.told, **self.lora, "adapters": adapter}
         return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told, former=None)
 
     @property

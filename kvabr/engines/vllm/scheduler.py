@@ -399,7 +399,8 @@ class SchedulerHalf:
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
         if wants_passage(request):
             return self._publish_passage(request, blocks, tokens, cached=lookup is not None and lookup.computed > 0)
-        tokens = whole_blocks(tokens, math.lcm(self._model.block, size))
+        # A streaming session may have more by now than the prompt that it came with.
+        tokens = whole_blocks(min(tokens, len(self._name(request).tokens) or tokens), math.lcm(self._model.block, size))
         if states:
             tokens = min(tokens, self._boundaries.end(request))
         if not tokens or not self._still(request):
@@ -704,12 +705,13 @@ class SchedulerHalf:
 
     def _chain_of(self, request: Any) -> Sequence[str]:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""
-        tokens = whole_blocks(int(request.num_prompt_tokens), self._model.spec.group_tokens)
+        named, size = self._name(request), self._model.spec.group_tokens
+        tokens = whole_blocks(min(int(request.num_prompt_tokens), len(named.tokens)), size)
         if not tokens or not self._published(request):
             return ()
-        spec = self._model.adapted(self._name(request).adapter).spec
+        spec = self._model.adapted(named.adapter).spec
         return chain(
-            self._name(request).tokens[:tokens],
+            named.tokens[:tokens],
             model=spec.model,
             tokenizer=spec.tokenizer,
             group_tokens=spec.group_tokens,

@@ -55,7 +55,8 @@ class Completed:
         if name not in self._chunks:
             self._chunks[name] = self._chain_of(request)
         chunks = self._chunks[name]
-        if not chunks:
+        last = min(last, len(chunks))
+        if first >= last:
             return None
         runs = self._runs(tables(name), first, last)
         # A group whose beginning vLLM has dropped already cannot be kept.

@@ -14,6 +14,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import CopyRequest, Step
 from kvabr.publish.publisher import Publisher, with_heads
+from kvabr.types.catalog import Catalog
 from kvabr.types.naming import chain
 from tests.client.served import LIMIT_S, Served
 from tests.engines.paging import paged_blocks
@@ -399,6 +400,22 @@ def test_what_was_computed_is_published_and_played(served, assets):
         assert bench.scheduler.finished(asked, [numbers])
         bench.steps()
         assert bench.worker.counts.take() == {"publish_dropped_known": 1}
+    finally:
+        bench.close()
+
+
+def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_path):
+    bench = Bench(served, tmp_path / "out")
+    try:
+        asked = request("session", tokens=TOKENS[:40][::-1])
+        assert bench.matched(asked) == (0, False)
+        asked.prompt_token_ids += TOKENS[:30]  # as vLLM adds what comes in a stream
+        asked.num_prompt_tokens = asked.num_computed_tokens = 70
+        assert bench.scheduler.finished(asked, [list(range(9))])
+        bench.steps()
+        bench.published()
+        (path,) = (tmp_path / "out").glob("*/catalog.json")
+        assert Catalog.read(path).tokens == 32
     finally:
         bench.close()
 
