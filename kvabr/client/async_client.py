@@ -150,8 +150,8 @@ class AsyncClient:
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
         self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
-        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt. Sealed
-        ones, and prompts with media, are left out."""
+        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt.
+        Sealed ones, and prompts with media, are left out."""
         self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)

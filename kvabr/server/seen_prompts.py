@@ -21,8 +21,8 @@ from kvabr.types.naming import TrackNamespace
 _MAX_TOKEN_BYTES = 64 << 20
 _OVERHEAD_BYTES = 256
 _MOST_SEEN = 1 << 16
-_MOST_PARTS = 64
-"""Long prompts of which more parts may come."""
+_PARTS = 4
+"""Prompts of which more parts may come have a fourth of the bytes of all; longer ones are not told."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +40,12 @@ class SeenPrompts:
         size = _OVERHEAD_BYTES
         self._tokens: ByteLru[str, SeenPrompt] = ByteLru(max_bytes, lambda one: size + 4 * len(one.tokens))
         """By the digest of the prompt; digests name tokens, so this does not get old."""
-        self._parts: OrderedDict[str, tuple[object, array[int]]] = OrderedDict()
+        self._parts: ByteLru[str, tuple[object, array[int]]] = ByteLru(
+            max_bytes // _PARTS, lambda one: size + 4 * len(one[1])
+        )
         """By the digest, the name of the last block that came of a prompt, and its tokens so far."""
         self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
-        """Assets that were looked up and not taken back since, by the digest; the oldest first."""
+        """Assets that were looked up and not taken back since, by their marks (`mark_of`); the oldest first."""
         self._told: dict[str, tuple[TrackNamespace, SeenPrompt]] = {}
         """What `assets` returned last, so that it returns the same again."""
         self._lock = threading.Lock()
@@ -54,32 +56,40 @@ class SeenPrompts:
         self._listeners.append(changed)
 
     def assets(self) -> Mapping[str, tuple[TrackNamespace, SeenPrompt]]:
-        """Return what can be told, by the digest."""
+        """Return what can be told, by the digest; the publisher's thread alone calls it."""
         with self._lock:
-            before, self._told = self._told, {}
-            for prompt, space in self._seen.items():
-                if (tokens := self._tokens.peek(prompt)) is not None:
-                    known = before.get(prompt)
-                    same = known is not None and known[1] is tokens and known[0] == space
-                    self._told[prompt] = known if known is not None and same else (space, tokens)
-            return dict(self._told)
+            seen = list(self._seen.values())
+        before, self._told = self._told, {}
+        for space in seen:
+            with self._lock:  # for a moment each: the event loop wants it, too
+                tokens = self._tokens.peek(space.prompt)
+            if tokens is not None:
+                known = before.get(space.prompt)
+                same = known is not None and known[1] is tokens and known[0] == space
+                self._told[space.prompt] = known if known is not None and same else (space, tokens)
+        return dict(self._told)
 
     def saw(self, namespace: TrackNamespace) -> None:
         """Note an asset that was looked up."""
         if not self._tokens.maxsize:
             return  # nobody wants events
+        mark = mark_of(namespace)
         with self._lock:
-            self._seen[namespace.prompt] = namespace
-            self._seen.move_to_end(namespace.prompt)
+            new = mark not in self._seen
+            self._seen[mark] = namespace
+            self._seen.move_to_end(mark)
             while len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
-        self._tell()
+        if new:
+            self._tell()
 
     def played(self, namespace: TrackNamespace, tokens: Sequence[int]) -> None:
         """Note an asset that was looked up, with its tokens."""
         with self._lock:
-            self._learn(namespace.prompt, array("I", tokens))
+            new = self._learn(namespace.prompt, array("I", tokens))
         self.saw(namespace)
+        if new:
+            self._tell()
 
     def hear(self, _topic: str, events: Sequence[KVEvent]) -> None:
         """Learn tokens from an origin's events."""
@@ -92,9 +102,9 @@ class SeenPrompts:
     def take_back(self, marks: Collection[str]) -> None:
         """Forget assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
         with self._lock:
-            for prompt in [prompt for prompt, space in self._seen.items() if mark_of(space) in marks]:
-                del self._seen[prompt]
-        self._tell()
+            gone = [self._seen.pop(mark, None) for mark in marks]
+        if any(gone):
+            self._tell()
 
     def clear(self) -> None:
         """Forget all assets until they are looked up again."""
@@ -110,9 +120,7 @@ class SeenPrompts:
         elif last != event.parent_block_hash:
             return False
         tokens.extend(event.token_ids)
-        self._parts[prompt] = event.block_hashes[-1], tokens
-        while len(self._parts) > _MOST_PARTS:
-            self._parts.popitem(last=False)
+        self._parts.add(prompt, (event.block_hashes[-1], tokens))
         return self._learn(prompt, tokens)
 
     def _learn(self, prompt: str, tokens: array[int]) -> bool:
