@@ -70,3 +70,15 @@ def test_sizes_and_media_are_bounded():
     held.apply(A, [stored([at], [at] * 40, size=at) for at in range(1, 40)])
     held.apply(B, [stored([at], [at] * 40, medium=str(at)) for at in range(1, 40)])
     assert len(held) == 8 + 15  # no medium is one, too
+
+
+def test_names_that_are_given_again_and_topics_without_end_fill_no_memory():
+    held = HeldPrefixes()
+    for first in range(0, 4000, 4):
+        held.apply(A, [stored([1], range(first, first + 4))])
+    assert len(held) == 1
+    assert held.cached(range(3996, 4000)) == {A: 4}
+    assert held.cached(range(4)) == {}
+    for topic in range(1000):
+        held.apply(PrefixHolder("b", str(topic)), [stored([1])])
+    assert len(held.holders) == 257

@@ -18,6 +18,8 @@ _KEY_BYTES = 12
 _MOST_MEDIA = 16
 _MOST_SIZES = 8
 """Sizes of blocks of one holder."""
+_MOST_TOPICS = 256
+"""Topics of one publisher."""
 _ROOT = b""
 
 
@@ -71,7 +73,7 @@ class HeldPrefixes:
         """Take what a holder tells."""
         for event in events:
             if isinstance(event, KVBlocksStored):
-                self._store(self._held.setdefault(holder, _Blocks()), event)
+                self._store(self._blocks(holder), event)
             elif isinstance(event, KVBlocksRemoved):
                 if holder in self._held:
                     self._remove(self._held[holder], event)
@@ -103,6 +105,14 @@ class HeldPrefixes:
                 found[holder] = best
         return found
 
+    def _blocks(self, holder: PrefixHolder) -> _Blocks:
+        """Return the blocks of a holder; of one topic too many, a table that nobody keeps."""
+        if holder not in self._held:
+            if sum(each.publisher == holder.publisher for each in self._held) >= _MOST_TOPICS:
+                return _Blocks()
+            self._held[holder] = _Blocks()
+        return self._held[holder]
+
     def _store(self, blocks: _Blocks, event: KVBlocksStored) -> None:
         count, size, medium = len(event.block_hashes), event.block_size, self._bit(event.medium)
         parent = _ROOT if event.parent_block_hash is None else blocks.keys.get(event.parent_block_hash)
@@ -118,6 +128,8 @@ class HeldPrefixes:
             return
         blocks.sizes[size] = None
         for name, key in zip(event.block_hashes, _chain(parent, event.token_ids, size), strict=True):
+            if (before := blocks.keys.get(name, key)) != key:
+                blocks.media.pop(before, None)  # the name is another block's now
             blocks.keys[name] = key
             blocks.media[key] = blocks.media.get(key, 0) | medium
 
