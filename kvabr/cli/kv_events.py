@@ -27,6 +27,14 @@ _WHY: dict[Reason, str] = {
     "another model": "it is of another model than those that are told: --kv-events-topic, --kv-events-model",
     "unreadable": "its token ids are damaged, or cannot be read",
 }
+_USUAL = {
+    "kv_events_replay": None,
+    "kv_events_block": 16,
+    "kv_events_hash": "sha256",
+    "kv_events_topic": "kv@kvabr@{model}",
+    "kv_events_model": "*",
+}
+"""Options that say nothing without ``--kv-events``, and their defaults."""
 T = TypeVar("T")
 
 
@@ -41,18 +49,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-events", metavar="ENDPOINT", help=where)
     group.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where to tell again what a reader has missed")
     block = "tokens of a block, as the engines have it (default: 16)"
-    group.add_argument("--kv-events-block", type=int, default=16, metavar="N", help=block)
+    group.add_argument("--kv-events-block", type=int, metavar="N", help=block)
     group.add_argument(
         "--kv-events-hash",
         choices=("sha256", "sha256_cbor"),
-        default="sha256",
         help="how blocks are named, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too",
     )
     topic = "topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, {model} as assets name it)"
-    group.add_argument("--kv-events-topic", default="kv@kvabr@{model}", metavar="TEXT", help=topic)
-    group.add_argument(
-        "--kv-events-model", default="*", metavar="PATTERN", help="models that are told, as assets name them"
-    )
+    group.add_argument("--kv-events-topic", metavar="TEXT", help=topic)
+    group.add_argument("--kv-events-model", metavar="PATTERN", help="models that are told, as assets name them")
+    parser.set_defaults(**_USUAL)
 
 
 @contextmanager
@@ -129,8 +135,10 @@ def check(args: argparse.Namespace) -> None:
     from kvabr.telemetry.kv_events.publisher import check_endpoint
 
     if args.kv_events is None:
-        if args.kv_events_replay is not None:
-            raise UsageError("--kv-events-replay is for --kv-events ENDPOINT, which says where events are told")
+        for name, usual in _USUAL.items():
+            if getattr(args, name) != usual:
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} is for --kv-events ENDPOINT, which says where events are told")
         return
     check_endpoint(args.kv_events, "--kv-events")
     if args.kv_events_replay is not None:

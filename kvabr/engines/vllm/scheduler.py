@@ -700,8 +700,11 @@ class SchedulerHalf:
             return False
 
     def _waits(self, request: Any) -> bool:
-        """Return whether what names a request's caches is still being computed."""
-        return self._adapters.waits(request) or self._pictures.waits(request)
+        """Return whether what names a request's caches, and is needed, is still being computed."""
+        played = self._client is not None and not unplayed(request)
+        if not played and not (self._produces and wants(request, "publish")):
+            return False
+        return any([self._adapters.waits(request), self._pictures.waits(request)])  # both at once
 
     def _chain_of(self, request: Any) -> Sequence[str]:
         """Return the digests of all groups of a request's prompt, none if it is not going to be published."""

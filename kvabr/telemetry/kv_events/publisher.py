@@ -62,10 +62,10 @@ def check_endpoint(text: str, what: str) -> str:
     try:
         parts = urlsplit(text)
         good = parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path
+        path = text.removeprefix("ipc://").encode()
     except ValueError as error:
         raise UsageError(how) from error
-    path = text.removeprefix("ipc://")
-    if not good and not (text.startswith("ipc://") and 0 < len(path.encode()) < 100 and "\0" not in path):
+    if not good and not (text.startswith("ipc://") and 0 < len(path) < 100 and b"\0" not in path):
         raise UsageError(how)
     return text
 

@@ -93,10 +93,11 @@ class ToldAssets(Generic[T]):
             warn: hears of the first asset that is not told for each reason, and the reason.
 
         Raises:
-            UsageError: the topic is empty or too long.
+            UsageError: the topic is empty, too long, or no UTF-8.
         """
-        if not 0 < len(topic.encode()) <= MAX_TOPIC_BYTES:
-            raise UsageError(f"a topic of {len(topic.encode())} bytes; give 1 to {MAX_TOPIC_BYTES}")
+        size = len(topic.encode(errors="replace"))
+        if not 0 < size <= MAX_TOPIC_BYTES or any("\ud800" <= each <= "\udfff" for each in topic):
+            raise UsageError(f"a topic of {size} bytes; give 1 to {MAX_TOPIC_BYTES}, in UTF-8")
         self._hashes, self._read, self._topic, self._models, self._warn = hashes, read, topic, models, warn
         self._told: dict[str, _Told[T]] = {}
         """By name; also the assets that are not told."""

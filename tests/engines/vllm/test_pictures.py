@@ -80,6 +80,20 @@ def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_publish
         bench.close()
 
 
+def test_digests_are_computed_side_by_side_and_only_for_what_needs_them(seen):
+    bench = Bench(seen)
+    try:
+        bench.scheduler._adapters.waits = lambda _: True
+        asked = request(mm_features=[medium(*PICTURE, 0.5)])
+        assert bench.scheduler.matched(asked, 0) == (None, False)
+        assert asked.request_id in bench.scheduler._pictures._asked
+        computed = request("c", mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params={"play": False})
+        assert bench.scheduler.matched(computed, 0) == (0, False)
+        assert "c" not in bench.scheduler._pictures._asked
+    finally:
+        bench.close()
+
+
 def test_a_request_with_pictures_has_no_passages(seen, tmp_path):
     bench = Bench(seen, tmp_path / "out")
     try:

@@ -269,7 +269,7 @@ def test_addresses_that_cannot_be_bound_and_endpoints_that_are_none(store, tmp_p
             bind("tcp://127.0.0.1:0", publisher.endpoint)
     with pytest.raises(TransportError, match="cannot be bound"):
         bind(f"ipc://{tmp_path}/nowhere/x")
-    wrong = ("", "tcp://", "tcp://x", "tcp://x:", "tcp://x:99999", "tcp://x:1/y", "udp://x:1", "ipc://")
+    wrong = ("", "tcp://", "tcp://x", "tcp://x:", "tcp://x:99999", "tcp://x:1/y", "udp://x:1", "ipc://", "ipc://\udcff")
     for text in (*wrong, "ipc://" + "x" * 200):
         with pytest.raises(UsageError, match="such as tcp://"):
             check_endpoint(text, "--kv-events")

@@ -85,7 +85,7 @@ def test_what_is_not_told_is_counted_and_named_once():
     store.look()
     assert store.told.untold == {"no tokens": 1, "salted": 1, "short": 1}
     assert len(store.told) == 0
-    for topic in ("", "x" * 2000):
+    for topic in ("", "x" * 2000, "\udcff"):
         with pytest.raises(UsageError, match="topic"):
             Store(topic=topic)
 
