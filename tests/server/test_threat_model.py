@@ -146,6 +146,7 @@ ROWS = {
     ],
     "relay, node: tokens and assets": [
         f"{size(seen_prompts._MAX_TOKEN_BYTES)}, {seen_prompts._MOST_SEEN:,}",
+        size(seen_prompts._MAX_TOKEN_BYTES // seen_prompts._PARTS),
     ],
     "object store: offers of a tenant": [f"{layout.MAX_OFFERS}", size(layout.MAX_OFFER_BYTES)],
     "object store: span, its head": [
