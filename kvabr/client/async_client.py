@@ -462,7 +462,7 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.
             within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these.
+            keep_s: seconds for which other groups make room in the store before these; not in one in shared memory.
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
@@ -472,6 +472,7 @@ class AsyncClient:
             TransportError, FormatError: what the origin has cannot be asked for, or used.
             BusyError, PlayError, PolicyError: as `play`.
         """
+        check_deadline(within_s)
         options = replace(options or self.options, time_price=0.0, live=False)
         ends_s = asyncio.get_running_loop().time() + within_s
         found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
