@@ -166,13 +166,19 @@ class FrameEncoder:
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
-        """Take a group as another asset has it, on all tracks; return whether it is the same there.
+        """Take a group as another asset of an engine has it, on all tracks; return whether it is the same there.
+
+        States have units that are not groups of tokens, and none in common. What was measured may end finer.
 
         Raises `AssetError` or `FormatError` if a frame there is missing or damaged; then nothing counts as made.
         """
-        catalog, every = asset.catalog, len(self.spec.classes) == 1
-        same = every and catalog.spec.digest() == self.spec.digest() and catalog.digest_kind == self.digest
-        same = same and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        catalog = asset.catalog
+        same = self.spec.even_groups and catalog.estimated and catalog.spec.digest() == self.spec.digest()
+        same = (
+            same
+            and catalog.digest_kind == self.digest
+            and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        )
         wraps = None if catalog.seal is None else catalog.seal.wraps
         if not same or wraps != (None if self._key is None else self._key.wraps):
             return False
