@@ -101,7 +101,7 @@ class Publisher:
             _log.warning("kvabr: %s; nothing is published until it answers", error)  # each asset's writer tries again
         self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
         touch = (self.store if self._quota is None else self._quota).touch
-        self._sound = SoundAssets(self.store)
+        self._sound = SoundAssets(self.store, sealed=keys is not None)
         self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch, sound=self._sound.look)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
