@@ -29,6 +29,7 @@ from kvabr.cli.options import (
     check_writable,
     load,
     prompt_text,
+    read_tokens,
 )
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
@@ -68,7 +69,6 @@ _HOW = (
     "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or the prompt itself: --text FILE --model smollm2"
 )
-_MAX_TOKENS_BYTES = 64 << 20
 _QUESTION = 20
 """Tokens of a question, for what a cache would lose behind one."""
 
@@ -266,7 +266,7 @@ def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, 
         raise UsageError(
             "--model and --recompute name different models; an engine computes caches of its own model only"
         )
-    tokens = () if args.prompt is None else _read_tokens(args.prompt)
+    tokens = () if args.prompt is None else read_tokens(args.prompt, "--prompt")
     wanted = args.recompute or args.model
     if wanted is None:
         if args.text is not None:
@@ -556,23 +556,6 @@ def _result(
         "damaged": [{"group": group, "track": track, "what": what} for group, track, what in record.damaged],
         "groups": groups,
     }
-
-
-def _read_tokens(path: Path) -> tuple[int, ...]:
-    """Return token ids from a JSON list, or from the prompt.json of an asset."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_TOKENS_BYTES + 1)
-        value = json.loads(data)
-    except OSError as error:
-        raise UsageError(f"--prompt {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--prompt {path}: not JSON ({error})") from error
-    if isinstance(value, dict):
-        value = value.get("tokens")
-    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
-        raise UsageError(f"--prompt {path}: must be a list of token ids, or an object with such a list as `tokens`")
-    return tuple(value)
 
 
 @contextmanager

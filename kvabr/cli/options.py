@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import ipaddress
+import json
 import math
 import os
 import re
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value: (.*)", re.DOTALL)
 _NUMBERS = {"float": "number", "int": "whole number"}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|seconds?|ms)")
+_MAX_TOKENS_BYTES = 64 << 20
 _PER_SECOND = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "ms": 1000}
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
@@ -250,3 +252,20 @@ def check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
             raise UsageError(f"{path}: cannot be written there")
+
+
+def read_tokens(path: Path, option: str) -> tuple[int, ...]:
+    """Return token ids from a JSON list, or from the prompt.json of an asset; `UsageError` if it has none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_TOKENS_BYTES + 1)
+        value = json.loads(data)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{option} {path}: not JSON ({error})") from error
+    if isinstance(value, dict):
+        value = value.get("tokens")
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 32 for i in value):
+        raise UsageError(f"{option} {path}: must be a list of token ids, or an object with such a list as `tokens`")
+    return tuple(value)

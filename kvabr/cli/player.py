@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvabr.cli import kv_events
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import parse_address
 from kvabr.types.errors import UsageError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
     from kvabr.engines.player_process.process import ServesOn
+    from kvabr.server.seen_prompts import SeenPrompts
 
 _EPILOG = """\
 Engines whose setting is "player": "process" start one by themselves, and share it. Run it yourself to have it
@@ -51,6 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     rack.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
     token = "token that neighbours must show: they read what the first engine's own token opens"  # noqa: S105
     rack.add_argument("--neighbour-token-file", type=Path, metavar="F", help=token)
+    kv_events.add_options(parser)
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     parser.set_defaults(run=run)
@@ -64,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--idle {args.idle:g}: must be a positive number of seconds")
     if len({option is None for option in (args.serve, args.cert, args.key, args.neighbour_token_file)}) > 1:
         raise UsageError("give --serve together with --cert, --key and --neighbour-token-file, or none of them")
+    if args.kv_events is not None and args.serve is None:
+        raise UsageError("--kv-events tells what neighbours can have: it needs --serve")
+    kv_events.check(args)
     path = own_socket() if args.socket is None else args.socket.absolute()
     try:
         taken = listening(path)
@@ -87,16 +93,20 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) -> int:
     from kvabr.cli.serving import captured, keep_memory_flat, logger
     from kvabr.engines.player_process.process import PlayerProcess
+    from kvabr.server.seen_prompts import SeenPrompts, seen_prompt
     from kvabr.telemetry.client_metrics import ClientMetrics
     from kvabr.telemetry.prometheus import ScrapeServer
     from kvabr.transfer.work import cancel_all
 
     metrics, log = ClientMetrics(), logger(json=args.log_json or None, verbose=args.verbose)
-    process = PlayerProcess(listener, log, metrics, None if args.serve is None else _neighbours(args, log))
+    prompts = SeenPrompts()
+    process = PlayerProcess(listener, log, metrics, None if args.serve is None else _neighbours(args, prompts, log))
     serving = asyncio.create_task(process.serve(args.idle))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     with contextlib.ExitStack() as stack:
         stack.enter_context(captured(log))
+        telling = kv_events.telling(args, seen_prompt, prompts.assets, prompts.listen, log, metrics.registry)
+        stack.enter_context(telling)
         if args.metrics is not None:
             scrape = stack.enter_context(ScrapeServer(metrics, *parse_address(args.metrics, "--metrics")))
             log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
@@ -111,7 +121,7 @@ async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) 
     return 0
 
 
-def _neighbours(args: argparse.Namespace, log: FilteringBoundLogger) -> ServesOn:
+def _neighbours(args: argparse.Namespace, prompts: SeenPrompts, log: FilteringBoundLogger) -> ServesOn:
     from kvabr.cli import network
     from kvabr.node.serving import serving
     from kvabr.server import certificates
@@ -120,4 +130,4 @@ def _neighbours(args: argparse.Namespace, log: FilteringBoundLogger) -> ServesOn
     certificates.check(tls)
     token = network.read_token(args.neighbour_token_file, "--neighbour-token-file", least=16)
     host, port = parse_address(args.serve, "--serve")
-    return partial(serving, host=host, port=port, tls=tls, token=token, log=log)
+    return partial(serving, host=host, port=port, tls=tls, token=token, log=log, prompts=prompts)

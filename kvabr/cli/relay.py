@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli import network, serving
+from kvabr.cli import kv_events, network, serving
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
 from kvabr.types.errors import TransportError, UsageError
@@ -79,6 +79,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--connections", type=int, metavar="N", help="players at a time (default: 512), as --limit connections=N"
     )
+    kv_events.add_options(parser)
+    theirs = (
+        "KV events of the origin, which tell the tokens of the prompts that are looked up here: --kv-events needs it"
+    )
+    parser.add_argument("--upstream-kv-events", metavar="ENDPOINT[,REPLAY]", help=theirs)
     network.add_options(parser, "the origin", "upstream-", " towards the origin")
     parser.set_defaults(run=run)
 
@@ -115,7 +120,10 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
     )
     asset = asset_of(args.upstream)
     token = None if args.player_token_file is None else _player_token(args.player_token_file)
-    with serving.prepared(args) as setup:
+    with (
+        serving.prepared(args) as setup,
+        kv_events.relaying(args, setup.log, setup.metrics.registry) as prompts,
+    ):
         log, metrics = setup.log, setup.metrics
         async with dialling(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
             if upstream.trouble is None:
@@ -125,8 +133,9 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                 log.warning("the origin cannot be reached", why=upstream.trouble, hint=hint)
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
-                upstream, log, metrics, memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token
-            ) as relay:
+                upstream, log, metrics,
+                memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token, prompts=prompts,
+            ) as relay:  # fmt: skip
                 server = Server(
                     relay, setup.host, setup.port, setup.tls, limits, log, metrics,
                     quic=args.quic, tcp=args.tcp, sources=args.advertise,

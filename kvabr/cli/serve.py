@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvabr.cli import serving
+from kvabr.cli import kv_events, serving
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name
 from kvabr.types.errors import AssetError, FormatError, UsageError
@@ -67,6 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-mib", type=int, metavar="MIB", help=warm)
     grants = "who may read what, JSON (default: all read all)"
     add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
+    kv_events.add_options(parser)
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
     parser.add_argument("--expires", type=float, metavar="DAYS", help="days until that token expires (default: never)")
     parser.add_argument("--json", type=Path, metavar="F", help="write that token and its entry as JSON")
@@ -113,6 +114,7 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
     from kvabr.server.moving import moving
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
+    from kvabr.telemetry.kv_events.told import everything, prompt_of
 
     # Check everything before binding the address.
     try:
@@ -131,10 +133,14 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if args.grants is not None:
                 files.add("tokens", [args.grants], lambda: library.regrant(Grants.from_file(args.grants)))
-            async with moving(library.tiers, log):
-                return await run_until_signal(
-                    server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
-                )
+            tokens = kv_events.telling(
+                args, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
+            )
+            with tokens:
+                async with moving(library.tiers, log):
+                    return await run_until_signal(
+                        server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
+                    )
 
 
 def _tiered(root: str, args: argparse.Namespace) -> TieredAssetStore:

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -148,6 +148,8 @@ class AsyncClient:
         """
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
+        self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
+        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt."""
         self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
@@ -781,7 +783,10 @@ class AsyncClient:
         """Do as `ClientPeer.find` at all sources."""
         pairs = zip(self._some(peers), connection.sources, strict=True)
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
-        return await first_found(connection, lookups, len(tokens), within_s)
+        found, spec = await first_found(connection, lookups, len(tokens), within_s)
+        if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
+            self.on_found(found.catalog.namespace, tokens[: found.catalog.tokens])
+        return found, spec
 
     async def _catalog(
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool

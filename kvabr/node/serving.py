@@ -20,6 +20,7 @@ from kvabr.server.certificates import ServerTls, check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
+from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.server.server import Server, Tcp
 from kvabr.types.errors import UsageError
 
@@ -43,6 +44,7 @@ async def serving(
     tcp: Tcp = "tls",
     metrics: Metrics | None = None,
     log: FilteringBoundLogger | None = None,
+    prompts: SeenPrompts | None = None,
 ) -> AsyncIterator[Server]:
     """Serve on what a client's plays have fetched, and what its origin has.
 
@@ -62,6 +64,8 @@ async def serving(
         tcp: as of `Server`.
         metrics: counts what is served.
         log: receives events; None: structlog's own logger.
+        prompts: hears which prompts plays look up, with their tokens unless they are salted, and which the origin takes
+            back, for KV events.
 
     Raises:
         UsageError: the token is none, or the client has no origin, or several and none was named.
@@ -76,8 +80,11 @@ async def serving(
     # Not whom its origin tells of (steering), which may be neighbours as well.
     upstream = await client.connect(client.origins if origin is None else origin)
     counts, told = metrics or Metrics(), log or structlog.get_logger()
+    client.on_found = None if prompts is None else prompts.played
     async with (
-        Relay(upstream, told, counts, memory_bytes=memory_bytes, token=token, store=client.store) as relay,
+        Relay(
+            upstream, told, counts, memory_bytes=memory_bytes, token=token, store=client.store, prompts=prompts
+        ) as relay,
         Server(relay, host, port, tls, limits or ServerLimits(), told, counts, quic="auto", tcp=tcp) as server,
     ):
         yield server

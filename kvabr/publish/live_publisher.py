@@ -236,7 +236,8 @@ class LiveProduction(Production):
     ) -> None:
         """Begin; ``seconds`` says when each group of tokens should be published."""
         self._path, self._replaces = publisher.root / slot.chunks[-1], slot.replaces
-        super().__init__(slot.offer, self._live_writer, slot.chunks, slot.tokens, slot.position, done)
+        offer, tokens, position = slot.offer, slot.tokens, slot.position
+        super().__init__(offer, self._live_writer, slot.chunks, tokens, position, done, prompt=slot.prompt)
         self._stack.callback(claim.release)
         self._costs, self._clock, self._tracks = publisher.costs, publisher.clock, publisher.edge
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()
@@ -376,7 +377,7 @@ class LiveProduction(Production):
         elif not self._replaces and (self._path / CATALOG).exists():  # a producer that could not see this one
             self.close(PublishOutcome("known"))
         else:
-            writer.commit(self.offer.catalog(frames))
+            self._commit(frames, writer)
             self.published = self.chunks[-1]
             self.close(self._outcome("published", total_bytes(frames), tokens=self.tokens))
 

@@ -19,7 +19,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
-from kvabr.store.asset import Asset, AssetWriter
+from kvabr.store.asset import Asset, AssetWriter, Prompt
 from kvabr.types.errors import FormatError, KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
@@ -63,6 +63,7 @@ class Production:
         done: Callable[[PublishOutcome], object],
         *,
         passage: PassageNotes | None = None,
+        prompt: Prompt | None = None,
         begun: Callable[[], tuple[Asset, int] | None] | None = None,
     ) -> None:
         """Begin without any token.
@@ -75,6 +76,7 @@ class Production:
             position: of the first token in the prompt, see `kvabr.publish.publisher.Publisher.reserve_named`.
             done: called with the outcome, by `finish`.
             passage: of a passage, whose cache has keys before rotation, what the catalog says of it.
+            prompt: the token ids, if they are kept beside the asset.
             begun: called in the first step; returns an asset that begins alike, and how many groups of tokens they
                 share: these are taken from it, not encoded again. None: there is none.
         """
@@ -91,7 +93,8 @@ class Production:
         """Whether a thread is at it; guarded by `lock`."""
         self.patient_thread: int | None = None
         """Native number of the patient thread while that is at it; guarded by `lock`."""
-        self._make_writer, self._position, self._passage, self._begun = make_writer, position, passage, begun
+        self._make_writer, self._position, self._passage = make_writer, position, passage
+        self._prompt, self._begun = prompt, begun
         self._stack = contextlib.ExitStack()
         self._frames: FrameEncoder | None = None
         self._writer: AssetWriter | None = None
@@ -228,9 +231,14 @@ class Production:
         if reason:
             self._broken(reason)
             return
-        writer.commit(self.offer.catalog(frames))
+        self._commit(frames, writer)
         self.published = self.chunks[-1]
         self.close(PublishOutcome("published", total_bytes(frames), tokens=self.tokens))
+
+    def _commit(self, frames: FrameEncoder, writer: AssetWriter) -> None:
+        if self._prompt is not None:
+            writer.prompt(self._prompt)
+        writer.commit(self.offer.catalog(frames))
 
     def _broken(self, why: str) -> None:
         """Give up."""

@@ -24,7 +24,7 @@ from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
-from kvabr.store.asset import Asset
+from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, check_sealable, open_store
@@ -34,6 +34,7 @@ from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
 from kvabr.types.kv import KVSpec
+from kvabr.types.media import MediaTokens
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, passage_chain
 from kvabr.types.sealing import Keys, read_keys
@@ -65,6 +66,7 @@ class Publisher:
         evict: Order = DEFAULT_ORDER,
         source: str = "",
         digest: str = SHA256,
+        keep_tokens: bool = False,
         keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Open the store, and start.
@@ -82,8 +84,12 @@ class Publisher:
             evict: which of it goes first, see `kvabr.store.eviction`.
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
+            keep_tokens: keep the token ids of prompts without salt beside their assets, for KV events
+                (`kvabr.telemetry.kv_events`); stores that many read keep none.
             keys: a key ring, or its file: what is published is sealed, see `kvabr.types.sealing`.
         """
+        if keep_tokens and keys is not None:
+            raise UsageError("sealed caches are for those who have a key: their token ids are not kept beside them")
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
         self.offer = TrackOffer(
@@ -92,6 +98,8 @@ class Publisher:
         """The tracks."""
         self.store = open_store(location)
         self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
+        if keep_tokens and self._folder is None:
+            raise UsageError(f"{location}: object stores keep no token ids of prompts; only folders do")
         check_sealable(self.store, keys)
         try:
             self.store.prepare()
@@ -112,7 +120,7 @@ class Publisher:
         """Assets that longer ones have taken over, and when."""
         self._lock = threading.Lock()
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
-        self._closed = False
+        self._closed, self._keep_tokens = False, keep_tokens
 
     @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
@@ -126,7 +134,11 @@ class Publisher:
         spec, model = self.offer.spec, model or self.offer.spec.model
         chunks = chain(tokens, model=model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
         slot = self.reserve_named(chunks, len(tokens))
-        return replace(slot, model=model) if isinstance(slot, Slot) else slot
+        if not isinstance(slot, Slot):
+            return slot
+        # Tokens alone would name the prompt without its salt, adapter or pictures to who is told of them.
+        plain = not salt and model == spec.model and not isinstance(tokens, MediaTokens)
+        return replace(slot, model=model, prompt=Prompt(tuple(tokens), ()) if self._keep_tokens and plain else None)
 
     @checked
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
@@ -191,7 +203,15 @@ class Publisher:
         writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
         begun = partial(self._begun, slot.chunks) if slot.passage is None and slot.position == 0 else None
         made = Production(
-            slot.offer, writer, slot.chunks, slot.tokens, slot.position, done, passage=slot.passage, begun=begun
+            slot.offer,
+            writer,
+            slot.chunks,
+            slot.tokens,
+            slot.position,
+            done,
+            passage=slot.passage,
+            prompt=slot.prompt,
+            begun=begun,
         )
         made.append(0, kv, slot.tokens)
         made.end()
@@ -315,6 +335,8 @@ class Slot:
     """See `Publisher.reserve`."""
     replaces: bool = False
     """Whether it takes the place of a damaged asset."""
+    prompt: Prompt | None = None
+    """The token ids, if they are kept beside the asset."""
 
     @property
     def offer(self) -> TrackOffer:

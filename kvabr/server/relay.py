@@ -19,6 +19,7 @@ from kvabr.server.publication import ArrivingGroup, BytesPublication, CatalogLev
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
+from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import Location, open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -77,6 +78,7 @@ class Relay:
         disk_bytes: int = 0,
         token: str | None = None,
         store: TieredGroupStore | None = None,
+        prompts: SeenPrompts | None = None,
     ) -> None:
         """Prepare an empty cache, or open the one on disk.
 
@@ -92,6 +94,7 @@ class Relay:
             token: token that players must show; None: everyone may enter.
             store: keeps groups instead, and stays open: that of a client in this process. ``memory_bytes`` then bounds
                 what is on its way.
+            prompts: hears which assets are looked up and taken back, for KV events.
         """
         self._log, self._metrics, self._upstream = log, metrics, upstream
         self._grants = None if token is None else _players(token)
@@ -99,7 +102,7 @@ class Relay:
         self._changes = ChangeLog()
         self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
-        self._own = store is None
+        self._own, self.prompts = store is None, prompts or SeenPrompts(0)
         if store is None:
             folder = None
             if disk is not None:
@@ -117,6 +120,7 @@ class Relay:
             limit=max(LEAST_BYTES, int(_CATALOGS_SHARE * memory_bytes)),
             on_dropped=self._dropped,
             on_revoked=self._revoked,
+            on_known=lambda facts: self.prompts.saw(facts.namespace),
         )
         """Catalogs, lookups and profiles."""
         self.live = LiveRelay(upstream, self.catalogs, self.groups, log, self._live_gone)
@@ -218,6 +222,7 @@ class Relay:
         why = "the asset was removed or replaced; ask for its catalog again"
         gone = facts.all_digests() - self.catalogs.named_besides(facts)
         self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
+        self.prompts.take_back([facts.mark])
         self._changes.add([facts.mark])
         self._tell()
 
@@ -231,6 +236,7 @@ class Relay:
         self._tell()
 
     def _revoked(self) -> None:
+        self.prompts.clear()
         self.live.taken_back(lambda _: True)
         self._drop(None, UnauthorizedError(_REFUSED))
         self._changes.add(everything=True)
@@ -265,7 +271,9 @@ class Relay:
     def _take_back(self, changes: Changes) -> None:
         """Drop what the origin has taken back, and pass that on to the relays behind this one."""
         if changes.everything:
+            self.prompts.clear()
             self.catalogs.doubt_everything()
+        self.prompts.take_back(changes.marks)
         self.catalogs.withdraw(changes.marks)
         for asset in self.live.taken_back(lambda asset: mark_of(asset.namespace) in changes.marks):
             self._live_gone(asset)

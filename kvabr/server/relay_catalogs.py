@@ -183,6 +183,7 @@ class Catalogs:
         limit: int = LEAST_BYTES,
         on_dropped: Callable[[AssetFacts], None] = lambda _: None,
         on_revoked: Callable[[], None] = lambda: None,
+        on_known: Callable[[AssetFacts], None] = lambda _: None,
     ) -> None:
         """Start empty.
 
@@ -192,9 +193,10 @@ class Catalogs:
             limit: bound on what is kept, bytes; as much may be on its way.
             on_dropped: hears what was known of an asset that the origin has removed or replaced.
             on_revoked: hears that the origin refuses the relay's token; everything is forgotten by then.
+            on_known: hears of an asset whose catalog has come.
         """
         self._upstream, self._log, self._limit = upstream, log, limit
-        self._on_dropped, self._on_revoked = on_dropped, on_revoked
+        self._on_dropped, self._on_revoked, self._on_known = on_dropped, on_revoked, on_known
         self._answers: ByteLru[_Name, Answer] = ByteLru(limit, lambda answer: answer.memory)
         self._known: WeakSet[AssetFacts] = WeakSet()
         """Also of catalogs that had to make room, as long as something of them is being sent."""
@@ -354,6 +356,7 @@ class Catalogs:
                     self._drop(lambda other: other.namespace == facts.namespace, "asset replaced")
             if answer.facts is not None:
                 self._known.add(answer.facts)
+                self._on_known(answer.facts)
             self._answers.replace(catalog, answer)
         self._answers.replace(name, answer)
         return answer

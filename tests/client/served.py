@@ -45,7 +45,7 @@ class Served:
             quic=self._quic, sources=self._sources,
         )  # fmt: skip
         self._loop.call(server.start())
-        self._server, self.port = server, server.address[1]
+        self._server, self.port, self.look = server, server.address[1], library.refresh
 
     @property
     def url(self):

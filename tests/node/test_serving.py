@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +12,12 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.node.serving import serving
 from kvabr.server.certificates import check, development
+from kvabr.server.seen_prompts import SeenPrompts
+from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import PlayError, UsageError
 from tests.client.served import LIMIT_S, LOG, Served
 from tests.client.test_play import TOKENS, close
+from tests.server.relays import until
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 pytestmark = pytest.mark.process
@@ -79,6 +84,26 @@ async def test_what_nobody_has_played_comes_from_the_origin_and_is_there_for_pla
         before = sent(origin)
         assert (await first.play(LONG, deadline=LIMIT_S)).coverage == ("FP16",) * 10
         assert sent(origin) - before < before / 4  # the catalog
+
+
+async def test_what_plays_look_up_is_told_with_its_tokens_until_the_origin_takes_it_back(root, tmp_path, tls):
+    copied = shutil.copytree(root, tmp_path / "assets")
+    origin, prompts = Served(copied, tmp_path), SeenPrompts()
+    try:
+        async with (
+            first_node(origin) as first,
+            serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG, prompts=prompts),
+        ):
+            await first.play(LONG, deadline=LIMIT_S)
+            await first.play(TOKENS, deadline=LIMIT_S, options=replace(EXACT, salt=b"a tenant"))
+            ((space, told),) = prompts.assets().values()
+            assert space == FolderAsset.open(copied / "long").catalog.namespace
+            assert list(told.tokens) == list(LONG)
+            shutil.rmtree(copied / "long")
+            origin.look()
+            await until(lambda: not prompts.assets())
+    finally:
+        origin.close()
 
 
 @pytest.mark.parametrize("token", [None, "another-token"])

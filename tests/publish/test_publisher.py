@@ -16,14 +16,18 @@ import torch
 from kvabr.codec.group import encode_payload, payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
+from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.offer import expected_losses
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
+from kvabr.telemetry.kv_events.told import prompt_of
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
+from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
+from kvabr.types.sealing import KeyRing, new_key
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length
 from tests import kvdata
@@ -60,6 +64,32 @@ def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
     for group in range(3):
         assembler.put(group, "FP16", asset.frame(group, "FP16"))
     assert torch.allclose(assembler.take(), KV, rtol=1e-3, atol=1e-3)
+
+
+def test_token_ids_are_kept_only_if_wanted_and_only_of_prompts_that_they_name_alone(tmp_path):
+    publish(publisher(tmp_path / "plain"))
+    publish(publisher(tmp_path / "kept", keep_tokens=True))
+    salted = publisher(tmp_path / "salted", keep_tokens=True)
+    slot = salted.reserve(TOKENS, b"a tenant")
+    slot.fill(KV, lambda _: None)
+    for tokens, model in ((TOKENS, "adapted"), (MediaTokens(TOKENS, [Medium(3, 5, "ab" * 32)]), None)):
+        other = salted.reserve(tokens, model=model)
+        assert other.prompt is None
+        other.leave()
+    salted.close()
+    live = publisher(tmp_path / "live", keep_tokens=True)
+    growing = LivePublisher(live).begin(TOKENS, pace=[1.0, 2.0, 3.0], done=lambda _: None)
+    growing.groups(0, KV)
+    growing.end()
+    live.close()
+    found = {name: PublishedAssets(tmp_path / name).assets[0] for name in ("plain", "kept", "salted", "live")}
+    assert {name for name, asset in found.items() if asset.has_prompt()} == {"kept", "live"}
+    for name in ("kept", "live"):
+        told = prompt_of(found[name])
+        assert list(told.tokens) == TOKENS
+        assert (tmp_path / name / found[name].name / "prompt.json").stat().st_mode & 0o077 == 0
+    with pytest.raises(UsageError, match="not kept"):
+        publisher(tmp_path / "sealed", keep_tokens=True, keys=KeyRing((new_key("k"),)))
 
 
 def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):

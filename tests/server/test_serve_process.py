@@ -57,9 +57,14 @@ class Served:
         return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, timeout_s=300.0, **changes)
 
 
+def serving(root, *words, stderr=asyncio.subprocess.PIPE):
+    return running("serve", root, *words, stderr=stderr)
+
+
 @asynccontextmanager
-async def serving(root, *words, stderr=asyncio.subprocess.PIPE):
-    argv = ["-m", "kvabr", "serve", str(root), "--dev", "--bind", "127.0.0.1:0", "--log-json", *map(str, words)]
+async def running(*words, stderr=asyncio.subprocess.PIPE):
+    """An origin or a relay."""
+    argv = ["-m", "kvabr", *map(str, words), "--dev", "--bind", "127.0.0.1:0", "--log-json"]
     process = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=stderr)
     try:
         async with asyncio.timeout(300):

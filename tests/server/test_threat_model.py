@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from kvabr.server import (
     relay_catalogs,
     relay_groups,
     relay_live,
+    seen_prompts,
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
@@ -35,10 +37,15 @@ from kvabr.store import asset as assets
 from kvabr.store import asset_folder, shared_folder
 from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
+from kvabr.telemetry.kv_events import feed, publisher, subscriber
+from kvabr.telemetry.kv_events import wire as events
+from kvabr.telemetry.kv_events.buffer import ReplayBuffer
 from kvabr.types import catalog, kv, naming, records
+from kvabr_lab.route import HeldPrefixes
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 DEFAULTS = ServerLimits()
+REPLAYS, HELD = (signature(kind).parameters for kind in (ReplayBuffer, HeldPrefixes))
 CLIENT = Limits()
 
 
@@ -129,6 +136,17 @@ ROWS = {
     "list of models": [size(kv.MAX_MODELS_BYTES), "4,096 models"],
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
     "prompt.json": [size(assets._MAX_PROMPT_BYTES)],
+    "KV events: batches kept": [
+        f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MOST_WAITING:,}",
+        f"{size(publisher._MOST_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
+    ],
+    "KV events heard": [
+        f"{size(events.MAX_MESSAGE_BYTES)}; {feed.MOST_WAITING:,}, {size(feed.MOST_WAITING_BYTES)}",
+        f"{subscriber.REPLAY_S:g} s; 2^{HELD['max_blocks'].default.bit_length() - 1}",
+    ],
+    "relay, node: tokens and assets": [
+        f"{size(seen_prompts._MAX_TOKEN_BYTES)}, {seen_prompts._MOST_SEEN:,}",
+    ],
     "object store: offers of a tenant": [f"{layout.MAX_OFFERS}", size(layout.MAX_OFFER_BYTES)],
     "object store: span, its head": [
         size(layout.MAX_SPAN_BYTES), size(spans.MAX_HEAD_BYTES), size(spans._MAX_HEAD_JSON),

@@ -57,6 +57,7 @@ def cache_publisher(
     most_bytes: int | None = None,
     evict: Order = DEFAULT_ORDER,
     digest: str = SHA256,
+    keep_tokens: bool = False,
     keys: str | os.PathLike[str] | Keys | None = None,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
@@ -74,6 +75,7 @@ def cache_publisher(
         evict: which caches are removed first: the least valuable (``value``), least recently (``lru``) or least often
             (``lfu``) used, see `kvabr.store.eviction`.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
+        keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
         keys: a key ring, or its file, with which caches are sealed, see `kvabr.types.sealing`.
 
     Raises:
@@ -91,6 +93,7 @@ def cache_publisher(
         evict=evict,
         source="a prefill of transformers",
         digest=digest,
+        keep_tokens=keep_tokens,
         keys=keys,
     )
 

@@ -95,6 +95,9 @@ class VllmSettings(EngineSettings):
     publish_live: bool = False
     """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
     a folder. Recurrent states are published when their request ends."""
+    publish_tokens: bool = False
+    """Keep the token ids of what is published, of requests without a salt, beside the caches, so that `kvabr serve
+    --kv-events` can tell routers of them. ``publish`` must be a folder."""
 
     @field_validator("policy")
     @classmethod

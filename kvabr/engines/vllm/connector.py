@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvabr.data import default_catalog
@@ -38,10 +40,12 @@ from kvabr.engines.vllm.publishing import Publishers
 from kvabr.engines.vllm.requests import OWN
 from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
+from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.worker import WorkerHalf
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
+from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVEvent
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
@@ -69,9 +73,18 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Carries the plays that have ended, and how fast the engine is, from the workers to the scheduler."""
 
-    def __init__(self, placed: list[PlacedPlay], cost: PrefillCost | None, *, publishing: bool) -> None:
+    def __init__(
+        self,
+        placed: list[PlacedPlay],
+        cost: PrefillCost | None,
+        published: list[tuple[str, int]],
+        *,
+        publishing: bool,
+    ) -> None:
         self.placed = placed
         """What each worker's plays have brought."""
+        self.published = published
+        """Requests whose publications have ended, with the tokens of which there is a cache now."""
         self.cost = cost
         """What the engine's prefill costs; None: no news."""
         self.publishing = publishing
@@ -81,7 +94,8 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Add what another worker reports."""
         assert isinstance(other, KvabrPlaced)  # noqa: S101  # all workers have the same connector
         both = self.publishing or other.publishing
-        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost, publishing=both)
+        published = self.published + other.published
+        return KvabrPlaced(self.placed + other.placed, self.cost or other.cost, published, publishing=both)
 
 
 class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -133,7 +147,10 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
             _log.info("kvabr: %s", _said(settings, model, consumes=consumes, produces=produces))
-            self._scheduler = SchedulerHalf(settings, model, self._client, produces=produces, evict=self._evict)
+            told = _told(vllm_config, kv_cache_config, model)
+            self._scheduler = SchedulerHalf(
+                settings, model, self._client, produces=produces, evict=self._evict, told=told
+            )
         else:
             self._worker = WorkerHalf(settings, model, self._client, publishers)
 
@@ -194,8 +211,10 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the plays that have ended, and what a prefill costs, for the scheduler."""
         placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
+        published = self._worker.published()
         now = self._publishing = self._to_count
-        return KvabrPlaced(placed, cost, publishing=now) if placed or cost or was or now else None
+        news = placed or cost or published or was or now
+        return KvabrPlaced(placed, cost, published, publishing=now) if news else None
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a request."""
@@ -228,6 +247,14 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.publishing = meta.publishing
             for play in meta.placed:
                 self._scheduler.placed(play)
+            if self._scheduler.told is not None:
+                for name, tokens in meta.published:
+                    self._scheduler.told.published(name, tokens)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return, once, which blocks can be had from kvabr now, or no longer, with vLLM's names for them."""
+        told = self._scheduler.told
+        return () if told is None else map(_event, told.take())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -377,9 +404,36 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
         digest=settings.digest,
+        keep_tokens=settings.publish_tokens,
         keys=settings.keys,
     )
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
+
+
+def _told(config: Any, kv_cache_config: Any, model: ServedModel) -> ToldBlocks | None:
+    """Return what collects KV events, if vLLM publishes such."""
+    wanted = getattr(config, "kv_events_config", None)
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None
+    return ToldBlocks(resolve_kv_cache_block_sizes(kv_cache_config, config)[1], model.ranks)
+
+
+def _event(event: KVEvent) -> KVCacheEvent:
+    """Return an event as vLLM's own class."""
+    assert not isinstance(event, KVBlocksCleared)  # noqa: S101  # that would be about the engine's own blocks, too
+    names = list(map(maybe_convert_block_hash, event.block_hashes))
+    if isinstance(event, KVBlocksRemoved):
+        return BlockRemoved(block_hashes=names, medium=event.medium)
+    return BlockStored(
+        block_hashes=names,
+        parent_block_hash=None,  # they begin a prompt
+        token_ids=event.token_ids,
+        block_size=event.block_size,
+        lora_id=None,
+        medium=event.medium,
+        lora_name=None,
+        extra_keys=event.extra_keys,
+    )
 
 
 def check_scales(config: Any, names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 class IdleScheduler:
     """Has nothing to load, and publishes nothing; see `kvabr.engines.vllm.scheduler.SchedulerHalf`."""
 
-    publishing = False
+    publishing, told = False, None
 
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
@@ -87,6 +87,10 @@ class IdleWorker:
 
     def measured(self) -> None:
         """Return no news."""
+
+    def published(self) -> list[tuple[str, int]]:
+        """Return that nothing was published."""
+        return []
 
     def placed(self) -> list[PlacedPlay]:
         """Return that no play has ended."""

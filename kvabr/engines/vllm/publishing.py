@@ -98,6 +98,7 @@ class Publications:
         self._snapshots: list[SnapshotRequest] = []
         self._grown: list[GrowRequest] = []
         self._under_way, self._begun_s = 0, 0.0
+        self._ended: list[tuple[str, int]] = []
         self._lock = threading.Lock()
         self.beside = False
         """Whether what grows is copied beside the next step: on a GPU, unless vLLM takes the blocks of windows away
@@ -178,8 +179,8 @@ class Publications:
             if self._engine.lossy.before(grown.tokens, grown.salt, model.spec.model):  # so neither is the rest exact
                 slot: LiveSlot | str = "lossy"
             else:
-                own = model.shard.model
-                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=own, done=self._published)
+                own, done = model.shard.model, partial(self._published, grown.request)
+                slot = live.begin(grown.tokens, pace=pace, salt=grown.salt, model=own, done=done)
                 self._count(0 if isinstance(slot, str) else 1)
         except Exception as error:  # noqa: BLE001  # the request must go on
             _log.warning("kvabr: not published: %s", error, exc_info=not isinstance(error, UsageError))
@@ -276,6 +277,7 @@ class Publications:
                 self._copier.submit(self._take, publication, slot, read)
                 return
         self._counts.add(f"publish_{why}")
+        self._over(publication.request, len(publication.tokens) if why == "dropped_known" and first is None else 0)
         self._engine.gone(publication.request)
 
     def _lossy_before(self, publication: PublishRequest) -> bool:
@@ -338,10 +340,10 @@ class Publications:
                 kv = read()
         except Exception as error:  # noqa: BLE001  # the request must go on
             slot.leave()
-            self._published(PublishOutcome("failed", why=str(error)))
+            self._published(publication.request, PublishOutcome("failed", why=str(error)))
         else:
             self._counts.add("copy_seconds", time.thread_time() - began_s)
-            slot.fill(kv, self._published)
+            slot.fill(kv, partial(self._published, publication.request))
         finally:
             self._engine.gone(publication.request)
 
@@ -352,7 +354,18 @@ class Publications:
             if by > 0:
                 self._begun_s = time.monotonic()
 
-    def _published(self, outcome: PublishOutcome) -> None:
+    def published(self) -> list[tuple[str, int]]:
+        """Return, once, the requests whose publications have ended, with the tokens whose cache can be had by now."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def _over(self, request: str, tokens: int) -> None:
+        with self._lock:
+            self._ended.append((request, tokens))
+
+    def _published(self, request: str, outcome: PublishOutcome) -> None:
+        self._over(request, outcome.tokens)
         if outcome.left_out:
             self._counts.add("publish_left_out", outcome.left_out)
         if outcome.tokens:  # perhaps those of a shorter prompt, of a request that was aborted

@@ -64,6 +64,7 @@ from kvabr.engines.vllm.requests import (
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
+from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, ModelError, TransportError
@@ -124,6 +125,8 @@ class _Lookup:
     loss: float = 0.0
     """What its play is expected to lose, and what for others (`PlacedPlay`)."""
     worst: float = 0.0
+    held: int | None = None
+    """Tokens of the prompt that the origin has, once it has said so."""
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
@@ -141,8 +144,13 @@ class SchedulerHalf:
         *,
         produces: bool,
         evict: Callable[[set[int]], None],
+        told: ToldBlocks | None = None,
     ) -> None:
-        """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache."""
+        """Start; without a client nothing is looked up. ``evict`` takes blocks out of vLLM's prefix cache.
+
+        ``told`` hears what can be had from kvabr, for KV events; None: nobody wants them.
+        """
+        self.told = told
         self._settings, self._model, self._client, self._produces = settings, model, client, produces
         self._salt, self._generation = settings.salt, settings.generation()
         self._adapters = Adapters(settings.deadline_s)
@@ -208,6 +216,7 @@ class SchedulerHalf:
                 self._boundaries.arrived(request)
             if self._growth is not None and self._published(request) and wants(request, "live"):
                 self._growth.arrived(request)
+                self._tell(request)
 
     def reset(self) -> bool:
         """Forget what was found and played: the engine's weights may have changed, and so have the names of caches.
@@ -216,6 +225,8 @@ class SchedulerHalf:
         which cannot be called back.
         """
         self._generation.changed()
+        if self.told is not None:
+            self.told.reset()
         for name, lookup in list(self._lookups.items()):
             if lookup.handle is not None:
                 lookup.handle.cancel()
@@ -250,7 +261,7 @@ class SchedulerHalf:
         # Also if vLLM has nothing: what it had a step ago may have been shared.
         if not self._kept.may_share(request, computed, math.inf if unplayed(request) else lookup.deadline_s):
             return None, False
-        if lookup.handle is not None and not self._settle(lookup, lookup.handle):
+        if lookup.handle is not None and not self._settle(request, lookup, lookup.handle):
             return None, False
         had, lookup.computed = lookup.computed, computed
         if lookup.joined is not None and had != computed:
@@ -405,7 +416,18 @@ class SchedulerHalf:
                 chunks=tuple(chunks[: tokens // size]),
             )
         )
+        self._tell(request)
         return True
+
+    def _tell_found(self, request: Any, lookup: _Lookup) -> None:
+        """Tell what a lookup has found, or that there is nothing."""
+        if self.told is not None and lookup.held is not None:
+            self.told.found(request, lookup.held)
+
+    def _tell(self, request: Any) -> None:
+        """Have a request's cache told once it is published."""
+        if self.told is not None:
+            self.told.publishing(request)
 
     def _serve(self, request: Any, lookup: _Lookup, first: int, external: int, blocks: Sequence[Sequence[int]]) -> None:
         """Note what is loaded of a request, unless its salt says that it is joined from passages."""
@@ -551,6 +573,7 @@ class SchedulerHalf:
             found = await find_parts(client, parts, model.spec, lookup.salt, most, within_s, refused)
         else:
             found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
+            lookup.held = 0 if found is None else found.catalog.tokens
         self._rtt_s = await client.round_trip() or 0.0
         if found is None or parts is not None or not self._tails_first:
             return found
@@ -570,7 +593,7 @@ class SchedulerHalf:
         self.counts.add("passages_refused")
         self._trouble.tell("a passage is computed", f"{passage.name(model.spec, salt).prompt}: {why}")
 
-    def _settle(self, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
+    def _settle(self, request: Any, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
         """Take the answer of a lookup if it is over; return whether it is."""
         # A lookup ends by itself; the deadline is in case the event loop hangs.
         if not handle.done() and time.monotonic() - lookup.began_s < lookup.deadline_s:
@@ -591,6 +614,7 @@ class SchedulerHalf:
             if self._pause is not None:
                 self._pause.answered()
             self.counts.add("lookups_miss" if found is None else "lookups_hit")
+            self._tell_found(request, lookup)
             if lookup.tail:
                 self.counts.add("tokens_tail", lookup.tail)
             if found is not None:

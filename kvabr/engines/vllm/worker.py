@@ -186,6 +186,10 @@ class WorkerHalf:
             placed, self._placed = self._placed, []
         return placed
 
+    def published(self) -> list[tuple[str, int]]:
+        """Return, once, the requests whose publications have ended, and of how many tokens there is a cache now."""
+        return [] if self._publications is None else self._publications.published()
+
     @property
     def publishing(self) -> bool:
         """Whether a cache is being published: vLLM takes counters with its steps only, and takes none without work."""

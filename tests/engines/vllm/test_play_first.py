@@ -91,7 +91,7 @@ def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tok
             bench.scheduler.arrived(asked)
             lookup = bench.scheduler._lookups[asked.request_id]
             lookup.handle.result(LIMIT_S)
-            assert bench.scheduler._settle(lookup, lookup.handle)
+            assert bench.scheduler._settle(asked, lookup, lookup.handle)
         assert lookup.found is not None
         assert bench.scheduler._tail(6) == wanted
         bench.scheduler._model = replace(bench.model, ranks=2)

@@ -55,6 +55,24 @@ def test_an_asset_tells_the_bytes(capsys, tmp_path):
     assert "no tracks of this asset" in run(capsys, "-n", 10, "--link", 5, "--asset", path, "--floor", 1e-9)[2]
 
 
+def test_events_need_a_prompt_and_endpoints(capsys, tmp_path):
+    prompt = tmp_path / "prompt"
+    prompt.write_text("[1, 2, 3]")
+    wrong = {
+        ("--remote-events", "tcp://127.0.0.1:1"): "--prompt belongs to",
+        ("--prompt", prompt): "--prompt belongs to",
+        ("--prompt", prompt, "--local-events", "x"): "--local-events x: give tcp://HOST:PORT",
+        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1,"): "--local-events : give tcp://HOST:PORT",
+        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "--listen", 0): "--listen 0: give up to",
+        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "-n", 4): "--tokens 4: the prompt in",
+    }
+    for words, says in wrong.items():
+        status, _, err = run(capsys, "--link", 5, *words)
+        assert (status, says in err) == (2, True), err
+    words = ("--prompt", prompt, "--local-events", f"ipc://{tmp_path}/nobody", "--listen", 0.1)
+    assert "local: nothing was told" in run(capsys, "--link", 5, *words)[1]
+
+
 def test_a_link_that_is_too_thin_is_never_worth_it(capsys):
     assert "remote prefill is never sooner" in run(capsys, "-n", 9000, "--link", 0.1)[1]
     assert "nothing is known of the link" in run(capsys, "-n", 9000, "--link", 0)[1]

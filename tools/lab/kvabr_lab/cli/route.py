@@ -33,6 +33,10 @@ A prefill cost is a rate in tokens a second, or three constants C,B,A: x tokens 
 C + B x + A (2 L x + x^2) seconds. The bytes of a token are those of an asset's cheapest tracks that keep the quality
 floor, scaled to the model's own cache (--kv-bytes).
 
+--local-events and --remote-events, such as tcp://10.0.0.7:5557,tcp://10.0.0.7:5558, take what is cached from the KV
+events of engines (vLLM: --kv-events-config) and of kvabr's own stores (kvabr serve --kv-events) in place of
+--local-cached and --remote-cached. The prompt's token ids are then needed: --prompt.
+
 --day replays a day of generated requests (arrivals, lengths and shared prefixes from the seed) over two sites whose
 prefills queue and whose caches share the link: always local, always remote, PrfaaS's threshold, the best fixed
 threshold in hindsight, the length n*(C), kvabr's rule, and with --oracle a search that knows everything. `selfish` is
@@ -77,6 +81,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     size.add_argument("--decoders", type=int, default=8, metavar="N", help="threads that decode (default: %(default)s)")
     now = parser.add_argument_group("what the request finds")
+    now.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json, for the events")
+    events = "KV events of an engine or a store %s: what it has of the prompt is cached there"
+    now.add_argument("--local-events", metavar="ENDPOINT[,REPLAY]", help=events % "here")
+    now.add_argument("--remote-events", metavar="ENDPOINT[,REPLAY]", help=events % "there")
+    now.add_argument("--listen", type=float, default=5.0, metavar="S", help="seconds to listen at most (default: 5)")
     now.add_argument("--local-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached here")
     now.add_argument("--remote-cached", type=int, default=0, metavar="N", help="tokens of the prompt cached there")
     now.add_argument("--local-queue", type=seconds, default=0.0, metavar="S", help="seconds until a worker is free")
@@ -161,12 +170,38 @@ def _size(args: argparse.Namespace) -> CacheSize:
 # ---------------------------------------------------------------------------------------------- one request
 
 
+def _hear(args: argparse.Namespace) -> None:
+    """Take what is cached from the KV events that the options name."""
+    from kvabr.cli.display import plain
+    from kvabr.cli.options import read_tokens
+    from kvabr.telemetry.kv_events.publisher import EventSockets
+    from kvabr_lab.heard import listen
+
+    named = {site: getattr(args, f"{site}_events") for site in ("local", "remote")}
+    sites = {site: EventSockets.parse(text, f"--{site}-events") for site, text in named.items() if text is not None}
+    if not sites and args.prompt is None:
+        return
+    if args.prompt is None or not sites:
+        raise UsageError("--prompt belongs to --local-events or --remote-events, and they need it")
+    if not 0 < args.listen <= 3600:
+        raise UsageError(f"--listen {args.listen:g}: give up to 3600 seconds")
+    tokens = read_tokens(args.prompt, "--prompt")
+    if args.tokens not in (None, len(tokens)):
+        raise UsageError(f"--tokens {args.tokens}: the prompt in {args.prompt} has {len(tokens)}")
+    args.tokens = len(tokens)
+    for site, count in listen(sites, tokens, args.listen).items():
+        setattr(args, f"{site}_cached", count or 0)
+        said = "nothing was told" if count is None else f"{count} of {len(tokens)} tokens are cached"
+        plain(f"{site}: {said} ({named[site]})")
+
+
 def _one(args: argparse.Namespace) -> int:
     from kvabr.cli.display import plain, write_json
     from kvabr.replay.link import FIRST_BYTE_S, PAYLOAD_SHARE
     from kvabr.replay.trace import BYTES_PER_MBIT
     from kvabr_lab.route import PrefillSite, RouteLink, decide, remote_lengths
 
+    _hear(args)
     if args.tokens is None:
         raise UsageError("give the length of the prompt with --tokens, or --day")
     if len(args.link) > 1 or args.svg is not None:

@@ -17,6 +17,7 @@ from kvabr_lab.route.forecast import (
     RouteLink,
     forecasts,
 )
+from kvabr_lab.route.held import HeldPrefixes, PrefixHolder
 from kvabr_lab.route.lengths import break_even_tokens, remote_lengths
 from kvabr_lab.route.lookahead import Lookahead
 from kvabr_lab.route.router import PROBE_BYTES, PROBE_S, PROBE_WAIT_S, LinkMemory, Router, RouteRequest
@@ -33,10 +34,12 @@ __all__ = [
     "REMOTE",
     "CacheSize",
     "Forecast",
+    "HeldPrefixes",
     "LinkMemory",
     "Lookahead",
     "Place",
     "PrefillSite",
+    "PrefixHolder",
     "Route",
     "RouteLink",
     "RouteRequest",

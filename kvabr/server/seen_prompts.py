@@ -1,0 +1,133 @@
+"""The prompts that a relay or a node can tell routers of: those that were looked up through it.
+
+A relay learns their tokens from its origin's KV events, a node from its own lookups. What is told can be had through
+here as long as the origin has it; groups that were dropped since come from the origin again.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvabr.server.changes import mark_of
+from kvabr.store.lru import ByteLru
+from kvabr.telemetry.kv_events.told import ToldPrompt
+from kvabr.telemetry.kv_events.wire import KVBlocksStored, KVEvent
+from kvabr.types.naming import TrackNamespace
+
+_MAX_TOKEN_BYTES = 64 << 20
+_OVERHEAD_BYTES = 256
+_MOST_SEEN = 1 << 16
+_MOST_PARTS = 64
+"""Long prompts of which more parts may come."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenPrompt:
+    """An asset that was looked up, or may be."""
+
+    tokens: array[int]
+
+
+class SeenPrompts:
+    """Prompts within a bound; all methods may be called in any thread."""
+
+    def __init__(self, max_bytes: int = _MAX_TOKEN_BYTES) -> None:
+        """Begin empty, and keep tokens of at most ``max_bytes``."""
+        size = _OVERHEAD_BYTES
+        self._tokens: ByteLru[str, SeenPrompt] = ByteLru(max_bytes, lambda one: size + 4 * len(one.tokens))
+        """By the digest of the prompt; digests name tokens, so this does not get old."""
+        self._parts: OrderedDict[str, tuple[object, array[int]]] = OrderedDict()
+        """By the digest, the name of the last block that came of a prompt, and its tokens so far."""
+        self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
+        """Assets that were looked up and not taken back since, by the digest; the oldest first."""
+        self._told: dict[str, tuple[TrackNamespace, SeenPrompt]] = {}
+        """What `assets` returned last, so that it returns the same again."""
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` when there may be other prompts."""
+        self._listeners.append(changed)
+
+    def assets(self) -> Mapping[str, tuple[TrackNamespace, SeenPrompt]]:
+        """Return what can be told, by the digest."""
+        with self._lock:
+            before, self._told = self._told, {}
+            for prompt, space in self._seen.items():
+                if (tokens := self._tokens.peek(prompt)) is not None:
+                    known = before.get(prompt)
+                    same = known is not None and known[1] is tokens and known[0] == space
+                    self._told[prompt] = known if known is not None and same else (space, tokens)
+            return dict(self._told)
+
+    def saw(self, namespace: TrackNamespace) -> None:
+        """Note an asset that was looked up."""
+        if not self._tokens.maxsize:
+            return  # nobody wants events
+        with self._lock:
+            self._seen[namespace.prompt] = namespace
+            self._seen.move_to_end(namespace.prompt)
+            while len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+        self._tell()
+
+    def played(self, namespace: TrackNamespace, tokens: Sequence[int]) -> None:
+        """Note an asset that was looked up, with its tokens."""
+        with self._lock:
+            self._learn(namespace.prompt, array("I", tokens))
+        self.saw(namespace)
+
+    def hear(self, _topic: str, events: Sequence[KVEvent]) -> None:
+        """Learn tokens from an origin's events."""
+        with self._lock:
+            stored = [one for one in events if isinstance(one, KVBlocksStored) and one.kvabr_asset and one.block_hashes]
+            news = [self._take(one, one.kvabr_asset or "") for one in stored]
+        if any(news):
+            self._tell()
+
+    def take_back(self, marks: Collection[str]) -> None:
+        """Forget assets that an origin has removed or replaced, by their marks (`kvabr.server.changes.mark_of`)."""
+        with self._lock:
+            for prompt in [prompt for prompt, space in self._seen.items() if mark_of(space) in marks]:
+                del self._seen[prompt]
+        self._tell()
+
+    def clear(self) -> None:
+        """Forget all assets until they are looked up again."""
+        with self._lock:
+            self._seen.clear()
+        self._tell()
+
+    def _take(self, event: KVBlocksStored, prompt: str) -> bool:
+        """Take some of a prompt's tokens; return whether they were not known."""
+        last, tokens = self._parts.pop(prompt, (None, array("I")))
+        if event.parent_block_hash is None:
+            tokens = array("I")
+        elif last != event.parent_block_hash:
+            return False
+        tokens.extend(event.token_ids)
+        self._parts[prompt] = event.block_hashes[-1], tokens
+        while len(self._parts) > _MOST_PARTS:
+            self._parts.popitem(last=False)
+        return self._learn(prompt, tokens)
+
+    def _learn(self, prompt: str, tokens: array[int]) -> bool:
+        known = self._tokens.get(prompt)
+        new = known is None or len(known.tokens) < len(tokens)
+        if new:
+            self._tokens.replace(prompt, SeenPrompt(tokens[:]))
+        return new
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+def seen_prompt(asset: tuple[TrackNamespace, SeenPrompt]) -> ToldPrompt:
+    """Return what is told of an asset."""
+    space, prompt = asset
+    return ToldPrompt(space.model, space.prompt, prompt.tokens)

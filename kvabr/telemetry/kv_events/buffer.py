@@ -1,0 +1,47 @@
+"""Sequence numbers of batches, and the last batches, for readers that missed some."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class SentBatch(NamedTuple):
+    """A batch as it was sent."""
+
+    number: int
+    topic: bytes
+    payload: bytes
+
+
+class ReplayBuffer:
+    """Numbers batches, and keeps the last ones within a bound."""
+
+    def __init__(self, first: int, *, max_bytes: int = 16 << 20, max_batches: int = 4096) -> None:
+        """Begin with a number that is higher than any before.
+
+        Readers drop what has a number that they know already, so a publisher that starts again must not begin at 0.
+        """
+        self._next, self._max_bytes, self._max_batches = first, max_bytes, max_batches
+        self._kept: deque[SentBatch] = deque()
+        self._bytes = 0
+
+    @property
+    def first(self) -> int:
+        """The number of the first batch that is kept, or of the next one."""
+        return self._kept[0].number if self._kept else self._next
+
+    def add(self, topic: bytes, payload: bytes) -> SentBatch:
+        """Number a batch and keep it."""
+        batch = SentBatch(self._next, topic, payload)
+        self._next += 1
+        self._kept.append(batch)
+        self._bytes += len(payload)
+        while self._bytes > self._max_bytes or len(self._kept) > self._max_batches:
+            self._bytes -= len(self._kept.popleft().payload)
+        return batch
+
+    def since(self, number: int) -> Sequence[SentBatch]:
+        """Return the batches from a number on, as far as they are kept."""
+        return [batch for batch in self._kept if batch.number >= number]

@@ -1,0 +1,168 @@
+"""The messages of KV events, as vLLM, Dynamo, llm-d, LMCache and SGLang exchange them.
+
+A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a batch in MessagePack: an array of
+the time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (vLLM now), or an
+array that begins with its name and has the fields in the order given here (vLLM before, and SGLang). Both are read, and
+maps are written. Fields and events that are not known here are skipped.
+
+A replay is asked for at another socket, with the first sequence number that is wanted. The answers are messages as
+above behind an empty frame; `END` in place of the sequence number ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from kvabr.types.errors import FormatError
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""Bound on a batch that is read."""
+MAX_TOPIC_BYTES = 1024
+STORAGE = "STORAGE"
+"""Medium of what kvabr tells: vLLM's name for what is behind a machine's memory. Dynamo skips events with a medium that
+it does not know, and those that say ``REMOTE`` or name an owner."""
+_MAX_BLOCK = 1 << 16
+
+BlockHash = Annotated[int, Meta(ge=-(1 << 63))] | Annotated[bytes, Meta(min_length=1, max_length=64)]
+_Text = Annotated[str, Meta(max_length=1024)]
+_TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
+    """Consecutive blocks of a prompt can be had."""
+
+    block_hashes: list[BlockHash]
+    """Names of the blocks."""
+    parent_block_hash: BlockHash | None
+    """Name of the block before them; None: they begin the prompt."""
+    token_ids: list[_TokenId]
+    """Tokens of these blocks."""
+    block_size: Annotated[int, Meta(ge=0, le=_MAX_BLOCK)]
+    """Tokens of a block."""
+    lora_id: int | None = None
+    medium: _Text | None = None
+    """Where they are; None: in the engine's own cache."""
+    lora_name: _Text | None = None
+    extra_keys: Any = None
+    """Per block, what its name depends on besides tokens; None: nothing."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: _Text | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: _Text | None = None
+    ownership: _Text | None = None
+    session_id: _Text | None = None
+    kvabr_asset: _Text | None = None
+    """kvabr's own name of the prompt: the digest in the asset's namespace. Other readers skip it."""
+
+
+class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
+    """Blocks can no longer be had."""
+
+    block_hashes: list[BlockHash]
+    medium: _Text | None = None
+    group_idx: int | None = None
+    locality: _Text | None = None
+    ownership: _Text | None = None
+
+
+class KVBlocksCleared(Struct, frozen=True, tag="AllBlocksCleared"):
+    """The publisher has nothing from before."""
+
+
+KVEvent = KVBlocksStored | KVBlocksRemoved | KVBlocksCleared
+
+
+class _Batch(Struct, array_like=True):
+    ts: float
+    events: list[Raw]
+    data_parallel_rank: int | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_BATCHES = msgspec.msgpack.Decoder(_Batch)
+_KINDS: dict[str, type[KVEvent]] = {
+    "BlockStored": KVBlocksStored,
+    "BlockRemoved": KVBlocksRemoved,
+    "AllBlocksCleared": KVBlocksCleared,
+}
+_MAPS: msgspec.msgpack.Decoder[KVEvent] = msgspec.msgpack.Decoder(KVEvent)
+_OWED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
+"""Fields that vLLM's own reader wants, also where they say nothing."""
+_MOST_FIELDS, _ARRAY_FIELDS = 32, 11
+"""Of an event that comes as an array: how many it may have, and how many have had the same place in all versions."""
+
+
+class MessageDecoder:
+    """Reads batches from an untrusted peer."""
+
+    def __init__(self) -> None:
+        """Begin to count."""
+        self.skipped = 0
+        """Events of a kind or a form that is not known here."""
+
+    def events(self, payload: bytes | memoryview) -> list[KVEvent]:
+        """Return the events of a batch; `FormatError` if it is none. Those that are malformed are skipped."""
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise FormatError(f"KV events: a batch of {len(payload)} bytes; {MAX_MESSAGE_BYTES} are allowed")
+        try:
+            batch = _BATCHES.decode(payload)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise FormatError(f"KV events: not a batch of events: {error}") from error
+        return list(self._known(batch.events))
+
+    def _known(self, raw: Sequence[Raw]) -> Iterator[KVEvent]:
+        for each in raw:
+            try:
+                yield _event(each)
+            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                self.skipped += 1
+
+
+def _event(raw: Raw) -> KVEvent:
+    if _is_map(memoryview(raw)[0]):
+        return _MAPS.decode(raw)
+    tag, *values = msgspec.msgpack.decode(raw, type=Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)])
+    kind = _KINDS.get(tag) if isinstance(tag, str) else None
+    if kind is None:
+        raise msgspec.ValidationError("an event of a kind that is not known")
+    return msgspec.convert(
+        dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False)), kind
+    )
+
+
+def _is_map(code: int) -> bool:
+    return 0x80 <= code < 0x90 or code in (0xDE, 0xDF)
+
+
+def encoded(events: Sequence[KVEvent], at_s: float) -> bytes:
+    """Return a batch of events, told ``at_s`` seconds since 1970. Dynamo requires the rank."""
+    return _ENCODER.encode((at_s, [_as_map(event) for event in events], 0))
+
+
+def _as_map(event: KVEvent) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(event)
+    return {
+        "type": type(event).__struct_config__.tag,
+        **{k: v for k, v in fields.items() if v is not None or k in _OWED},
+    }
+
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""In place of a sequence number: the replay is complete."""
+MAX_SEQUENCE = (1 << 63) - 1
+
+
+def sequence_in(frame: bytes) -> int:
+    """Return the sequence number in a frame; `FormatError` if it has none."""
+    if len(frame) != len(END) or (number := int.from_bytes(frame, "big")) > MAX_SEQUENCE:
+        raise FormatError(f"KV events: {frame[:16]!r} is no sequence number")
+    return number
+
+
+def sequence_frame(number: int) -> bytes:
+    """Return the frame of a sequence number."""
+    return number.to_bytes(len(END), "big")

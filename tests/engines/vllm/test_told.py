@@ -1,0 +1,105 @@
+"""Which blocks vLLM's connector tells routers of, and when it takes them back; without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from kvabr.engines.vllm.told import ToldBlocks
+from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksStored
+from tests.engines.vllm.halves import TOKENS, Bench, request
+
+
+def asking(name="r", tokens=range(20), salt=None):
+    """A request of vLLM, whose blocks have four tokens and names that tell what is before them."""
+    tokens = list(tokens)
+    names = [repr(tokens[: 4 * (at + 1)]).encode() for at in range(len(tokens) // 4)]
+    return SimpleNamespace(
+        request_id=name, prompt_token_ids=tokens, num_prompt_tokens=len(tokens), block_hashes=names, cache_salt=salt
+    )
+
+
+def test_what_lookups_find_is_told_each_time_and_what_they_miss_is_taken_back():
+    told, one = ToldBlocks(4), asking()
+    told.found(one, 15)
+    (stored,) = told.take()
+    assert stored == KVBlocksStored(one.block_hashes[:3], None, list(range(12)), 4, medium=STORAGE)
+    told.found(one, 12)
+    assert told.take() == [stored]  # a router may have forgotten it
+    told.found(one, 4)
+    again, gone = told.take()
+    assert (again.block_hashes, gone) == (one.block_hashes[:1], KVBlocksRemoved(one.block_hashes[1:3], STORAGE))
+    told.found(asking(tokens=range(100, 120)), 0)
+    assert told.take() == []
+    told.found(one, 0)
+    assert told.take() == [KVBlocksRemoved(one.block_hashes[:1], STORAGE)]
+
+
+def test_what_is_published_is_told_once_all_ranks_have():
+    told, one = ToldBlocks(4, ranks=2), asking()
+    told.publishing(one)
+    told.published("r", 16)
+    assert told.take() == []
+    told.published("r", 16)
+    (stored,) = told.take()
+    assert stored.block_hashes == one.block_hashes[:4]
+    told.publishing(asking("failed"))
+    told.published("failed", 0)
+    told.published("failed", 16)
+    told.published("unknown", 16)
+    assert told.take() == []
+
+
+def test_changed_weights_take_everything_back():
+    told, one, other = ToldBlocks(4), asking(), asking("o", range(50, 60))
+    told.found(one, 20)
+    told.found(other, 8)
+    told.publishing(one)
+    told.take()
+    told.reset()
+    (gone,) = told.take()
+    assert set(gone.block_hashes) == {*one.block_hashes, *other.block_hashes}
+    told.published("r", 20)  # under a name that nobody asks for any more
+    assert told.take() == []
+
+
+def test_what_is_forgotten_is_taken_back_ends_of_prompts_first():
+    told, one = ToldBlocks(4, most=6), asking()
+    told.found(one, 20)
+    told.found(asking("o", range(50, 62)), 12)
+    *_, gone = told.take()
+    assert gone.block_hashes == list(reversed(one.block_hashes[3:]))
+
+
+def test_salts_are_told_as_vllm_tells_them():
+    told = ToldBlocks(4)
+    told.found(asking(salt="mine"), 12)
+    assert told.take()[0].extra_keys == [("mine",), None, None]
+
+
+def test_the_scheduler_tells_what_its_lookups_say(served):
+    bench = Bench(served)
+    try:
+        bench.scheduler.told = ToldBlocks(8)
+        names = [str(at).encode() for at in range(8)]
+        bench.matched(request(block_hashes=names))
+        (stored,) = bench.scheduler.told.take()
+        assert stored.block_hashes == names
+        assert stored.token_ids == TOKENS[:64]
+        bench.matched(request("unknown", [5, *TOKENS[1:]], block_hashes=names))  # blocks that were told, and are gone
+        assert bench.scheduler.told.take() == [KVBlocksRemoved(names, STORAGE)]
+        bench.matched(request("again", block_hashes=names))
+        bench.scheduler.reset()
+        assert bench.scheduler.told.take()[-1] == KVBlocksRemoved(list(reversed(names)), STORAGE)
+    finally:
+        bench.close()
+
+
+def test_nothing_is_told_of_adapters_and_pictures():
+    """Routers that make names from tokens would take their blocks for the base model's, or another picture's."""
+    for more in ({"lora_request": object()}, {"mm_features": [object()]}):
+        told, one = ToldBlocks(4), asking()
+        vars(one).update(more)
+        told.found(one, 16)
+        told.publishing(one)
+        told.published(one.request_id, 16)
+        assert told.take() == []

@@ -1,0 +1,116 @@
+"""What is told of assets that come and go is what a reader of the events then believes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvabr.telemetry.kv_events.hashes import BlockHashes
+from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
+from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, encoded
+from kvabr.types.errors import UsageError
+from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
+from tests.toymodel import toy_asset, toy_passage
+
+HASHES = BlockHashes(4)
+
+
+class Store:
+    """Prompts by name, and what was told of them."""
+
+    def __init__(self, **options):
+        self.prompts, self.warned = {}, []
+        self.told = ToldAssets(HASHES, self.read, warn=lambda *what: self.warned.append(what), **options)
+        self.named, self.llmd, self.events = NamedIndex(), LlmdIndex(4), []
+
+    def read(self, prompt):
+        return prompt if isinstance(prompt, str) else ToldPrompt("m", "a" * 64, prompt)
+
+    def look(self, again=False):
+        for topic, events in self.told.again() if again else self.told.changes(self.prompts):
+            self.events += events
+            if events:
+                for router in (self.named, self.llmd):
+                    router.take(topic.encode(), encoded(events, 0.0))
+
+
+def test_readers_believe_what_is_there():
+    """Random comings and goings of prompts that share beginnings, checked against all of them after each."""
+    dice, store = random.Random(7), Store()
+    trunk = [dice.randrange(1000) for _ in range(64)]
+    for turn in range(150):
+        for _ in range(dice.randrange(1, 4)):
+            name = str(dice.randrange(12))
+            if name in store.prompts and dice.random() < 0.6:
+                del store.prompts[name]
+            else:
+                shared = dice.choice((0, 3, 8, 20, 40))
+                store.prompts[name] = (*trunk[:shared], *(dice.randrange(3) for _ in range(dice.randrange(4, 24))))
+        store.look()
+        if turn % 10 == 0:
+            store.look(again=True)
+        there = {name for prompt in store.prompts.values() for name in HASHES.numbers(prompt)}
+        assert store.named.held["kv@kvabr@m"] == there
+        assert len(store.told) == len(store.prompts)
+        for prompt in store.prompts.values():
+            assert store.llmd.place("m", prompt) == {"kvabr": len(prompt) // 4}
+        begun = HASHES.numbers(trunk[:4])[0] in there
+        assert store.llmd.place("m", [*trunk[:4], *range(5000, 5016)]) == ({"kvabr": 1} if begun else {})
+
+
+def test_long_prompts_come_in_parts_that_follow_each_other():
+    store = Store()
+    store.prompts["long"] = tuple(range(20_000))
+    store.look()
+    cleared, *parts = store.events
+    assert isinstance(cleared, KVBlocksCleared)
+    assert [len(part.token_ids) for part in parts] == [8192, 8192, 3616]
+    assert [part.parent_block_hash for part in parts] == [None, parts[0].block_hashes[-1], parts[1].block_hashes[-1]]
+    assert store.llmd.place("m", range(20_000)) == {"kvabr": 5000}
+    del store.prompts["long"]
+    store.look()
+    assert isinstance(store.events[-1], KVBlocksRemoved)
+    assert store.llmd.place("m", range(20_000)) == {}
+
+
+def test_what_is_not_told_is_counted_and_named_once():
+    store = Store(topic="kv@here@mine")
+    store.prompts = {"a": "no tokens", "b": "no tokens", "c": "salted", "d": (1, 2), "e": (1, 2, 3, 4)}
+    store.look()
+    assert store.told.untold == {"no tokens": 2, "salted": 1, "short": 1}
+    assert store.warned == [("a", "no tokens"), ("c", "salted"), ("d", "short")]
+    store.read = None
+    del store.prompts["b"], store.prompts["e"]
+    store.look()
+    assert store.told.untold == {"no tokens": 1, "salted": 1, "short": 1}
+    assert len(store.told) == 0
+    for topic in ("", "x" * 2000):
+        with pytest.raises(UsageError, match="topic"):
+            Store(topic=topic)
+
+
+def test_a_topic_without_a_model_is_for_one_model_and_patterns_choose():
+    def told(**options):
+        store = ToldAssets(HASHES, lambda model: ToldPrompt(model, "a" * 64, (1, 2, 3, 4)), **options)
+        found = [(topic, events) for topic, events in store.changes({"1": "one", "2": "two", "3": "one"}) if events]
+        return [topic for topic, events in found if isinstance(events[0], KVBlocksStored)], store.untold
+
+    assert told() == (["kv@kvabr@one", "kv@kvabr@two", "kv@kvabr@one"], {})
+    assert told(topic="kv@pod@served") == (["kv@pod@served"] * 2, {"another model": 1})
+    assert told(models="t*", topic="kv@pod@served") == (["kv@pod@served"], {"another model": 2})
+
+
+def test_assets_tell_their_tokens_if_they_may(tmp_path):
+    plain = toy_asset(tmp_path / "plain")
+    told = prompt_of(plain)
+    assert (told.model, told.asset) == (plain.catalog.namespace.model, plain.catalog.namespace.prompt)
+    assert len(told.tokens) == 70
+    assert prompt_of(toy_asset(tmp_path / "salted", salt=b"secret")) == "salted"
+    assert prompt_of(toy_passage(tmp_path / "passage", range(20))) == "passage"
+    (tmp_path / "plain" / "prompt.json").unlink()
+    assert prompt_of(plain) == "no tokens"
+    (tmp_path / "plain" / "prompt.json").write_text("{}")
+    store = ToldAssets(HASHES, prompt_of)
+    list(store.changes({"plain": plain}))
+    assert store.untold == {"unreadable": 1}

@@ -1,0 +1,48 @@
+"""Listens to KV events for a moment: how much of a prompt do sites hold?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from kvabr.cli.serving import logger
+from kvabr.telemetry.kv_events.publisher import EventSockets
+from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
+from kvabr.telemetry.kv_events.wire import KVEvent
+from kvabr_lab.route import HeldPrefixes, PrefixHolder
+
+_QUIET_S = 1.0
+"""Seconds without a batch after which a site has told what it has."""
+
+
+def listen(sites: Mapping[str, EventSockets], tokens: Sequence[int], most_s: float) -> dict[str, int | None]:
+    """Return how many tokens of a prompt each site has; None of a site that has told nothing.
+
+    It listens until all sites have spoken and are quiet, for ``most_s`` seconds at most.
+    """
+    held, heard, lock = HeldPrefixes(), dict[str, float](), threading.Lock()
+    until_s, log = time.monotonic() + most_s, logger()
+    with ExitStack() as stack:
+        for site, where in sites.items():
+
+            def hear(topic: str, events: Sequence[KVEvent], site: str = site) -> None:
+                with lock:
+                    heard[site] = time.monotonic()
+                    held.apply(PrefixHolder(site, topic), events)
+
+            def forget(_why: str, site: str = site) -> None:
+                with lock:
+                    held.forget(site)
+
+            stack.enter_context(KVEventSubscriber(where, hear, forget, log))
+        while (now := time.monotonic()) < until_s:
+            with lock:
+                if len(heard) == len(sites) and now - max(heard.values()) > _QUIET_S:
+                    break
+            time.sleep(min(0.05, until_s - now))
+    best = dict.fromkeys(sites, 0)
+    for holder, count in held.cached(tokens).items():
+        best[holder.publisher] = max(best[holder.publisher], count)
+    return {site: best[site] if site in heard else None for site in sites}
