@@ -37,9 +37,10 @@ async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, 
 async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
     async with origin(long.track("Int4").total_bytes / 2, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=1.0)
-        assert 0 <= hinted.tokens < 160
-        assert len(client.store) > 0
+        hinted = await client.hint(TOKENS, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
+        assert 0 < hinted.tokens < 160
+        assert hinted.tokens == 16 * len(client.store)
+        assert hinted.loss > 0
         assert (await client.hint(range(90), within_s=1.0)).tokens == 0
         with pytest.raises(UsageError):
             await client.hint((), within_s=1.0)
