@@ -14,7 +14,18 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_payload, framed, largest_number, payload_of
+from kvabr.codec.container import opened, unpack
+from kvabr.codec.group import (
+    check_shape,
+    clean,
+    cut,
+    decode_group,
+    encode_payload,
+    frame_header,
+    framed,
+    largest_number,
+    payload_of,
+)
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import Asset, FrameStore
@@ -187,6 +198,11 @@ class FrameEncoder:
         if any(track not in catalog.by_name for track in self.tracks):
             return False
         frames = [asset.frame(group, track) for track in self.tracks]
+        if self._key is not None:  # the catalog that says what they should be is no secret
+            context, chunk = self._context(group), self.chunks[group]
+            for track, frame in zip(self.tracks, frames, strict=True):
+                _, payload = unpack(frame, frame_header(track, context, chunk, group))
+                opened(frame, payload, self._key)
         for track, frame in zip(self.tracks, frames, strict=True):
             store.frame(group, track, bytes(frame))
             self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import threading
 import time
@@ -329,6 +330,25 @@ def test_longer_prompts_of_a_model_of_states_share_no_units_with_shorter_ones(tm
     assert sorted(asset.catalog.tokens for asset in assets) == [32, 64]
     for asset in assets:
         asset.check_frames()
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_what_a_store_put_in_the_place_of_a_sealed_group_is_not_taken_over(tmp_path, swapped):
+    keys, kv = KeyRing((new_key("ours"),)), kvdata.related(SPEC, 64)
+    made = publisher(tmp_path, tracks=("FP16",), keys=keys)
+    turn(made, list(range(32)), kv[:, :, :, :32].contiguous())
+    (frame,) = tmp_path.glob("*/groups/FP16/00001.kvg")
+    place = frame.parents[2] / "catalog.json"
+    before = hashlib.sha256(frame.read_bytes()).hexdigest()
+    frame.write_bytes(frame.with_name("00000.kvg").read_bytes() if swapped else frame.read_bytes()[:-1] + b"?")
+    place.write_text(place.read_text().replace(before, hashlib.sha256(frame.read_bytes()).hexdigest()))
+    turn(made, list(range(64)), kv)
+    made.close()
+    longer = max(PublishedAssets(tmp_path).assets, key=lambda asset: asset.catalog.tokens)
+    assembler = Assembler(longer.catalog.opened(keys), dtype=torch.float32)
+    for group in range(4):
+        assembler.put(group, "FP16", longer.frame(group, "FP16"))
+    assert torch.allclose(assembler.take(), kv, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])
