@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shlex
@@ -144,6 +145,7 @@ def test_sizes_of_what_ships(path):
         assert other == speed
 
 
+@functools.cache
 def exists(name: str) -> bool:
     """Return whether a dotted name is a module of kvabr or its laboratory, or is bound in one; nothing is imported."""
     home, _, last = name.rpartition(".")
@@ -155,15 +157,18 @@ def exists(name: str) -> bool:
     source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not source.is_file():
         return "." in home and exists(home)  # a member of a class
-    tree = ast.parse(source.read_text())
-    bound = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    bound |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    return last in bound
+    return last in bound(source)
+
+
+@functools.cache
+def bound(source: Path) -> set[str]:
+    """Return the names that a module binds."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found

@@ -64,7 +64,7 @@ COMMANDS = {
             "--text",
             "text",
             "--contexts",
-            10000,
+            5000,
             "--context-tokens",
             128,
             "--out",
@@ -95,8 +95,8 @@ COMMANDS = {
     ),
     "bench blend": (
         (
-            *("bench", "blend", "--model", MODEL, "--texts", "texts", "--prompts", 2000, "--passage-tokens", 64),
-            *("--tracks", "--json", "x.json", "--work", "work"),
+            *("bench", "blend", "--model", MODEL, "--texts", "texts", "--kinds", "text", "--prompts", 300),
+            *("--passage-tokens", 64, "--tracks", "--json", "x.json", "--work", "work"),
         ),
         r"recipes: \d+ of",
     ),
@@ -185,7 +185,7 @@ def model(tmp_path_factory):
 def folder(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "work").mkdir()
-    text = "".join(f"{number} is the square root of {number * number}. " for number in range(100_000))
+    text = "".join(f"{number} is the square root of {number * number}. " for number in range(30_000))
     (tmp_path / "text").write_text(text)
     (tmp_path / "texts" / "prose.txt").write_text(text)
     toy_asset(tmp_path / "asset")

@@ -20,11 +20,14 @@ from kvabr.cli.commands import names
 from kvabr.cli.main import command_parser, main
 from kvabr.types.sealing import new_key
 from tests.catalogs import catalog
+from tests.examples import PROFILE
 from tests.toymodel import toy_asset
 
 TRACES = Path(__file__).parent.parent / "traces"
 FEW = 3
 """Values that each option is tried with in a quick run: of all options together, every value."""
+SLOW = {"doctor"}
+"""Commands that look at everything else first: each option has few values in every run."""
 LONG_S = 60
 NUMBERS = ("-1", "nan", "1" + "0" * 30, "inf", "x", "0", "1e30", "-inf", "", "1.5", "1e999", "1" + "0" * 5000)
 WORDS = (
@@ -144,7 +147,7 @@ def lines(name, words, wrong_paths, few):
         if option.choices is not None:
             values = ("nosuch", "", "\0")
         if few:
-            values = [values[next(_turn) % len(values)] for _ in range(1 if name == "doctor" else FEW)]
+            values = [values[next(_turn) % len(values)] for _ in range(FEW)]
         for value in values:
             if option.option_strings:
                 given = [option.option_strings[-1], value, value]
@@ -193,18 +196,9 @@ def test_every_command_is_here(place):
     assert set(NAMES) == place[1].keys()
 
 
-def check(name, place, capfd, *, few):
-    wrong_paths, words = place
-    found = [(argv, fault) for argv in lines(name, words[name], wrong_paths, few) if (fault := tried(argv, capfd))]
-    assert not found, "\n".join(f"{json.dumps(argv)[:300]}: {fault}" for argv, fault in found)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_words_are_told_in_a_line_or_two(name, place, capfd):
-    check(name, place, capfd, few=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_and_so_is_every_wrong_word_of_every_option(name, place, capfd):
-    check(name, place, capfd, few=False)
+    wrong_paths, words = place
+    tries = lines(name, words[name], wrong_paths, few=PROFILE == "fast" or name in SLOW)
+    found = [(argv, fault) for argv in tries if (fault := tried(argv, capfd))]
+    assert not found, "\n".join(f"{json.dumps(argv)[:300]}: {fault}" for argv, fault in found)

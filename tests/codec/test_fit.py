@@ -1,6 +1,7 @@
 """The calibration of a profile for the AC tracks: what it needs, and what does not spoil it."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -14,18 +15,24 @@ from tests.kvdata import cache, related, spec
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 60000.0])
-@pytest.mark.parametrize("transform", [True, False])
-def test_absurd_numbers_do_not_spoil_a_calibration(value, transform):
-    def caches(spoilt):
+@functools.cache
+def fitted_to(value, transform):
+    """Return a profile of caches two of whose numbers are spoilt; None: none is."""
+
+    def caches():
         for seed in range(3):
             kv = related(SHAPE, 400, seed)
-            if spoilt:
+            if value is not None:
                 kv[2, 1, 0, 30 + seed, 7] = kv[4, 0, 1, 99, 3] = value
             yield kv
 
-    config = dataclasses.replace(SMALL, transform=transform)
-    good, spoilt = (fit(SHAPE, lambda spoilt=spoilt: caches(spoilt), config) for spoilt in (False, True))
+    return fit(SHAPE, caches, dataclasses.replace(SMALL, transform=transform))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 60000.0])
+@pytest.mark.parametrize("transform", [True, False])
+def test_absurd_numbers_do_not_spoil_a_calibration(value, transform):
+    good, spoilt = (fitted_to(each, transform) for each in (None, value))
     spoilt = Profile.from_bytes(spoilt.to_bytes())
     kv = related(SHAPE, 200, 50, FIRST)
     sizes = [sum(map(len, encode(kv, side))) for side in (good, spoilt)]

@@ -22,7 +22,7 @@ from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.live import UNKNOWN, GrowingCatalog, LiveCatalog, PublishedFrames
 from tests.catalogs import catalog
-from tests.counting import lines
+from tests.counting import about_lines, lines
 from tests.memory_transport import MemoryConnection
 from tests.player.sessions import bring, of
 
@@ -39,6 +39,8 @@ LINKS = {
 POLICIES = sorted("fixed:FP16" if name == "fixed" else name for name in policies() if "oracle" not in name)
 _MORE = 1.6
 """Lines per group may grow by this factor: heaps deepen, and a play of few groups is over before it has to plan."""
+_FEW, _SHARE = 64, 8
+"""Of plays of more groups one turn in eight is counted, in blocks over the whole play."""
 
 
 @cache
@@ -46,7 +48,7 @@ def ladder(groups):
     return Ladder(catalog(groups, layered=True, decode=64 / groups))
 
 
-def play(groups, policy, *, share, decode=0.05, prefill=None, mode="hole"):
+def play(groups, policy, turn=None, *, share, decode=0.05, prefill=None, mode="hole"):
     """Simulate a play of groups that are the smaller the more there are, in relation to what the link carries."""
     offer = ladder(groups).catalog
     rate = share * offer.fp16_bytes / DEADLINE_S
@@ -57,12 +59,17 @@ def play(groups, policy, *, share, decode=0.05, prefill=None, mode="hole"):
     )  # fmt: skip
     link = Capacity(Trace("flat", "test", (0.0,), (rate,), 100.0), 0.0, 0.04, window=1e4 * groups)
     more = {"cost": cost, "decode_scale": decode / 0.004, "decoders": 2}
+    if turn is not None:
+        actions = session.actions
+        session.actions = lambda: (turn(), actions())[1]
     return Simulator(session, offer, link, rtt_s=0.04, **more).run()
 
 
 def per_group(groups, policy, **link):
-    play(groups, policy, **link)  # whatever is worked out once is now
-    return lines(lambda: play(groups, policy, **link)) / groups
+    if groups <= _FEW:
+        play(groups, policy, **link)  # whatever is worked out once is now
+        return lines(lambda: play(groups, policy, **link)) / groups
+    return about_lines(lambda turn: play(groups, policy, turn, **link), _SHARE) / groups
 
 
 def beginning(groups):
