@@ -238,7 +238,7 @@ def publish(
         passage=None if passage is None else passage.notes,
         digest=digest,
         finer_end=passage is None,
-        key=None if keys is None else keys.ring.asset_key(chunks[0]),
+        keys=keys,
     )
     frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
     if frames.replaced:

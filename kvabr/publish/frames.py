@@ -35,7 +35,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
-from kvabr.types.sealing import AssetKey
+from kvabr.types.sealing import Keys
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
@@ -95,7 +95,7 @@ class FrameEncoder:
         passage: PassageNotes | None = None,
         digest: str = SHA256,
         finer_end: bool = False,
-        key: AssetKey | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """Prepare to encode.
 
@@ -111,14 +111,16 @@ class FrameEncoder:
             digest: kind of the frames' digests, see `kvabr.types.digests`.
             finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
                 Its last group then differs from that of a longer prompt that begins alike.
-            key: seals the frames, and the catalog; None: anybody who has them can read them.
+            keys: seal the frames, and the catalog; None: anybody who has them can read them.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position, self._passage = store, position, passage
-        self._finer_end, self._key = finer_end, key
+        self._finer_end, self._key = finer_end, None
+        if keys is not None:
+            self._key = keys.ring.asset_key(chunks[0], "" if self._profile is None else self._profile.digest)
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}

@@ -60,6 +60,7 @@ def test_equal_beginnings_are_sealed_alike_and_other_ones_are_not():
         == 4
     )
     assert READER.asset_key("a" * 64).secret != one.secret
+    assert RING.asset_key("a" * 64, "a profile").secret != one.secret
 
 
 @pytest.mark.parametrize(
