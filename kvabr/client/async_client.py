@@ -47,7 +47,7 @@ from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
-from kvabr.client.result import Hinted, IncompleteError, NothingCached, Played, PlayedPrefix
+from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
@@ -466,7 +466,7 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.
             within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these.
+            keep_s: seconds for which other groups make room in the store before these; not in one in shared memory.
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
@@ -476,21 +476,19 @@ class AsyncClient:
             TransportError, FormatError: what the origin has cannot be asked for, or used.
             BusyError, PlayError, PolicyError: as `play`.
         """
-        options = replace(options or self.options, time_price=0.0, live=False)
+        check_deadline(within_s)
+        options = replace(options or self.options, time_price=0.0, live=False, out=None, after=None)
         ends_s = asyncio.get_running_loop().time() + within_s
         found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
         if found is None:
             return Hinted(0, 0, 0.0)
         left_s = ends_s - asyncio.get_running_loop().time()
-        try:
-            played = await self.play_coded(found, deadline=left_s, options=options, peer=peer)
-            hinted = Hinted(played.tokens, played.bytes_fetched, played.loss)
-        except IncompleteError as error:
-            hinted = Hinted(0 if error.prefix is None else error.prefix.tokens, error.record.bytes_fetched, 0.0)
+        async with self._play(left_s, options, peer) as play:
+            played = play.over(await play.coded(await play.prepare(found), whole=False))
         if keep_s > 0:
             digests = [digest for track in found.catalog.tracks for digest in track.digests]
             self.store.keep(digests, time.monotonic() + keep_s)
-        return hinted
+        return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
     @checked
     async def play_prefix(

@@ -343,14 +343,18 @@ class Play:
         rest_s = self._engine_s(prepared.catalog.first_token + prepared.catalog.tokens, behind)
         return self._coded(await self._run(PrefixGoal(), prepared, rest_s, coded=True), prepared, block)
 
-    async def coded(self, prepared: Prepared) -> PlayedPrefix:
-        """Play the whole cache without an engine, and leave it compressed; errors as `AsyncClient.play_coded`."""
+    async def coded(self, prepared: Prepared, *, whole: bool = True) -> PlayedPrefix:
+        """Play the whole cache without an engine, and leave it compressed; errors as `AsyncClient.play_coded`.
+
+        If not ``whole``, what came before the first group that is missing will do.
+        """
         driver = await self._run(WholeGoal(), prepared, 0.0, coded=True)
         record = driver.session.record
         if record.gave_up is not None:
             self.options.note(PlayGaveUp(self.clock.now(), record.gave_up))
             message = f"no complete cache after {self.clock.now():.2f} s: {record.gave_up}"
-            raise IncompleteError(self.with_trouble(message), record.gave_up, record.missing, record, None)
+            if whole:
+                raise IncompleteError(self.with_trouble(message), record.gave_up, record.missing, record, None)
         return self._coded(driver, prepared, 1)
 
     def _coded(self, driver: Driver, prepared: Prepared, block: int) -> PlayedPrefix:

@@ -141,6 +141,17 @@ def compute_cache(
     return cache
 
 
+def _check_profile(spec: KVSpec, tracks: Sequence[str], profile: Profile | None, *, sealed: bool) -> None:
+    check_class(spec, next(track for track in tracks if codec(track).needs_profile))
+    if profile is not None:
+        profile.check(spec)
+    elif sealed:
+        raise UsageError(
+            f"no profile of {spec.model}: one that is estimated from this cache would tell of it, as profiles are "
+            "not sealed; make one with `kvabr calibrate` (--profile F), or name other tracks (--tracks FP16 Int4)"
+        )
+
+
 def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
     """Return a profile for one cache alone, a tensor per layer class: no transform and few tables, so small."""
     plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, int(exact[0].shape[3]) - 1))
@@ -177,7 +188,7 @@ def publish(
         prompt: what to publish, and what followed it.
         tracks: names of the tracks, see `ordered_tracks`.
         profile: side information of the model, for the tracks that need it; None: one is estimated from this cache,
-            small and without a transform, and published with it.
+            small and without a transform, and published with it, unless it is sealed.
         store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
         passage: the cache, if what is published is a passage; None: the engine computes that of the prompt.
         group_tokens: tokens per group; None: as in the engine's spec.
@@ -198,14 +209,12 @@ def publish(
 
     Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens,
     snapshots do not lie between groups, or the model can have no passages, and `UsageError` if it has no states to take
-    snapshots of.
+    snapshots of, or if a sealed asset needs a profile and there is none.
     """
     spec = _published(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
     if needing:
-        check_class(spec, next(track for track in tracks if codec(track).needs_profile))
-        if profile is not None:
-            profile.check(spec)
+        _check_profile(spec, tracks, profile, sealed=keys is not None)
     chained = chain if passage is None else passage_chain
     chunks = chained(
         prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
@@ -229,7 +238,7 @@ def publish(
         passage=None if passage is None else passage.notes,
         digest=digest,
         finer_end=passage is None,
-        key=None if keys is None else keys.ring.asset_key(chunks[0]),
+        keys=keys,
     )
     frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
     if frames.replaced:

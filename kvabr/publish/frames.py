@@ -14,7 +14,18 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.group import check_shape, clean, cut, decode_group, encode_payload, framed, largest_number, payload_of
+from kvabr.codec.container import opened, unpack
+from kvabr.codec.group import (
+    check_shape,
+    clean,
+    cut,
+    decode_group,
+    encode_payload,
+    frame_header,
+    framed,
+    largest_number,
+    payload_of,
+)
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import Asset, FrameStore
@@ -24,7 +35,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
-from kvabr.types.sealing import AssetKey
+from kvabr.types.sealing import Keys
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
@@ -84,7 +95,7 @@ class FrameEncoder:
         passage: PassageNotes | None = None,
         digest: str = SHA256,
         finer_end: bool = False,
-        key: AssetKey | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """Prepare to encode.
 
@@ -100,14 +111,16 @@ class FrameEncoder:
             digest: kind of the frames' digests, see `kvabr.types.digests`.
             finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
                 Its last group then differs from that of a longer prompt that begins alike.
-            key: seals the frames, and the catalog; None: anybody who has them can read them.
+            keys: seal the frames, and the catalog; None: anybody who has them can read them.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position, self._passage = store, position, passage
-        self._finer_end, self._key = finer_end, key
+        self._finer_end, self._key = finer_end, None
+        if keys is not None:
+            self._key = keys.ring.asset_key(chunks[0], "" if self._profile is None else self._profile.digest)
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
@@ -166,13 +179,19 @@ class FrameEncoder:
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
-        """Take a group as another asset has it, on all tracks; return whether it is the same there.
+        """Take a group as another asset of an engine has it, on all tracks; return whether it is the same there.
+
+        States have units that are not groups of tokens, and none in common. What was measured may end finer.
 
         Raises `AssetError` or `FormatError` if a frame there is missing or damaged; then nothing counts as made.
         """
-        catalog, every = asset.catalog, len(self.spec.classes) == 1
-        same = every and catalog.spec.digest() == self.spec.digest() and catalog.digest_kind == self.digest
-        same = same and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        catalog = asset.catalog
+        same = self.spec.even_groups and catalog.estimated and catalog.spec.digest() == self.spec.digest()
+        same = (
+            same
+            and catalog.digest_kind == self.digest
+            and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
+        )
         wraps = None if catalog.seal is None else catalog.seal.wraps
         if not same or wraps != (None if self._key is None else self._key.wraps):
             return False
@@ -181,6 +200,11 @@ class FrameEncoder:
         if any(track not in catalog.by_name for track in self.tracks):
             return False
         frames = [asset.frame(group, track) for track in self.tracks]
+        if self._key is not None:  # the catalog that says what they should be is no secret
+            context, chunk = self._context(group), self.chunks[group]
+            for track, frame in zip(self.tracks, frames, strict=True):
+                _, payload = unpack(frame, frame_header(track, context, chunk, group))
+                opened(frame, payload, self._key)
         for track, frame in zip(self.tracks, frames, strict=True):
             store.frame(group, track, bytes(frame))
             self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]

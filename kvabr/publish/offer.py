@@ -118,7 +118,7 @@ class TrackOffer:
             position=position or 0,
             passage=passage,
             digest=self.digest,
-            key=None if self._keys is None else self._keys.ring.asset_key(chunks[0]),
+            keys=self._keys,
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:

@@ -105,6 +105,11 @@ class Production:
         self.outgrown: str | None = None
         """Name of an asset that this one begins with, and has taken over as a whole."""
 
+    @property
+    def covers_beginnings(self) -> bool:
+        """Whether players find in this asset all that one of a shorter prompt would have, which it begins with."""
+        return self._passage is None and self._position == 0 and self.offer.spec.even_groups
+
     # ------------------------------------------------------- any thread
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:

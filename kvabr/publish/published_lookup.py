@@ -2,7 +2,8 @@
 
 A damaged asset is published anew when it is computed again, which is when each is checked: that all parts are there,
 and on a local disk also every byte. That is done once an hour at most, of one asset at a time, at a low priority; what
-is told meanwhile is that it is sound. Buckets check their objects themselves, so their bytes are not read.
+is told meanwhile is that it is sound. Where caches are sealed, one that was published openly is treated alike. Buckets
+check their objects themselves, so their bytes are not read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from queue import Empty, SimpleQueue
 from cachetools import LRUCache, TTLCache
 
 from kvabr.store.asset import AssetStore, is_damage
-from kvabr.types.errors import KvabrError
+from kvabr.types.errors import KvabrError, SealedError
 
 WAIT_S = 0.5
 """Seconds that an engine waits for the answer at most."""
@@ -108,9 +109,9 @@ _NICENESS = 10
 class SoundAssets:
     """What checks have found, of one store; for several threads."""
 
-    def __init__(self, store: AssetStore) -> None:
-        """Nothing is checked yet."""
-        self._store = store
+    def __init__(self, store: AssetStore, *, sealed: bool = False) -> None:
+        """Nothing is checked yet. ``sealed``: what an engine published openly counts as damaged."""
+        self._store, self._sealed = store, sealed
         self._sound: TTLCache[tuple[str, str], bool] = TTLCache(_MAX_KNOWN, _AGAIN_S)
         self._damaged: LRUCache[str, str] = LRUCache(_MAX_KNOWN)
         """By name, the version that is damaged."""
@@ -157,10 +158,12 @@ class SoundAssets:
             asset.check_parts()
             if asset.local:
                 asset.check_frames()
+            if self._sealed and asset.catalog.seal is None and asset.catalog.estimated:
+                raise SealedError(f"{asset.location}: is not sealed, so clients with keys do not play it")
         except KvabrError as error:
             if is_damage(error):
                 _log.warning(
-                    "kvabr: a published cache is damaged; it is published again once it is computed: %s", error
+                    "kvabr: a published cache is of no use; it is published again once it is computed: %s", error
                 )
                 with self._lock:
                     self._damaged[name] = tag

@@ -5,6 +5,7 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -31,7 +32,7 @@ from kvabr.store.quota import remove_asset
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
+from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import chain
@@ -108,7 +109,7 @@ class Publisher:
             _log.warning("kvabr: %s; nothing is published until it answers", error)  # each asset's writer tries again
         self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
         touch = (self.store if self._quota is None else self._quota).touch
-        self._sound = SoundAssets(self.store)
+        self._sound = SoundAssets(self.store, sealed=keys is not None)
         self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch, sound=self._sound.look)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
@@ -165,8 +166,11 @@ class Publisher:
         with self._lock:
             if name in self._known:
                 return "known"
+            longer = self._longest.get(name, name)
         # Published assets are looked up each time: one that was removed since may be published again.
-        published = self._lookup.ask(name)
+        published = self._lookup.ask(longer)
+        if published is False and longer != name:
+            published = self._lookup.ask(name)
         if published is None:
             return "failed"
         if published:
@@ -232,14 +236,23 @@ class Publisher:
         """
         now, gone = time.monotonic(), []
         with self._lock:
-            self._longest.update((chunk, production.chunks[-1]) for chunk in production.chunks)
+            if production.covers_beginnings:
+                self._longest.update((chunk, production.chunks[-1]) for chunk in production.chunks)
             if production.outgrown is not None:
                 self._outgrown.append((now, production.outgrown))
             while self._outgrown and self._outgrown[0][0] + _OUTGROWN_S <= now:
-                gone.append(self._outgrown.popleft()[1])
-        for name in gone:
+                name = self._outgrown.popleft()[1]
+                gone.append((name, self._longest.get(name, name)))
+        for name, longer in gone:
             assert self._folder is not None  # noqa: S101  # nothing else is taken over
-            remove_asset(self._folder, name, time.time())
+            with contextlib.suppress(KvabrError):  # it is gone, or cannot be read
+                # The longer one may have been removed since, and the name be that of an asset that was measured.
+                if (
+                    name != longer
+                    and self.store.version(longer) is not None
+                    and self.store.open(name).catalog.estimated
+                ):
+                    remove_asset(self._folder, name, time.time())
 
     def wake(self, production: Production) -> None:
         """Have an encoding thread go on with a cache, if there is anything to do."""

@@ -328,6 +328,10 @@ class FolderGroupStore(LocalGroupStore[int]):
             return data
         return await self._checked(digest, data)
 
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
+        with self._lock:  # the folder's thread adds and evicts meanwhile
+            super().keep(digests, until_s)
+
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Returns False also if the disk refuses."""
         return await self._in_thread(lambda: self._write(digest, data))

@@ -17,7 +17,7 @@ from kvabr.store.objects.layout import NOT_SEALED
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import MissingAssetError, UsageError
+from kvabr.types.errors import MissingAssetError, SealedError, UsageError
 from kvabr.types.sealing import Keys, read_keys
 
 Location = str | Path
@@ -126,4 +126,7 @@ def open_catalog(location: Location, keys: str | os.PathLike[str] | Keys | None 
         catalog = Catalog.read(Path(location))
     else:
         catalog = (asset := open_asset(location)).catalog
-    return catalog.opened(None if ring is None else ring.ring), asset
+    try:
+        return catalog.opened(None if ring is None else ring.ring), asset
+    except SealedError as error:
+        raise SealedError(f"{location}: {error}") from error

@@ -1,7 +1,8 @@
 """A warm folder over a cold store: what is used moves up, what a full folder drops is in the cold store first.
 
 An asset keeps its version while it moves, so plays, relays and lookups do not notice. Only assets that engines
-published move, and only those named by their prompt's digest, as all are in object stores; others in the folder stay.
+published move, and only those named by their prompt's digest, as all are in object stores; others in the folder stay,
+and sealed ones, which object stores refuse.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class TieredAssetStore:
             if asset is None or asset.version != version:
                 continue  # nobody serves it yet
             catalog = asset.catalog
-            if catalog.namespace.prompt != name or not catalog.estimated:
+            if catalog.namespace.prompt != name or not catalog.estimated or catalog.seal is not None:
                 self._known.pop(name, None)
                 continue
             size = sum(sum(track.bytes) for track in catalog.published.values())

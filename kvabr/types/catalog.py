@@ -661,7 +661,9 @@ class Catalog(CommonFacts):
     def _bound(self) -> bytes:
         """What a seal is bound to: a store cannot change it, nor put another catalog's in its place."""
         tracks = [(each.name, each.refines, each.bytes, each.digests) for each in self.tracks]
-        what = [self.namespace.model, self.spec.digest().hex(), self.tokens, self.position, self.chunks, tracks]
+        # The profile, too: with the means of another one, the same frames are other numbers.
+        facts = [self.tokens, self.position, self.chunks, self.profile, self.profile_bytes, self.estimated]
+        what = [self.namespace.model, self.spec.digest().hex(), *facts, tracks]
         return b"kvabr.catalog/4\0" + hashlib.sha256(json.dumps(what).encode()).digest()
 
     def opened(self, keys: KeyRing | None) -> Catalog:

@@ -480,6 +480,11 @@ class KVSpec:
         return tuple(replace(self, classes=(each,), part_of=(whole, name)) for each, name in pairs)
 
     @property
+    def even_groups(self) -> bool:
+        """Whether a cache has one unit for each group of tokens: those of states are snapshots."""
+        return len(self.classes) == 1 and self.only.kind != "state"
+
+    @property
     def rows(self) -> int:
         """Tokens of a full group of the only class, or rows of a state."""
         return self.only.k_dim if self.only.kind == "state" else self.group_tokens

@@ -170,9 +170,13 @@ class KeyRing:
         """Itself; see `KeyFile.ring`."""
         return self
 
-    def asset_key(self, first_chunk: str) -> AssetKey:
-        """Return the key of the assets that begin with a group, whose chained prompt digest is given."""
-        secret = hmac.digest(self.keys[0].secret, b"kvabr.asset/1\0" + first_chunk.encode(), "sha256")
+    def asset_key(self, first_chunk: str, profile: str = "") -> AssetKey:
+        """Return the key of the assets that begin with a group, whose chained prompt digest is given.
+
+        ``profile`` is the digest of their codec profile, if they have one: with another, frames are other numbers.
+        """
+        what = b"kvabr.asset/1\0" + first_chunk.encode() + b"\0" + profile.encode()
+        secret = hmac.digest(self.keys[0].secret, what, "sha256")
         return self.wrapped(secret)
 
     def wrapped(self, secret: bytes) -> AssetKey:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.store.group_store import FolderGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
 from tests.client.virtual import virtual
@@ -34,12 +37,15 @@ async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, 
 async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
     async with origin(long.track("Int4").total_bytes / 2, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=1.0)
-        assert 0 <= hinted.tokens < 160
-        assert len(client.store) > 0
+        hinted = await client.hint(TOKENS, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
+        assert 0 < hinted.tokens < 160
+        assert hinted.tokens == 16 * len(client.store)
+        assert hinted.loss > 0
         assert (await client.hint(range(90), within_s=1.0)).tokens == 0
         with pytest.raises(UsageError):
             await client.hint((), within_s=1.0)
+        with pytest.raises(UsageError, match="positive number of seconds"):
+            await client.hint(TOKENS, within_s=0.0)
         await client.close()
 
 
@@ -78,3 +84,40 @@ def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
         lru.add(key, key)
     assert "b" in gone
     assert lru.currsize == 3
+
+
+def test_what_making_room_takes_does_not_grow_with_what_is_kept():
+    read = 0
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __hash__(self):
+            nonlocal read
+            read += 1
+            return str.__hash__(self)
+
+    lru = ByteLru(1000, lambda _: 1)
+    for each in range(1000):
+        lru.add(Counted(each), each)
+    lru.keep(list(lru), 1e18)
+    read = 0
+    for each in range(10):
+        lru.add(f"new {each}", each)
+    assert len(lru) == 1000
+    assert read < 100
+
+
+async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path):
+    store = FolderGroupStore(tmp_path / "groups", 1000)
+    digests = [f"{number:064x}" for number in range(2)]
+    for digest in digests:
+        await store.put(digest, memoryview(bytes(500)))
+    with store._lock:  # as its thread holds it
+        keeping = asyncio.create_task(asyncio.to_thread(store.keep, digests[:1], 1e18))
+        done, _ = await asyncio.wait({keeping}, timeout=0.05)
+        assert not done
+    await keeping
+    await store.put(f"{2:064x}", memoryview(bytes(500)))
+    assert store.present(digests) == {digests[0]}
+    await store.close()

@@ -178,6 +178,16 @@ def test_keys_are_rotated_without_encoding_anew(folder, tmp_path, capsys):
     (ring := tmp_path / "stranger").write_text(STRANGER.keys[0].line())
     assert main(["keys", "rewrap", str(asset.parent), "--keys", str(ring)]) == 1
     assert "it is sealed for the keys" in capsys.readouterr().err
+    for name in ("aa", "zz"):  # of another publisher, on either side
+        toy_asset(asset.parent / name, ("FP16",), keys=STRANGER)
+    (ring := tmp_path / "all").write_text("\n".join(key.line() for key in RING.keys))
+    assert main(["keys", "rewrap", str(asset.parent), "--keys", str(ring)]) == 1
+    told = capsys.readouterr().err
+    assert f"{asset.parent / 'aa'}" in told
+    assert "1 more asset cannot be opened; 1 other wrapped anew" in told
+    assert FolderAsset.open(asset).catalog.opened(READER)
+    for name in ("aa", "zz"):
+        shutil.rmtree(asset.parent / name)
     assert main(["keys", "rewrap", str(tmp_path / "nowhere"), "--keys", str(ring)]) == 2
     assert main(["store", "copy", str(asset.parent), f"file://{tmp_path}/bucket?layout=objects"]) != 0
     assert "spans of a bucket" in capsys.readouterr().err

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +25,12 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.telemetry.kv_events.told import prompt_of
 from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
 from kvabr.types.sealing import KeyRing, new_key
 from kvabr.types.tails import TailLoss
+from kvabr.types.units import cache_length
 from tests import kvdata
 from tests.toymodel import SPEC
 
@@ -274,6 +280,7 @@ def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
         made.reserve(turn).fill(kv[:, :, :, : len(turn)].contiguous(), outcomes.put)
         assert outcomes.get(timeout=60).tokens == len(turn)
         assert len(encoded) == 2 * own
+    assert made.reserve(tokens[:64]) == "known"  # the longer one has it
     made.close()
     assets = PublishedAssets(tmp_path).assets
     assert sorted(asset.catalog.tokens for asset in assets) == [80, 128]  # shorter ones were outgrown
@@ -281,6 +288,67 @@ def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
         asset.check_frames()
     shared = [asset.catalog.track("Int4").digests[:4] for asset in assets]
     assert len(set(shared)) == 1
+
+
+def turn(made, tokens, kv):
+    """Publish a prompt, and wait for it."""
+    outcomes = SimpleQueue()
+    made.reserve(tokens).fill(kv, outcomes.put)
+    outcome = outcomes.get(timeout=60)
+    assert outcome.verdict == "published", outcome.why
+
+
+@pytest.mark.parametrize("lost", ["longer", "replaced"])
+def test_a_shorter_asset_stays_if_the_longer_one_is_gone_or_if_it_was_measured_since(tmp_path, monkeypatch, lost):
+    now = [0.0]
+    monkeypatch.setattr("kvabr.publish.publisher.time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
+    kv, tokens = kvdata.related(SPEC, 64), list(range(64))
+    names = chain(tokens, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)
+    made = publisher(tmp_path, tracks=("FP16",))
+    for end in (32, 64):
+        turn(made, tokens[:end], kv[:, :, :, :end].contiguous())
+    if lost == "longer":
+        shutil.rmtree(tmp_path / names[3])
+    else:
+        place = tmp_path / names[1] / "catalog.json"
+        place.write_text(replace(FolderAsset.open(place.parent).catalog, estimated=False, loss_method="").dumps())
+    now[0] = 1e6
+    turn(made, [*range(100, 116)], kv[:, :, :, :16].contiguous())
+    assert (tmp_path / names[1]).exists()
+    if lost == "longer":
+        assert isinstance(made.reserve(tokens), Slot)  # it is published again
+    made.close()
+
+
+def test_longer_prompts_of_a_model_of_states_share_no_units_with_shorter_ones(tmp_path):
+    spec = KVSpec("m", "t", (LayerClass("state", (0, 1), 2, 6, 5, "float32"),), 16)
+    made = Publisher(tmp_path, spec, prior=default_catalog(), tracks=("FP16",))
+    for tokens in (32, 64):
+        turn(made, list(range(tokens)), torch.rand(spec.shape(cache_length(spec, tokens))))
+    made.close()
+    assets = PublishedAssets(tmp_path).assets
+    assert sorted(asset.catalog.tokens for asset in assets) == [32, 64]
+    for asset in assets:
+        asset.check_frames()
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_what_a_store_put_in_the_place_of_a_sealed_group_is_not_taken_over(tmp_path, swapped):
+    keys, kv = KeyRing((new_key("ours"),)), kvdata.related(SPEC, 64)
+    made = publisher(tmp_path, tracks=("FP16",), keys=keys)
+    turn(made, list(range(32)), kv[:, :, :, :32].contiguous())
+    (frame,) = tmp_path.glob("*/groups/FP16/00001.kvg")
+    place = frame.parents[2] / "catalog.json"
+    before = hashlib.sha256(frame.read_bytes()).hexdigest()
+    frame.write_bytes(frame.with_name("00000.kvg").read_bytes() if swapped else frame.read_bytes()[:-1] + b"?")
+    place.write_text(place.read_text().replace(before, hashlib.sha256(frame.read_bytes()).hexdigest()))
+    turn(made, list(range(64)), kv)
+    made.close()
+    longer = max(PublishedAssets(tmp_path).assets, key=lambda asset: asset.catalog.tokens)
+    assembler = Assembler(longer.catalog.opened(keys), dtype=torch.float32)
+    for group in range(4):
+        assembler.put(group, "FP16", longer.frame(group, "FP16"))
+    assert torch.allclose(assembler.take(), kv, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])

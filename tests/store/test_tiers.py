@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+from dataclasses import replace
 
 import pytest
 from structlog import wrap_logger
@@ -19,6 +20,7 @@ from kvabr.store.locations import open_store
 from kvabr.store.tiers import TieredAssetStore
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.naming import CATALOG_TRACK
+from kvabr.types.sealing import KeyRing, new_key
 from tests.assets import whole
 from tests.store.objects.publishing import PLAIN, check, put
 
@@ -152,6 +154,18 @@ def test_measured_assets_and_other_names_stay(tiers):
     assert len(tiers.settle().down) == 1
     assert tiers.where(measured) == ["warm"]
     assert (tiers.warm.root / "book").is_dir()
+
+
+def test_sealed_assets_stay_and_keep_no_others_from_moving(tiers):
+    made = [tiers.put(tiers.warm, number) for number in range(1, 7)]
+    key = KeyRing((new_key("ours"),)).asset_key("a" * 64)
+    for one in made[:3]:
+        (tiers.warm.root / one.namespace.prompt / "catalog.json").write_text(replace(one, key=key).dumps())
+    tiers.served.refresh()
+    moves = tiers.settle()
+    assert not moves.failed
+    assert [tiers.where(one) for one in made[:3]] == [["warm"]] * 3
+    assert len(moves.down) == 1
 
 
 class Dead:

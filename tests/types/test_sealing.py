@@ -60,6 +60,7 @@ def test_equal_beginnings_are_sealed_alike_and_other_ones_are_not():
         == 4
     )
     assert READER.asset_key("a" * 64).secret != one.secret
+    assert RING.asset_key("a" * 64, "a profile").secret != one.secret
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,15 @@ def test_a_catalog_shows_stores_no_losses_and_readers_everything():
 def test_a_store_cannot_change_a_sealed_catalog():
     _, locked = sealed()
     longer = replace(locked.tracks[0], bytes=(7, *locked.tracks[0].bytes[1:]))
-    with pytest.raises(SealedError, match="changed since"):
-        replace(locked, tracks=(longer, *locked.tracks[1:])).opened(READER)
+    changes = (
+        {"tracks": (longer, *locked.tracks[1:])},
+        {"profile": "ab" * 32},  # its means would make other numbers of the frames
+        {"profile_bytes": locked.profile_bytes + 1},
+        {"estimated": not locked.estimated},
+    )
+    for change in changes:
+        with pytest.raises(SealedError, match="changed since"):
+            replace(locked, **change).opened(READER)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ the AC codec fill as much of it as they can: bases first, and of the last layer 
 
 All numbers are unsigned and little-endian. Frames are those of `kvabr.codec.container`, with checksums. Of objects that
 kvabr has no tracks for, the only frame is their bytes and a CRC-32. All checksums cover what the object is called, or
-frames its digest, so objects are not mistaken for each other. LMCache is not needed here.
+frames its digest, so objects are not mistaken for each other; nor are layers read with another profile than theirs.
+LMCache is not needed here.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class ObjectCoder:
                 return _filled(_TRACKS, frames, position, kv.shape[-1], plan.size)
             self._trouble.tell("objects are coded without layers", f"not even the base fits {plan.size} bytes")
         frames = [
-            framed(encode_payload(part, self._plain, context), self._plain, context, _chunk(name, group), group)
+            framed(
+                encode_payload(part, self._plain, context), self._plain, context, _chunk(name, group, context), group
+            )
             for group, (context, part) in enumerate(_contexts(plan.spec, kv))
         ]
         return _filled(_TRACKS, frames, None, kv.shape[-1], plan.size)
@@ -163,7 +166,7 @@ class ObjectCoder:
             if len(stack) > len(tracks):
                 raise FormatError("a coded object of LMCache has more frames than tracks")
             below = [
-                unpack(frame, frame_header(track, context, _chunk(name, group), group))[1]
+                unpack(frame, frame_header(track, context, _chunk(name, group, context), group))[1]
                 for track, frame in zip(tracks, stack, strict=False)
             ]
             decode_payload(below.pop(), tracks[len(stack) - 1], context, group, part, below)
@@ -200,7 +203,7 @@ def _layers_within(room: int, name: str, groups: Sequence[tuple[GroupContext, to
         for group, (context, part) in enumerate(groups):
             payload = encode_payload(part, track, context, payloads[group])
             payloads[group].append(payload)
-            level.append(framed(payload, track, context, _chunk(name, group), group))
+            level.append(framed(payload, track, context, _chunk(name, group, context), group))
         room -= sum(_LENGTH.size + len(frame) for frame in level)
         if room < 0:
             break
@@ -222,8 +225,10 @@ def _ranges(spec: KVSpec, tokens: int) -> list[tuple[int, int]]:
     return [spec.group_range(group, tokens) for group in range(spec.groups(tokens))]
 
 
-def _chunk(name: str, group: int) -> str:
-    return hashlib.sha256(f"kvabr.object/1\0{group}\0{name}".encode()).hexdigest()
+def _chunk(name: str, group: int, context: GroupContext) -> str:
+    """Return the digest that binds a frame to its object, and layers to their profile: another makes other numbers."""
+    profile = "" if context.profile is None else context.profile.digest
+    return hashlib.sha256(f"kvabr.object/1\0{group}\0{profile}\0{name}".encode()).hexdigest()
 
 
 def _bytes_size(layout: ObjectLayout) -> int:

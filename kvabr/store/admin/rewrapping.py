@@ -12,6 +12,7 @@ from kvabr.store.files import write_file
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, SealedError
 from kvabr.types.sealing import KeyRing
+from kvabr.types.words import counted
 
 
 @dataclass(slots=True)
@@ -31,26 +32,33 @@ def rewrap(root: Path, ring: KeyRing) -> Rewrapped:
 
     Raises:
         MissingAssetError: there is no asset.
-        SealedError: none of the keys opens one of them; those before it have been wrapped anew.
+        SealedError: none of the keys opens some of them; all others have been wrapped anew.
     """
-    done = Rewrapped()
+    done, closed = Rewrapped(), list[str]()
     store = FolderAssetStore(root)
     for name in sorted(store.list().versions):
         path = root / name / CATALOG
-        catalog = Catalog.read(path)
+        try:
+            catalog = Catalog.read(path)
+        except MissingAssetError:
+            continue  # a publisher removed it meanwhile
         if (seal := catalog.seal) is None:
             done.open += 1
             continue
         try:
             wraps = ring.wrapped(ring.unwrap(seal.wraps).secret).wraps
         except SealedError as error:
-            raise SealedError(f"{path}: {error}") from error
+            closed.append(f"{path}: {error}")
+            continue
         if wraps == seal.wraps:
             done.same += 1
         else:
             changed = replace(catalog, seal=replace(seal, wraps=wraps))
             write_file(path, changed.dumps().encode(), mode=stat.S_IMODE(path.stat().st_mode))
             done.wrapped += 1
+    if closed:
+        others = f"; {counted(len(closed) - 1, 'more asset')} cannot be opened" if closed[1:] else ""
+        raise SealedError(f"{closed[0]}{others}; {counted(done.wrapped, 'other')} wrapped anew")
     if done == Rewrapped():
         raise MissingAssetError(f"{root}: has no assets; name an asset's folder, or a folder of assets")
     return done

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kvabr.codec.profile import Profile
 from kvabr.engines.lmcache.chunks import ObjectLayout
 from kvabr.engines.lmcache.coded_objects import ObjectCoder, SerdeSettings
-from kvabr.types.errors import FormatError, KvabrError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, KvabrError, UsageError
 from tests import kvdata
 
 LAYERS, HEADS, DIM = 2, 2, 32
@@ -91,6 +93,16 @@ def test_without_a_position_there_is_the_fallback_which_needs_no_profile(profile
     assert "coded without layers" in caplog.text
     with pytest.raises(FormatError, match="need the profile"):
         decoded(bare, coded(coder, chunk, 0), chunk)
+
+
+def test_layers_are_refused_that_were_coded_with_another_profile(profile, tmp_path):
+    chunk = chunk_at(0)
+    data = coded(ObjectCoder(SerdeSettings(profile=profile)), chunk, 0)
+    made = Profile.from_bytes(profile.read_bytes())
+    mean = made.transform.mean + 1
+    (tmp_path / "other").write_bytes(replace(made, transform=replace(made.transform, mean=mean)).to_bytes())
+    with pytest.raises(ForeignError):
+        decoded(ObjectCoder(SerdeSettings(profile=tmp_path / "other")), data, chunk)
 
 
 def test_what_is_damaged_truncated_or_another_object_is_refused(profile):
