@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pydoc_data.topics import topics
@@ -87,6 +88,9 @@ class RealEngine:
         self.settle()
         self.core.shutdown()
         ensure_kv_transfer_shutdown()
+        # What is destroyed later takes the next engine's process groups with it.
+        del self.llm, self.core
+        gc.collect()
 
     def tokens(self, text):
         return self.llm.get_tokenizer().encode(text)
