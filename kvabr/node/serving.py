@@ -80,11 +80,14 @@ async def serving(
     # Not whom its origin tells of (steering), which may be neighbours as well.
     upstream = await client.connect(client.origins if origin is None else origin)
     counts, told = metrics or Metrics(), log or structlog.get_logger()
-    client.on_found = None if prompts is None else prompts.played
+    before, client.on_found = client.on_found, None if prompts is None else prompts.played
     async with (
         Relay(
             upstream, told, counts, memory_bytes=memory_bytes, token=token, store=client.store, prompts=prompts
         ) as relay,
         Server(relay, host, port, tls, limits or ServerLimits(), told, counts, quic="auto", tcp=tcp) as server,
     ):
-        yield server
+        try:
+            yield server
+        finally:
+            client.on_found = before

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.cli.config import VARIABLE, Config
-from kvabr.cli.fetch import _read_tokens
-from kvabr.cli.options import CommandParser
+from kvabr.cli.options import CommandParser, read_tokens
 from kvabr.client import decode_speeds, engine_costs, shared_bandwidth
 from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import read_rows
@@ -59,7 +58,7 @@ def _prompt(data: bytes) -> bool:
 
 
 def _tokens(data: bytes) -> bool:
-    found = refused(lambda: _read_tokens(_file(data)), FormatError, UsageError)
+    found = refused(lambda: read_tokens(_file(data), "--prompt"), FormatError, UsageError)
     return bool(found)
 
 

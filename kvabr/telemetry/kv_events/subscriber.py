@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 REPLAY_S = 10.0
 """Seconds that a replay may take."""
-_MOST_WAITING = 1024
+_MOST_WAITING = 128
+"""Batches that may wait to be read, of up to 8 MiB each; what is lost behind them is asked for again."""
 _RECONNECT_MS, _MOST_RECONNECT_MS = 100, 5000
 _MOST_LOGGED = 8
 """Messages that are refused and logged; more are counted only."""
