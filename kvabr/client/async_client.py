@@ -460,8 +460,8 @@ class AsyncClient:
     ) -> Hinted:
         """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
 
-        Plays with an earlier deadline come first. Nothing is decoded. A play of the
-        prompt then needs the network only for its lookup, and for what was published since.
+        Plays with an earlier deadline come first. Nothing is decoded. A play of the prompt then needs the network only
+        for its lookup, and for what was published since.
 
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.

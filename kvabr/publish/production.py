@@ -102,6 +102,8 @@ class Production:
         self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
         """The group of tokens that is encoded next."""
+        self._source: tuple[Asset, int] | None = None
+        """What `begun` returned, as long as groups are taken from it."""
         self.outgrown: str | None = None
         """Name of an asset that this one begins with, and has taken over as a whole."""
 
@@ -184,8 +186,12 @@ class Production:
             frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position, self._passage)
             frames.write_profile()
             self._begin(frames)
-            self._take_over(frames, self._writer)
+            with contextlib.suppress(KvabrError):  # it was removed, or is damaged
+                self._source = None if self._begun is None else self._begun()
             self._frames = frames
+            return
+        if self._source is not None and not self._hurry:
+            self._take_over(self._frames, self._writer, *self._source)
             return
         with self.lock:
             whole, ended = 0 if self._hurry else self._pieces.whole - self._next, self._ended
@@ -198,16 +204,16 @@ class Production:
         else:
             self._catch_up(self._frames)
 
-    def _take_over(self, frames: FrameEncoder, writer: AssetWriter) -> None:
-        """Take the first groups from an asset that begins alike; what is not sound there is encoded."""
+    def _take_over(self, frames: FrameEncoder, writer: AssetWriter, asset: Asset, shared: int) -> None:
+        """Take the next group from an asset that begins alike; what is not sound there is encoded."""
+        sound = False
         with contextlib.suppress(KvabrError):  # it was removed, or is damaged
-            if self._begun is None or (begun := self._begun()) is None:
-                return
-            asset, shared = begun
-            while self._next < shared and frames.take_over(asset, self._next, writer):
-                self._next += 1
-            if self._next == len(asset.catalog.chunks):
-                self.outgrown = asset.catalog.namespace.prompt
+            sound = frames.take_over(asset, self._next, writer)
+        self._next += sound
+        if self._next == len(asset.catalog.chunks):
+            self.outgrown = asset.catalog.namespace.prompt
+        if not sound or self._next == shared:
+            self._source = None
 
     def _begin(self, frames: FrameEncoder) -> None:
         """Prepare for the first group."""
