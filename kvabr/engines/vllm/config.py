@@ -236,10 +236,10 @@ class ServedModel:
     def specs(self) -> tuple[KVSpec, ...]:
         """What is looked up: this rank's own, which brings nothing of others; the model; as once; the next best."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
-        if self.former is not None:
-            own = (*own, replace(self.spec, model=self.former))
+        once = None if self.former is None else replace(self.spec, model=self.former)
         bare = self.undrafted if self.without_draft else None
-        return (*own, *(each for each in (self.unquantised, bare) if each is not None))
+        # Those of earlier versions have the same name as unquantised ones, and are found with them.
+        return (*own, *(each for each in (self.unquantised or once, bare) if each is not None))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
@@ -354,8 +354,13 @@ def served_model(
         without_draft=settings.without_draft,
         ahead=draft.ahead,
         lora=lora_facts(config),
-        former=_former(settings, facts) if whole is not None and not packs else None,
+        former=_former(settings, facts) if whole is not None and _unscaled(spec) else None,
     )
+
+
+def _unscaled(spec: KVSpec) -> bool:
+    """Return whether earlier versions published such caches: plain ones, and codes with a scale of 1."""
+    return all(one.scales in (None, (1.0,)) and not one.packing for one in spec.classes)
 
 
 def _was_plain(one: LayerClass) -> bool:

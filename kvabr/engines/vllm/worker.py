@@ -93,7 +93,7 @@ class WorkerHalf:
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
 
-    def register(self, caches: Caches, layout_of: LayoutOf, store: Store) -> None:
+    def register(self, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
         """Set the engine's cache; errors as `EngineBlocks`."""
         self._blocks = EngineBlocks(self._model, caches, layout_of, store)
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
