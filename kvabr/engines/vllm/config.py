@@ -365,7 +365,7 @@ def _unscaled(spec: KVSpec) -> bool:
 
 def _was_plain(one: LayerClass) -> bool:
     """Return whether a class has codes that vLLM makes of keys and values."""
-    return one.scales is not None and one.v_dim > 0
+    return one.scales is not None and one.halves == 2
 
 
 def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: KeptAs) -> Quantisation:

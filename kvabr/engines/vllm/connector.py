@@ -145,7 +145,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
-        self._kept_as = KeptAs()
+        # The worker tells the scheduler, before that sees the first request.
+        self._kept_as = kept_as(vllm_config) if role == KVConnectorRole.WORKER else KeptAs()
         self._served = partial(
             served_model,
             vllm_config,
@@ -156,8 +157,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             blocks_may_fail=_BLOCKS_MAY_FAIL,
         )
         try:
-            if role == KVConnectorRole.WORKER:  # it tells the scheduler before that sees the first request
-                self._kept_as = kept_as(vllm_config)
             model = self._served(kept_as=self._kept_as)
         except UnknownCacheError as error:
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
@@ -187,9 +186,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler cannot know of a cache that vLLM quantises."""
-        if self._kept_as == KeptAs() or isinstance(self._worker, IdleWorker):
-            return None
-        return KvabrKeptAs(self._kept_as)
+        return None if self._kept_as == KeptAs() else KvabrKeptAs(self._kept_as)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers know of their cache; another connector's news are not for this one."""
@@ -197,8 +194,13 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         first = next(ranks, None)
         if first is None or isinstance(self._scheduler, IdleScheduler):
             return
-        self._kept_as = first.kept_as
-        self._scheduler = self._scheduler_of(model=self._served(kept_as=first.kept_as))
+        try:
+            model = self._served(kept_as=first.kept_as)
+        except UnknownCacheError:  # the worker has said so, and does nothing either
+            self._scheduler = IdleScheduler()
+            return
+        _log.info("kvabr: vLLM keeps %s", model.shard.summary)
+        self._scheduler = self._scheduler_of(model=model)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -480,7 +482,7 @@ def _event(event: KVEvent) -> KVCacheEvent:
 def kept_as(config: Any) -> KeptAs:
     """Return how vLLM keeps the cache of the model that this worker has loaded.
 
-    Raises `UnknownCacheError` if it scales its FP8 cache in a way that kvabr does not know.
+    Raises `UsageError` if its FP8 cache means something else than that of other engines.
     """
     stored, scales, kernels = config.cache_config.cache_dtype, {}, set()
     for name, layer in config.compilation_config.static_forward_context.items():
@@ -492,14 +494,18 @@ def kept_as(config: Any) -> KeptAs:
         if stored not in FP8_CACHES:
             continue
         if current_platform.is_fp8_fnuz():
-            raise UnknownCacheError("vLLM keeps FP8 on this device in a format of AMD's own (FNUZ), not that of others")
+            raise UsageError(
+                "vLLM's FP8 cache has a format of its own on this device (FNUZ), which kvabr does not know: start it "
+                "with --kv-cache-dtype auto"
+            )
         halves = [getattr(layer, f"_{half}_scale", None) for half in "kv"]
         if mode != 1 or any(half is not None and half.numel() != 1 for half in halves):
-            raise UnknownCacheError(f"vLLM scales the FP8 cache of {name} head by head; kvabr knows one scale a layer")
+            raise UsageError(
+                f"{name}: the checkpoint scales the FP8 cache head by head, and kvabr knows one scale a layer: start "
+                "it with --kv-cache-dtype auto"
+            )
         scales[name] = (float(layer._k_scale_float), float(layer._v_scale_float))  # noqa: SLF001  # vLLM's own name
-    if all(pair == (1.0, 1.0) for pair in scales.values()) and stored in FP8_CACHES:
-        return KeptAs()
-    if not kernels:
+    if not kernels or (stored in FP8_CACHES and set(scales.values()) == {(1.0, 1.0)}):
         return KeptAs()
     capability = current_platform.get_device_capability()
     device = current_platform.device_type if capability is None else f"sm{capability.to_int()}"
