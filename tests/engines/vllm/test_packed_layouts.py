@@ -53,16 +53,22 @@ def config(folder, monkeypatch):
 
 def spec_of(kind, block=BLOCK):
     """A layer's spec as vLLM's attention backend for GPUs makes it."""
-    from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     plain = FullAttentionSpec(
-        block_size=block, num_kv_heads=HEADS, head_size=DIM, dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(kind)
+        block_size=block,
+        num_kv_heads=HEADS,
+        head_size=DIM,
+        dtype=kv_cache_dtype_str_to_dtype(kind, None),
+        kv_quant_mode=get_kv_quant_mode(kind),
     )
     if kind == "nvfp4":  # as FlashInfer's, whose package is not here
         return replace(plain, num_head_slots=2 * HEADS, state_content_bytes=nvfp4_kv_cache_full_dim(DIM))
-    return TurboQuantAttentionBackend.customize_spec(plain)
+    backend = TurboQuantAttentionBackend if kind.startswith("turboquant") else TritonAttentionBackend
+    return backend.customize_spec(plain)
 
 
 def tables(specs):
@@ -179,6 +185,19 @@ def test_turboquant_of_vllms_own_kernel_beside_layers_without(config, served, tm
     assert bool(((found - keys).abs() <= keys.abs() / 2 + 1e-2).all())  # the interpreter rounds badly
     played, published = playing.named[NAMES[0]][[20, 1, 7, 8]], publishing.named[NAMES[0]][[3, 9, 4, 5]]
     assert torch.equal(played, published.half().float())  # the type that its assets name
+
+
+def test_int8_with_a_scale_for_each_token(config, served, tmp_path):
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    kind, order = "int8_per_token_head", KVCacheLayout.LBNHC
+    publishing, mine = bench_of(config, kind, order, served, tmp_path / "assets")
+    playing, theirs = bench_of(config, kind, order, served)
+    assert publishing.model.spec.only.k_dim == 2 * DIM + 8  # and a scale in float32 of the key, and of the value
+    moved(publishing, playing, served)
+    page = spec_of(kind).page_size_bytes
+    for name in NAMES:
+        assert torch.equal(theirs[name][[20, 1, 7, 8], :page], mine[name][[3, 9, 4, 5], :page])
 
 
 def test_what_packs_differently_is_another_cache(config):
