@@ -216,3 +216,26 @@ def test_what_packs_differently_is_another_cache(config):
     settings = VllmSettings(**URL, plain_caches=True)
     with pytest.raises(UsageError, match="does not make nvfp4 of the numbers"):
         served_model(config("nvfp4"), tables(dict.fromkeys(NAMES, spec_of("nvfp4"))), settings)
+
+
+def test_the_scheduler_is_told_what_workers_know(config):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+
+    from kvabr.engines.vllm.connector import KvabrKeptAs
+    from kvabr.engines.vllm.idle import IdleScheduler
+
+    made = config("nvfp4")
+    made.kv_transfer_config.kv_connector_extra_config["group_tokens"] = 32
+    kept = tables(dict.fromkeys(NAMES, spec_of("nvfp4")))
+    connector = KVConnectorFactory.create_connector(made, KVConnectorRole.SCHEDULER, kept)
+    try:
+        told = {(1, 0): KvabrKeptAs(KeptAs(engine="another-stage")), (0, 1): KvabrKeptAs(KEPT_AS)}
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): type("Foreign", (KVConnectorHandshakeMetadata,), {})()})
+        assert "unknown:nvfp4" in connector._scheduler._model.spec.only.packing
+        connector.set_xfer_handshake_metadata_pp_aware(told)
+        assert f"{KEPT_AS.engine}:nvfp4" in connector._scheduler._model.spec.only.packing
+        connector.set_xfer_handshake_metadata({0: KvabrKeptAs(KeptAs(engine="not a name"))})
+        assert isinstance(connector._scheduler, IdleScheduler)  # as the worker is, or its loads would never end
+    finally:
+        connector.shutdown()
