@@ -68,7 +68,7 @@ def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
     lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key))
     for key in "abc":
         lru.add(key, key)
-    lru.keep("abx", 10.0)
+    lru.keep("xba", 10.0)
     lru.add("d", "d")
     assert gone == ["c"]
     lru.keep("d", 5.0)
