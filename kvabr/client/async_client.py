@@ -513,7 +513,12 @@ class AsyncClient:
 
         Args:
             asset: as for `play_asset`.
-            within_s, keep_s, options, peer, owner, time_price: as for `hint`.
+            within_s: as for `hint`, and so the others.
+            keep_s: seconds for which it is kept.
+            options: how it is fetched.
+            peer: from whom.
+            owner: for whom it is kept.
+            time_price: price of a second of fetching.
 
         Raises:
             NotFoundError: there is no such asset, or none that we may read.

@@ -86,6 +86,30 @@ def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
     assert lru.currsize == 3
 
 
+def test_who_keeps_most_keeps_less_beyond_the_bound(monkeypatch):
+    """One owner cannot make the others' entries go, however often it asks and whatever it has others keep with it."""
+    now = [0.0]
+    monkeypatch.setattr("kvabr.store.lru.time.monotonic", lambda: now[0])
+    lru = ByteLru(100, lambda _: 1, keep_bytes=6)
+    for each in range(20):
+        lru.add(each, each)
+    lru.keep([0, 1], 10.0, "quiet")
+    for first in range(0, 20, 5):
+        lru.keep(range(first, first + 5), 10.0, "greedy")
+    assert lru.kept_bytes == 6
+    assert lru.released == 3 + 5 + 5 + 1  # 0 and 1 are the other's
+    lru.keep([2], 10.0, "third")
+    for each in range(100, 100 + 94):
+        lru.add(each, each)
+    assert [each for each in range(20) if each in lru] == [0, 1, 2, 15, 16, 17]  # of one call the first ones
+    now[0] = 10.0
+    lru.keep([0], 20.0, "late")
+    assert lru.kept_bytes == 1
+    del lru[0]
+    lru.clear()
+    assert lru.kept_bytes == 0
+
+
 def test_what_making_room_takes_does_not_grow_with_what_is_kept():
     read = 0
 
