@@ -12,6 +12,7 @@ import shlex
 import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
