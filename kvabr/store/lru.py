@@ -28,6 +28,7 @@ class ByteLru(Cache[K, V]):
         on_evict: Callable[[K, V], object] | None = None,
         *,
         keep_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty cache.
 
@@ -36,9 +37,10 @@ class ByteLru(Cache[K, V]):
             size_of: bytes of a value; must not change while the value is cached.
             on_evict: called with each entry that made room for another; not with deleted and replaced ones.
             keep_bytes: bound on the entries that are kept (`keep`); None: there is none.
+            clock: returns the time, seconds.
         """
         super().__init__(max_bytes, getsizeof=size_of)
-        self._on_evict = on_evict
+        self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
         """Keys of the entries that make room, the least recently used first."""
         self._kept: dict[K, tuple[str, float]] = {}
@@ -80,7 +82,7 @@ class ByteLru(Cache[K, V]):
             return None
 
     def keep(self, keys: Sequence[K], until_s: float, owner: str = "") -> None:
-        """Let others make room first until a time, by `time.monotonic`; those that are not here do not count.
+        """Let others make room first until a time of its clock; those that are not here do not count.
 
         Those that are kept take at most ``keep_bytes``. Beyond, the owner with the most bytes keeps less: what it has
         used least recently, and of ``keys`` the last ones. What two owners keep counts for the first.
@@ -143,7 +145,7 @@ class ByteLru(Cache[K, V]):
         return self._kept_of[self._kept[key][0]] if key in self._kept else self._order
 
     def _expire(self) -> None:
-        if self._kept and (now := time.monotonic()) >= self._look_s:
+        if self._kept and (now := self._clock()) >= self._look_s:
             for key in [key for key, (_, until_s) in self._kept.items() if until_s <= now]:
                 self._release(key)
             self._look_s = min((until_s for _, until_s in self._kept.values()), default=math.inf)

@@ -61,11 +61,10 @@ async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
         await client.close()
 
 
-def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
+def test_kept_entries_stay_until_only_they_are_left():
     now = [0.0]
-    monkeypatch.setattr("kvabr.store.lru.time.monotonic", lambda: now[0])
     gone = []
-    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key))
+    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
     for key in "abc":
         lru.add(key, key)
     lru.keep("xba", 10.0)
@@ -86,11 +85,10 @@ def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
     assert lru.currsize == 3
 
 
-def test_who_keeps_most_keeps_less_beyond_the_bound(monkeypatch):
+def test_who_keeps_most_keeps_less_beyond_the_bound():
     """One owner cannot make the others' entries go, however often it asks and whatever it has others keep with it."""
     now = [0.0]
-    monkeypatch.setattr("kvabr.store.lru.time.monotonic", lambda: now[0])
-    lru = ByteLru(100, lambda _: 1, keep_bytes=6)
+    lru = ByteLru(100, lambda _: 1, keep_bytes=6, clock=lambda: now[0])
     for each in range(20):
         lru.add(each, each)
     lru.keep([0, 1], 10.0, "quiet")
