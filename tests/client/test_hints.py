@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from queue import SimpleQueue
 
 import pytest
+import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher
 from kvabr.store.group_store import FolderGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
+from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
-from tests.toymodel import SPEC, prompt
+from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(160).tokens
 
@@ -143,3 +148,29 @@ async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path)
     await store.put(f"{2:064x}", memoryview(bytes(500)))
     assert store.present(digests) == {digests[0]}
     await store.close()
+
+
+@pytest.mark.process
+async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_share(tmp_path):
+    """Both are published at the same time: neither can take over the groups of the other."""
+    (tmp_path / "assets").mkdir()
+    made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
+    forks = [[*TOKENS[:96], *own] for own in (TOKENS[96:], reversed(TOKENS[:40]))]
+    slots, outcomes = [made.reserve(fork) for fork in forks], SimpleQueue()
+    for slot, fork in zip(slots, forks, strict=True):
+        slot.fill(ToyModel().prefill(fork), outcomes.put)
+    made.close()
+    assert [outcomes.get_nowait().verdict for _ in forks] == ["published"] * 2
+    served = Served(tmp_path / "assets", tmp_path)
+    client = AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, model=SPEC)
+    try:
+        hinted = [await client.hint(fork, within_s=LIMIT_S, keep_s=60.0) for fork in forks]
+        assert [one.tokens for one in hinted] == [160, 136]
+        assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
+        played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))
+        for one, fork in zip(played, forks, strict=True):
+            assert torch.allclose(one.kv.float(), ToyModel().prefill(fork), rtol=1e-3, atol=1e-3)
+        assert client.metrics.value("kvabr_client_groups_total", source="network") == 13
+    finally:
+        await client.close()
+        served.close()

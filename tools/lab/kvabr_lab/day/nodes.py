@@ -12,8 +12,8 @@ The model:
   published of the prompt and is not in its store, and keeps it for some time. Nobody says which turn is the last.
 
 The router keeps a session on its node (`sticky`), sends each turn to the node with the shortest queue (`any`), or does
-so only where a session's own node is busy (`spill`). It decides at the end of an answer where the next turn will be, so
-that somebody can fetch ahead; in `spill` a busy node at the time of the turn changes that.
+so only where a session's own node is busy (`spill`). For `prefetch` it decides before the next turn where that will be;
+in `spill` a busy node at the time of the turn changes that.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class FleetOutcome:
     known_tokens: int = 0
     """Of these those whose cache was published."""
     hints: int = 0
+    """Hints for which something was fetched."""
     vain: int = 0
-    """Hints of which nothing was used behind them by a turn of their session on that node."""
+    """Of these those of which no play of that node has used anything."""
 
 
 class _Link:
@@ -141,10 +142,10 @@ class _Node:
         self.free_s = 0.0
         """When its engine has computed what it has to."""
         self.fetched: set[GroupKey] = set()
-        self.unused: set[GroupKey] = set()
-        """Of what was fetched ahead, and may have made room since, what no play has used."""
-        self.coming: dict[GroupKey, tuple[float, str]] = {}
-        """What is being fetched ahead, until when it is kept, and for whom."""
+        self.unused: dict[GroupKey, int] = {}
+        """Of what was fetched ahead, and may have made room since, what no play has used, and for which hint."""
+        self.coming: dict[GroupKey, tuple[float, str, int]] = {}
+        """What is being fetched ahead, until when it is kept, for whom, and for which hint."""
 
 
 class _Clock:
@@ -162,13 +163,16 @@ class Fleet:
         self._turns, self._shape, self._clock = turns, shape, _Clock()
         self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
         self._published: set[GroupKey] = set()
-        self._at: dict[int, _Node] = {}
-        """Where each session is, or is going to be."""
+        self._at: dict[int, tuple[_Node, int]] = {}
+        """Where each session is, and its last turn."""
+        self._planned: dict[int, _Node] = {}
+        """Where its next turn will be, if that is decided."""
         self._numbers = count()
         self._events: list[tuple[float, int, str, int]] = []
         self._following: dict[int, list[int]] = {}
-        self._hinted: dict[int, tuple[_Node, frozenset[GroupKey]]] = {}
-        """By session, the node that was hinted last, and what it fetched for that."""
+        self._followed: set[int] = set()
+        """Hints for which something was fetched, by the turns behind which they were."""
+        self._useful: set[int] = set()
         self._made = FleetOutcome()
 
     def run(self) -> FleetOutcome:
@@ -187,10 +191,10 @@ class Fleet:
             elif what == "published":
                 self._published.update(self._groups(turn))
             else:
-                self._hint(turn, now)
+                self._hint(number, turn, now)
         made = self._made
         made.unused_bytes = float(sum(len(node.unused) * node.each for node in self._nodes))
-        made.vain += len(self._hinted)
+        made.hints, made.vain = len(self._followed), len(self._followed - self._useful)
         return made
 
     def _later(self, at_s: float, what: str, number: int) -> None:
@@ -207,16 +211,16 @@ class Fleet:
     def _place(self, turn: Turn) -> _Node:
         """Return where a turn of a session that is known now would be sent to."""
         shortest = min(self._nodes, key=lambda node: (node.free_s, -len(node.engine)))
-        own = self._at.get(turn.session)
-        if own is None or self._shape.router == "any":
+        own, _ = self._at.get(turn.session, (None, 0))
+        own = self._planned.get(turn.session, own)
+        if own is None or (self._shape.router == "any" and turn.session not in self._planned):
             return shortest
         return shortest if self._shape.router == "spill" and own.free_s > self._clock.now + _BUSY_S else own
 
     def _turn(self, number: int, turn: Turn, now: float) -> None:
         shape, made = self._shape, self._made
-        node = self._at.get(turn.session)
-        if node is None or (shape.router == "spill" and node.free_s > now + _BUSY_S):
-            node = self._place(turn)
+        node = self._place(turn)
+        self._planned.pop(turn.session, None)
         self._arrive(node, now)
         groups, size = self._groups(turn), shape.cache.group_tokens
         most = max(0, (turn.tokens - 1) // size)  # an engine computes at least one token
@@ -233,7 +237,7 @@ class Fleet:
             fetch_s += shape.rtt_s + node.link.sooner(now, nbytes)
         waits_s = max(0.0, node.free_s - now)
         if there > here and max(fetch_s, waits_s) + rest_s < waits_s + compute_s:
-            self._use(node, turn, groups[here:there], missing, now)
+            self._use(node, groups[here:there], missing, now)
             begin, work_s, first = max(now + fetch_s, node.free_s), rest_s, there
         else:
             begin, work_s, first = now + waits_s, compute_s, here
@@ -246,7 +250,7 @@ class Fleet:
         for key in groups:
             node.engine.add(key, 0)
             node.engine.get(key)
-        self._at[turn.session] = node
+        self._at[turn.session] = node, number
         end_s = now + ttft_s + TOKEN_S * turn.answer[1]
         self._later(now + ttft_s + shape.publish_s, "published", number)
         if shape.hints != "none":
@@ -254,19 +258,17 @@ class Fleet:
         for following in self._following.get(number, ()):
             self._later(end_s + self._turns[following].gap_s, "turn", following)
 
-    def _use(self, node: _Node, turn: Turn, wanted: list[GroupKey], missing: list[GroupKey], now: float) -> None:
+    def _use(self, node: _Node, wanted: list[GroupKey], missing: list[GroupKey], now: float) -> None:
         """Play groups on a node, of which some come over its link."""
         made, taken = self._made, set(missing)
         if missing:
             node.link.play(now, len(missing) * node.each)
             node.link.ahead = deque(one for one in node.link.ahead if one[0] not in taken)
-        hinted = self._hinted.get(turn.session)
-        if hinted is not None and hinted[0] is node and hinted[1].intersection(wanted) - taken:
-            del self._hinted[turn.session]
         self._fetched(node, missing)
         for key in wanted:
             node.coming.pop(key, None)
-            node.unused.discard(key)
+            if (hint := node.unused.pop(key, None)) is not None:
+                self._useful.add(hint)
             node.store.add(key, node.each)
             node.store.get(key)
         made.link_bytes += len(missing) * node.each
@@ -279,29 +281,28 @@ class Fleet:
     def _arrive(self, node: _Node, now: float) -> None:
         """Note what was fetched ahead, and has come."""
         for key, nbytes in node.link.came(now):
-            until_s, owner = node.coming.pop(key, (0.0, ""))
+            until_s, owner, hint = node.coming.pop(key)
             self._fetched(node, [key])
             self._made.link_bytes += nbytes
             self._made.hint_bytes += nbytes
-            node.unused.add(key)
+            node.unused[key] = hint
+            self._followed.add(hint)
             node.store.add(key, node.each)
             if until_s > now:
                 node.store.keep([key], until_s, owner)
 
-    def _hint(self, turn: Turn, now: float) -> None:
-        """Have a node fetch and keep what the session's next turn will need."""
-        node = self._at[turn.session]
+    def _hint(self, number: int, turn: Turn, now: float) -> None:
+        """Have a node fetch and keep what the session's next turn will need, unless it has come."""
+        node, newest = self._at[turn.session]
+        if newest != number:
+            return
         if self._shape.hints == "prefetch":
-            node = self._at[turn.session] = self._place(turn)
+            node = self._planned[turn.session] = self._place(turn)
         self._arrive(node, now)
         groups, until_s = self._groups(turn), now + self._shape.keep_s
         owner = str(turn.tenant)
         node.store.keep(groups, until_s, owner)
         ahead = [key for key in groups if key in self._published and key not in node.store and key not in node.coming]
         for key in ahead:
-            node.coming[key] = until_s, owner
+            node.coming[key] = until_s, owner, number
             node.link.ahead.append((key, node.each))
-        self._made.hints += 1
-        if ahead:
-            self._made.vain += turn.session in self._hinted
-            self._hinted[turn.session] = node, frozenset(ahead)
