@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,21 @@ async def test_a_node_fetches_ahead_what_will_be_played_there(origin, tls):
             before = sent(origin)
             assert (await first.play(LONG, deadline=LIMIT_S)).coverage == ("FP16",) * 10
             assert sent(origin) - before < 25_000  # the catalog
+            found = await router.find(LONG)
+            with_command = await asyncio.create_subprocess_exec(
+                *(
+                    sys.executable,
+                    "-m",
+                    "kvabr",
+                    "hint",
+                    router.origins[0].name,
+                    "--fingerprint",
+                    check(tls).fingerprint,
+                ),
+                *("--token", TOKEN, "--name", f"{SPEC.model}/{found.catalog.namespace.prompt}", "--keep", "5"),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert (await with_command.communicate())[0].startswith(b"160 tokens are in the node's store")
             nothing = f"toy/{'0' * 64}"
             with pytest.raises(NotFoundError, match="no such cache, or the peer is no node"):
                 await router.hint_asset(nothing, within_s=1.0, node=node)

@@ -126,7 +126,7 @@ class RequestHints:
                 for spec in model.shards:
                     tokens = max(tokens, await self._keep_of(client, hint, (spec,)))
                 if not tokens:
-                    tokens = await self._keep_of(client, hint, model.specs)
+                    tokens = await self._keep_of(client, replace(hint, tokens=0), model.specs)
         except (KvabrError, TimeoutError) as error:
             self._counts.add("hints_failed")
             self._trouble.tell("a request's cache is not kept", error)
@@ -143,7 +143,7 @@ class RequestHints:
         for spec in specs:
             for _ in range(_LOOKS):
                 found = await client.find(ids, model=spec, salt=salt, within_s=_WITHIN_S, any_dtype=True, live=False)
-                if found is None or found.catalog.tokens >= hint.tokens:
+                if (found is not None and found.catalog.tokens >= hint.tokens) or not hint.tokens:
                     break
                 await asyncio.sleep(_LOOK_S)
             if found is not None:

@@ -267,7 +267,7 @@ class Fleet:
         self._fetched(node, missing)
         for key in wanted:
             node.coming.pop(key, None)
-            if (hint := node.unused.pop(key, None)) is not None:
+            if key not in taken and (hint := node.unused.pop(key, None)) is not None:
                 self._useful.add(hint)
             node.store.add(key, node.each)
             node.store.get(key)
