@@ -20,7 +20,7 @@ HINT_TRACK = "kvabr.hint."
 MAX_ANSWER_BYTES = 1 << 10
 MAX_WITHIN_S = 60.0
 """Most seconds that a node may take."""
-_NAME = re.compile(re.escape(HINT_TRACK) + r"(\d{1,10})\.(\d{1,10})\.(\d{1,8})")
+_NAME = re.compile(re.escape(HINT_TRACK) + r"([0-9]{1,10})\.([0-9]{1,10})\.([0-9]{1,8})")
 
 
 class HintRequest(NamedTuple):

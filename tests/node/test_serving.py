@@ -17,9 +17,12 @@ from kvabr.node.hints import NodeHints
 from kvabr.node.serving import serving
 from kvabr.publish.publisher import Publisher
 from kvabr.server.certificates import check, development
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.metrics import Metrics
+from kvabr.server.relay import Relay
 from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.asset_folder import FolderAsset
-from kvabr.types.errors import NotFoundError, PlayError, Reason, TransportError, UsageError
+from kvabr.types.errors import NotFoundError, PlayError, Reason, RequestError, TransportError, UsageError
 from kvabr.types.hints import HintAnswer, HintRequest
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.sealing import KeyRing, new_key
@@ -124,6 +127,15 @@ async def test_a_node_fetches_ahead_what_will_be_played_there(origin, tls):
         async with neighbour(server, tls, token="another-token-of-16") as stranger:  # noqa: S106
             with pytest.raises(TransportError):
                 await stranger.hint(LONG, within_s=LIMIT_S, node=stranger.origins[0])
+
+
+async def test_a_relay_that_plays_nothing_refuses_in_words(origin):
+    async with first_node(origin) as client:
+        relay = Relay(await client.connect(), LOG, Metrics())
+        found = await client.find(LONG, within_s=LIMIT_S)
+        with pytest.raises(RequestError, match="a relay fetches nothing ahead") as refused:
+            await relay.find_soon(EVERYTHING, found.catalog.namespace, HintRequest(1.0, 0.0, 0).track)
+        assert refused.value.reason == Reason.UNSUPPORTED
 
 
 async def test_what_a_node_does_for_others_is_bounded(origin, tls, monkeypatch):

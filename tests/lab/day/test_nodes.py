@@ -11,14 +11,14 @@ import pytest
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from kvabr_lab.day.nodes import Fleet, FleetShape
-from kvabr_lab.day.sessions import SessionShape, Turn, day_of_sessions, quantile, read_sessions
+from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, quantile, read_sessions
 from kvabr_lab.route import CacheSize
 
 COST = PrefillCost(0.0, 1e-3, 0.0)
 """A second for a thousand tokens."""
 SHAPE = FleetShape(COST, CacheSize(100.0, group_tokens=100), 1e6, nodes=2, engine_tokens=0, rtt_s=0.0, publish_s=0.0)
-FIRST = Turn(0, 0, ((1, 1000),), (2, 0), at_s=0.0)
-SECOND = Turn(0, 0, ((1, 1000), (3, 50)), (4, 0), after=0, gap_s=10.0)
+FIRST = SessionTurn(0, 0, ((1, 1000),), (2, 0), at_s=0.0)
+SECOND = SessionTurn(0, 0, ((1, 1000), (3, 50)), (4, 0), after=0, gap_s=10.0)
 
 
 def play(turns, **how):
@@ -44,7 +44,7 @@ def test_a_second_turn_takes_what_is_left_to_do(how, ttft_s, nbytes):
 
 
 def test_what_is_kept_is_there_when_others_have_come_meanwhile_and_what_was_of_no_use_is_told():
-    others = [Turn(n, n, ((10 * n, 900),), (10 * n + 1, 0), at_s=2.0 * n) for n in (1, 2, 3)]
+    others = [SessionTurn(n, n, ((10 * n, 900),), (10 * n + 1, 0), at_s=2.0 * n) for n in (1, 2, 3)]
     turns = [FIRST, SECOND, *others]
     small = {"store_tokens": 2500, "hints": "keep", "nodes": 1, "rate": 1e6}
     for share, lost in ((0.4, 7), (0.0, 10)):  # four tenants have equal parts of what is kept
@@ -56,7 +56,7 @@ def test_what_is_kept_is_there_when_others_have_come_meanwhile_and_what_was_of_n
 
 
 def test_plays_go_before_what_is_fetched_ahead():
-    other = Turn(1, 0, ((1, 1000), (7, 30)), (8, 0), at_s=1.5)
+    other = SessionTurn(1, 0, ((1, 1000), (7, 30)), (8, 0), at_s=1.5)
     made = play([FIRST, SECOND, other], nodes=1, rate=2e5, hints="keep")
     # 0.5 s of fetching ahead from 1 s on, and the other has what is left of the link at once.
     assert made.ttft_s == [pytest.approx(0.05)]

@@ -29,7 +29,7 @@ from kvabr.store.lru import ByteLru
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.day.requests import TOKEN_S
-from kvabr_lab.day.sessions import Turn
+from kvabr_lab.day.sessions import SessionTurn
 from kvabr_lab.route import CacheSize
 
 RouterKind = Literal["sticky", "any", "spill"]
@@ -158,7 +158,7 @@ class _Clock:
 class Fleet:
     """Nodes, and the turns of a day."""
 
-    def __init__(self, turns: Sequence[Turn], shape: FleetShape) -> None:
+    def __init__(self, turns: Sequence[SessionTurn], shape: FleetShape) -> None:
         """Begin with empty nodes and an origin that has nothing."""
         self._turns, self._shape, self._clock = turns, shape, _Clock()
         self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
@@ -200,7 +200,7 @@ class Fleet:
     def _later(self, at_s: float, what: str, number: int) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), what, number))
 
-    def _groups(self, turn: Turn) -> list[GroupKey]:
+    def _groups(self, turn: SessionTurn) -> list[GroupKey]:
         """Return the whole groups of a prompt."""
         size, found, end = self._shape.cache.group_tokens, list[GroupKey](), 0
         for part, length in turn.parts:
@@ -208,7 +208,7 @@ class Fleet:
             found += [GroupKey(part, group) for group in range(len(found), end // size)]
         return found
 
-    def _place(self, turn: Turn) -> _Node:
+    def _place(self, turn: SessionTurn) -> _Node:
         """Return where a turn of a session that is known now would be sent to."""
         shortest = min(self._nodes, key=lambda node: (node.free_s, -len(node.engine)))
         own, _ = self._at.get(turn.session, (None, 0))
@@ -217,7 +217,7 @@ class Fleet:
             return shortest
         return shortest if self._shape.router == "spill" and own.free_s > self._clock.now + _BUSY_S else own
 
-    def _turn(self, number: int, turn: Turn, now: float) -> None:
+    def _turn(self, number: int, turn: SessionTurn, now: float) -> None:
         shape, made = self._shape, self._made
         node = self._place(turn)
         self._planned.pop(turn.session, None)
@@ -291,7 +291,7 @@ class Fleet:
             if until_s > now:
                 node.store.keep([key], until_s, owner)
 
-    def _hint(self, number: int, turn: Turn, now: float) -> None:
+    def _hint(self, number: int, turn: SessionTurn, now: float) -> None:
         """Have a node fetch and keep what the session's next turn will need, unless it has come."""
         node, newest = self._at[turn.session]
         if newest != number:

@@ -45,7 +45,7 @@ _MOST_SESSIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     """A request of a session."""
 
     session: int
@@ -85,17 +85,17 @@ class SessionShape:
             raise UsageError(f"{self.duration_s} s and prompts of {self.longest} tokens; both must be positive")
 
 
-def day_of_sessions(shape: SessionShape, seed: int) -> tuple[Turn, ...]:
+def day_of_sessions(shape: SessionShape, seed: int) -> tuple[SessionTurn, ...]:
     """Return the turns of a day by their numbers; the same arguments give the same turns."""
     dice, numbers = Dice(seed), count()
     beginnings = [(next(numbers), _length(_BEGINNING, dice)) for _ in range(_BEGINNINGS)]
     sums = list(accumulate(1 / (rank + 1) for rank in range(_BEGINNINGS)))
-    found: list[Turn] = []
+    found: list[SessionTurn] = []
     sessions, at_s = count(), 0.0
     for _ in range(shape.sessions):
         at_s += dice.exponential(shape.duration_s / shape.sessions)
         begins = beginnings[min(bisect_left(sums, dice.positive() * sums[-1]), _BEGINNINGS - 1)]
-        first = Turn(0, min(int(dice.positive() * shape.tenants), shape.tenants - 1), (begins,), (0, 0), at_s)
+        first = SessionTurn(0, min(int(dice.positive() * shape.tenants), shape.tenants - 1), (begins,), (0, 0), at_s)
         waiting = [first]
         while waiting:
             waiting += _session(found, next(sessions), waiting.pop(), shape, dice, numbers)
@@ -103,8 +103,8 @@ def day_of_sessions(shape: SessionShape, seed: int) -> tuple[Turn, ...]:
 
 
 def _session(
-    found: list[Turn], session: int, first: Turn, shape: SessionShape, dice: Dice, numbers: count[int]
-) -> list[Turn]:
+    found: list[SessionTurn], session: int, first: SessionTurn, shape: SessionShape, dice: Dice, numbers: count[int]
+) -> list[SessionTurn]:
     """Add the turns of a session to others, and return the beginnings of its forks."""
     forks = []
     turn = replace(first, session=session, parts=(*first.parts, (next(numbers), _length(_TASK, dice))))
@@ -132,7 +132,7 @@ def _gap(dice: Dice) -> float:
     return median_s * dice.lognormal(sigma)
 
 
-def read_sessions(path: Path) -> tuple[Turn, ...]:
+def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
     """Return the turns of a trace in the form of Mooncake's (FAST 2025): a JSON object a line.
 
     An object has ``timestamp`` (ms), ``output_length`` and ``hash_ids``, numbers of blocks of 512 tokens; equal numbers
@@ -157,7 +157,7 @@ def read_sessions(path: Path) -> tuple[Turn, ...]:
     for _, blocks, _ in rows:
         for block, after in pairwise(blocks):
             behind[block].add(after)
-    found: list[Turn] = []
+    found: list[SessionTurn] = []
     ends: dict[int, int] = {}
     sessions, answers = count(), count(-1, -1)
     for at_s, blocks, output in sorted(rows, key=lambda row: row[0]):
@@ -167,7 +167,7 @@ def read_sessions(path: Path) -> tuple[Turn, ...]:
         if len(behind[end]) <= _COMMON:
             ends[end] = session
         parts = tuple((block, _TRACE_BLOCK) for block in blocks)
-        found.append(Turn(session, 0, parts, (next(answers), output), at_s))
+        found.append(SessionTurn(session, 0, parts, (next(answers), output), at_s))
     return tuple(found)
 
 
