@@ -160,13 +160,15 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders(), keep_bytes=bounds.keep_bytes)
+        memory = MemoryGroupStore(
+            bounds.memory_bytes, executor=decoders(), keep_bytes=bounds.kept_of(bounds.memory_bytes)
+        )
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
             disk = open_groups(
                 os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell,
-                keep_bytes=bounds.keep_bytes,
+                keep_bytes=bounds.kept_of(bounds.disk_bytes),
             )  # fmt: skip
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)

@@ -258,7 +258,7 @@ class EngineSettings(SettingsTable):
 
     @property
     def keep_bytes(self) -> int | None:
-        """Bound on the groups that requests have kept; None: this engine's say nothing of that."""
+        """Bound on the groups that hints have kept, see `kvabr.client.options.Limits`."""
         return None
 
     @property

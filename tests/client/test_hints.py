@@ -58,7 +58,7 @@ async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
 async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
     size = long.track("FP16").total_bytes
     async with origin(1e8, folder=".") as link:
-        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size)))
+        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size), keep_bytes=size))
         options = PlayOptions(policy="fixed:FP16")
         await client.hint(TOKENS, within_s=10.0, keep_s=100.0, options=options)
         await client.play(prompt(70).tokens, deadline=5.0, options=options)

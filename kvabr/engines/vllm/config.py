@@ -76,9 +76,9 @@ class VllmSettings(EngineSettings):
     hint_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
     """Longest time, seconds, for which a request may have its cache kept in the node's store for the next turn:
     ``kv_transfer_params={"keep_s": 600}``, or ``{"back": true}`` for this time. 0: such hints are ignored."""
-    hint_mib: Annotated[int, Field(ge=0)] = 512
+    hint_mib: Annotated[int | None, Field(ge=0)] = None
     """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
-    (``cache_salt``) for whom most is kept keeps less."""
+    (``cache_salt``) for whom most is kept keeps less. None: half of each."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
@@ -114,9 +114,9 @@ class VllmSettings(EngineSettings):
         return policy
 
     @property
-    def keep_bytes(self) -> int:
+    def keep_bytes(self) -> int | None:
         """``hint_mib`` in bytes."""
-        return self.hint_mib << 20
+        return None if self.hint_mib is None else self.hint_mib << 20
 
     @property
     def only_track(self) -> str | None:

@@ -78,7 +78,7 @@ class RequestHints:
         if given is None:
             given = most
         wrong = isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
-        if not (most and self._settings.hint_mib and self._client is not None):
+        if not most or self._settings.hint_mib == 0 or self._client is None:
             wrong, what = True, "nothing is kept for requests here (hint_s, hint_mib, or no store)"
         if wrong:
             self._counts.add("params_ignored")
