@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import network
-from kvabr.cli.fetch import read_prompt
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_salt_option, check_writable
 from kvabr.types.errors import PlayError, UsageError
@@ -64,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvabr.cli.display import write_json
+    from kvabr.cli.fetch import read_prompt
     from kvabr.client.origins import asset_of, dialling, parse_namespace
     from kvabr.types.hints import MAX_WITHIN_S
 
