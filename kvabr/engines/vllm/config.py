@@ -48,7 +48,8 @@ class VllmSettings(EngineSettings):
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
-    (false: publish it when it has ended), ``passages`` and ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
+    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`), ``passages`` and
+    ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
     mode: Mode = "play-first"
     """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
     promise the tokens, play into the request's blocks, and report those that did not come as failed."""
@@ -72,6 +73,12 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
+    hint_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
+    """Longest time, seconds, for which a request may have its cache kept in the node's store for the next turn:
+    ``kv_transfer_params={"keep_s": 600}``, or ``{"back": true}`` for this time. 0: such hints are ignored."""
+    hint_mib: Annotated[int | None, Field(ge=0)] = None
+    """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
+    (``cache_salt``) for whom most is kept keeps less. None: half of each."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
@@ -109,6 +116,11 @@ class VllmSettings(EngineSettings):
         if load_policy(policy)().computes:
             raise ValueError("it has the engine compute from the front, which vLLM cannot")
         return policy
+
+    @property
+    def keep_bytes(self) -> int | None:
+        """``hint_mib`` in bytes."""
+        return None if self.hint_mib is None else self.hint_mib << 20
 
     @property
     def only_track(self) -> str | None:
@@ -204,6 +216,20 @@ class ServedModel:
     def apart(self) -> bool:
         """Whether ranks hold different parts of the model."""
         return self.ranks > 1 or self.shard is not self.spec
+
+    @property
+    def shards(self) -> tuple[KVSpec, ...]:
+        """What the ranks of this stage publish separately; the model if each has all of it."""
+        if self.shard is self.spec or self.layers is not None:
+            return (self.shard,)
+        sizes = [len(own) for own in self.heads]
+        counts = [one.heads // size for one, size in zip(self.spec.classes, sizes, strict=True)]
+        ranks = max(counts)
+        firsts = (
+            [rank * count // ranks * size for count, size in zip(counts, sizes, strict=True)] for rank in range(ranks)
+        )
+        parts = ([range(first, first + size) for first, size in zip(rank, sizes, strict=True)] for rank in firsts)
+        return tuple(with_heads(self.spec, tuple(heads)) for heads in parts)
 
     def adapted(self, adapter: str | None) -> ServedModel:
         """Return the model with a LoRA adapter, given its digest; None: without one. Only its name is another."""

@@ -290,9 +290,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.publishing = meta.publishing
             for play in meta.placed:
                 self._scheduler.placed(play)
-            if self._scheduler.told is not None:
-                for name, tokens in meta.published:
-                    self._scheduler.told.published(name, tokens)
+            for name, tokens in meta.published:
+                self._scheduler.published(name, tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return, once, which blocks can be had from kvabr now, or no longer, with vLLM's names for them."""

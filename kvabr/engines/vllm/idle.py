@@ -37,6 +37,9 @@ class IdleScheduler:
     def measured(self, cost: object) -> None:
         """Do nothing."""
 
+    def published(self, request: str, tokens: int) -> None:
+        """Do nothing: nothing is published."""
+
     def placed(self, play: PlacedPlay) -> None:
         """Ignore a play; there are none."""
 
