@@ -309,7 +309,7 @@ def served_model(
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     quantisation = _quantisation(cache, caches, settings, kept_as)
-    packs = bool(quantisation.packing)
+    packs, groups = bool(quantisation.packing), caches.kv_cache_groups
     prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
@@ -322,6 +322,8 @@ def served_model(
     rank = int(getattr(parallel, "rank", 0)) % ranks
     draft = draft_of(config)
     facts = facts_of(config) | {"draft": list(draft.told) or None}
+    if packs:  # in the name, so that engines that pack differently publish side by side
+        facts["cache"] = [quantisation.packing, *sorted({int(each.kv_cache_spec.block_size) for each in groups})]
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
     if packs and ranks > 1:  # which bytes are those of which head only vLLM knows
@@ -361,7 +363,7 @@ def served_model(
     _check_blocks(kept, spec, packs=packs)
     shares = 1 if packs else ranks
     heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
-    waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
+    waits = len(groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * prefill * int(parallel.pipeline_parallel_size)
     return ServedModel(
@@ -406,6 +408,10 @@ def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: Kept
         return Quantisation(_name(codes), kept_as.scales)
     if stored in _PLAIN_CACHES:
         return PLAIN
+    if stored == "fp8_inc":
+        raise UsageError(
+            "vLLM's fp8_inc cache has scales that kvabr cannot read: start it with --kv-cache-dtype auto or fp8"
+        )
     if settings.plain_caches:
         raise UsageError(
             f"plain_caches: kvabr does not make {stored} of the numbers in other caches. Leave it out, and caches in "

@@ -201,18 +201,22 @@ def test_int8_with_a_scale_for_each_token(config, served, tmp_path):
 
 
 def test_what_packs_differently_is_another_cache(config):
-    def spec(kind="nvfp4", block=BLOCK, **more):
+    def spec(kind="nvfp4", block=BLOCK, engine=KEPT_AS.engine, **more):
         made = config(kind)
         vars(made.parallel_config).update(more)
         kept = tables(dict.fromkeys(NAMES, spec_of(kind, block)))
-        return served_model(made, kept, VllmSettings(**URL, group_tokens=32), kept_as=KEPT_AS).spec
+        return served_model(made, kept, VllmSettings(**URL, group_tokens=32), kept_as=KeptAs(engine=engine)).spec
 
     assert spec() == spec()
     others = [spec("turboquant_4bit_nc"), spec(block=32), spec(tensor_parallel_size=2, rank=1, world_size=2)]
-    assert len({each.digest() for each in [spec(), *others]}) == 4
+    others.append(spec(engine=KEPT_AS.engine.replace("0.32", "0.33")))
+    assert len({each.digest() for each in [spec(), *others]}) == 5
+    assert len({each.model for each in [spec(), *others]}) == 5  # or the first to publish would keep out the others
     assert others[2].model == f"{spec().model}+rank1of2"
     with pytest.raises(UsageError, match='set "group_tokens" to 64 or a multiple'):
         spec(block=64)
+    with pytest.raises(UsageError, match="fp8_inc cache has scales that kvabr cannot read"):
+        spec("fp8_inc")
     settings = VllmSettings(**URL, plain_caches=True)
     with pytest.raises(UsageError, match="does not make nvfp4 of the numbers"):
         served_model(config("nvfp4"), tables(dict.fromkeys(NAMES, spec_of("nvfp4"))), settings)
