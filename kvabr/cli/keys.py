@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     new.add_argument("name", metavar="NAME", help="whose it is: letters, digits, dots, dashes and underscores")
     new.set_defaults(run=_new)
     rewrap = actions.add_parser("rewrap", help="let the keys of a ring open what is sealed, and no others")
-    rewrap.add_argument("root", type=Path, metavar="FOLDER", help="an asset, or a folder of assets")
+    rewrap.add_argument("store", metavar="STORE", help="an asset, or a store of assets: a folder, or a bucket's URL")
     rewrap.add_argument(
         "--keys", type=Path, required=True, metavar="F", help="key ring: one of its keys must open each asset"
     )
@@ -51,8 +51,10 @@ def _new(args: argparse.Namespace) -> int:
 
 def _rewrap(args: argparse.Namespace) -> int:
     from kvabr.store.admin.rewrapping import rewrap
+    from kvabr.store.locations import open_store
     from kvabr.types.sealing import KeyRing
 
-    done = rewrap(args.root, KeyRing.read(args.keys))
+    ring = KeyRing.read(args.keys)
+    done = rewrap(open_store(args.store, must_exist=True), ring)
     print(f"{counted(done.wrapped, 'asset')} wrapped anew; {done.same:,} had these keys, {done.open:,} are not sealed")
     return 0

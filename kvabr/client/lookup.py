@@ -262,7 +262,8 @@ class _Lookup:
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
         """Return what a connection finds itself."""
-        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
+        keys = None if self.keys is None else {key.id for key in self.keys.ring.keys}
+        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype, keys=keys)
         if prefix is None:
             return None
         if prefix.catalog is None:
