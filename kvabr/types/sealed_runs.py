@@ -1,7 +1,7 @@
 """What the groups of a sealed asset lose, sealed run by run, so that a store can cut and share runs without a key.
 
 A run has `kvabr.types.naming.LOOKUP_RUN` groups of tokens, as a span of a bucket has. Its box is bound to its place in
-a prompt, and to the tracks and the codec profile, and not to what follows: the same run of a longer prompt fits as well.
+a prompt, the tracks and the codec profile, and not to what follows: the same run of a longer prompt fits as well.
 """
 
 from __future__ import annotations
@@ -92,15 +92,8 @@ class SealedRuns:
         return self.spec.parts[unit.part].track_name(level)
 
     def _bound(self, number: int) -> bytes:
-        first = self.chunks[number * LOOKUP_RUN]
-        what = [
-            self.spec.digest().hex(),
-            self.profile,
-            self.position,
-            number,
-            first,
-            [list(each) for each in self.levels],
-        ]
+        place = self.profile, self.position, number, self.chunks[number * LOOKUP_RUN]
+        what = [self.spec.digest().hex(), *place, list(self.levels)]
         return b"kvabr.run/1\0" + hashlib.sha256(json.dumps(what).encode()).digest()
 
 

@@ -74,7 +74,7 @@ class Seal:
     maker: KeyId | None = None
     """Identifies the key that the asset key was made from. None: of an older asset."""
     runs: Annotated[tuple[Box, ...], Meta(max_length=MAX_RUNS)] = ()
-    """What each run of 16 groups loses, sealed for itself: stores that share runs cut here. Empty: of an older asset."""
+    """What each run of 16 groups loses (`kvabr.types.sealed_runs`); empty: of an older asset."""
 
     @property
     def made_by(self) -> str:

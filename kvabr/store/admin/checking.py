@@ -162,13 +162,7 @@ async def _check_catalog(bucket: Objects, key: str, heads: dict[str, SpanHead], 
     if tuple(chunks) != tuple(catalog.chunks):
         raise FormatError("its spans have other groups than it says")
     if catalog.seal is not None:
-        place = wraps_key(stored.offer, catalog.chunks[0])
-        try:
-            StoredWraps.loads(await bucket.get(place, limit=MAX_WRAPS_BYTES))
-        except NotFoundError:
-            raise SealedError(f"what opens its spans is missing ({place})") from None
-        except FormatError as error:
-            raise SealedError(f"{place}: {error}") from error
+        await _check_wraps(bucket, wraps_key(stored.offer, catalog.chunks[0]))
     if catalog.profile is not None:
         place = profile_key(catalog.profile)
         try:
@@ -177,6 +171,16 @@ async def _check_catalog(bucket: Objects, key: str, heads: dict[str, SpanHead], 
             raise FormatError(f"its profile {place} is missing") from None
         if hashlib.sha256(data).hexdigest() != catalog.profile:
             raise FormatError(f"its profile {place} is damaged")
+
+
+async def _check_wraps(bucket: Objects, key: str) -> None:
+    """Raise `SealedError` unless there is what opens the spans of sealed assets."""
+    try:
+        StoredWraps.loads(await bucket.get(key, limit=MAX_WRAPS_BYTES))
+    except NotFoundError:
+        raise SealedError(f"what opens its spans is missing ({key})") from None
+    except FormatError as error:
+        raise SealedError(f"{key}: {error}") from error
 
 
 def _compare(catalog: Catalog, span: str, head: SpanHead, first: int) -> None:

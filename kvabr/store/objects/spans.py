@@ -167,10 +167,7 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
     whole, size = len(head.digests) * offer.spec.group_tokens, offer.spec.group_tokens
     if not whole - size < head.tokens <= whole:
         raise FormatError(f"span {head.digests[-1][:16]}: {head.tokens} tokens do not make {len(head.digests)} groups")
-    if bool(head.sealed) != (offer.maker is not None):
-        raise FormatError(f"span {head.digests[-1][:16]}: is {'' if head.sealed else 'not '}sealed, unlike its offer")
-    if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
-        raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
+    _check_kind(head, offer)
     names = [track.name for track in head.tracks]
     if [name for name in offer.published if name in head.by_name] != names:
         raise FormatError(f"span {head.digests[-1][:16]}: has other tracks than its offer")
@@ -181,6 +178,13 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
             track = head.by_name.get(part.track_name(level.name))
             if track is None or track.first != head.first or len(track.bytes) != len(head.digests):
                 raise FormatError(f"span {head.digests[-1][:16]}: lacks groups of {part.track_name(level.name)}")
+
+
+def _check_kind(head: SpanHead, offer: StoreOffer) -> None:
+    if bool(head.sealed) != (offer.maker is not None):
+        raise FormatError(f"span {head.digests[-1][:16]}: is {'' if head.sealed else 'not '}sealed, unlike its offer")
+    if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
+        raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
 
 
 def units_by_span(catalog: Catalog, span_groups: int = SPAN_GROUPS) -> list[list[tuple[int, Unit]]]:
