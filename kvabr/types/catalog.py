@@ -199,7 +199,8 @@ _NOT_MEASURED = "not measured"
 """Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
 _SECRET: dict[str, Any] = {"source": "", "prefill": None, "loss_method": "", "mixes": (), "asked": ()}
 _SECRET_OF_TRACK = "measured", "tails", "loss"
-"""Fields of a catalog, with what a sealed one says instead; and of its tracks."""
+"""Fields of a catalog, with what a sealed one says instead; and of its tracks. Of a passage's notes, it says how its
+cache was computed."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -272,8 +273,6 @@ class Catalog(CommonFacts):
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
             self.passage.check(self.spec, self.tokens)
-            if self.seal is not None or self.key is not None:
-                raise FormatError("catalog: passages cannot be sealed")
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         check_tracks(self.tracks, "catalog")
@@ -648,9 +647,10 @@ class Catalog(CommonFacts):
     def _sealed(self, key: AssetKey) -> Catalog:
         """Return what stores and relays may see of it."""
         tracks = tuple(replace(each, loss=(0.0,) * len(each.loss), tails=(), measured=None) for each in self.tracks)
-        public = replace(self, tracks=tracks, whole=None, key=None, **_SECRET)
+        notes = None if self.passage is None else PassageNotes(self.passage.base, self.passage.contexts)
+        public = replace(self, tracks=tracks, whole=None, key=None, passage=notes, **_SECRET)
         own = to_json(replace(self, key=None))
-        hidden = {name: value for name, value in own.items() if name in _SECRET}
+        hidden = {name: value for name, value in own.items() if name in _SECRET or name == "passage"}
         hidden["tracks"] = [{name: each[name] for name in _SECRET_OF_TRACK if name in each} for each in own["tracks"]]
         box = boxed(key, json.dumps(hidden, separators=(",", ":")), self._bound)
         tails = [[list(tail) for tail in track.tails] for track in self.tracks]
@@ -709,8 +709,10 @@ class Catalog(CommonFacts):
             {**shown, **{name: value for name, value in own.items() if name in _SECRET_OF_TRACK}}
             for shown, own in zip(public["tracks"], hidden.tracks, strict=True)
         ]
-        own = {name: value for name in _SECRET if (value := getattr(hidden, name)) is not None}
-        open_catalog = json.dumps({"schema": SCHEMAS[self.digest_kind], **public, **own})
+        if (hidden.passage is None) != (self.passage is None):
+            raise FormatError("catalog: what is sealed in it is not of a passage, or is of one")
+        own = {name: value for name in (*_SECRET, "passage") if (value := getattr(hidden, name)) is not None}
+        open_catalog = json.dumps({"schema": replace(self, seal=None).schema, **public, **own})
         return replace(Catalog.loads(open_catalog), key=key)
 
     def dumps(self) -> str:
@@ -759,6 +761,7 @@ class _Hidden(Struct):
     loss_method: Any = None
     mixes: Any = None
     asked: Any = None
+    passage: Any = None
 
 
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:

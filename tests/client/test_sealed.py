@@ -27,7 +27,7 @@ from tests.client.live import Producer, origin, working
 from tests.client.playing import connection, off_by
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, TRACKS, played
 from tests.client.virtual import virtual
-from tests.toymodel import SPEC, ToyModel, toy_asset
+from tests.toymodel import SPEC, ToyModel, toy_asset, toy_passage
 
 NAMES = {"model": SPEC.model, "tokenizer": SPEC.tokenizer, "group_tokens": SPEC.group_tokens}
 COST = PrefillCost(0.001, 0.0001)
@@ -88,9 +88,6 @@ async def test_a_group_that_was_not_sealed_is_refused(both):
         found = await client.find(TOKENS, model=SPEC)
         with pytest.raises(SealedError, match="plays sealed ones alone"):
             await AsyncClient(link, keys=RING).find(TOKENS, model=SPEC)
-        parts = [Exact(TOKENS[:16]), Passage(TOKENS[16:])]
-        with pytest.raises(SealedError, match="passages are not sealed"):
-            await AsyncClient(link, keys=RING).find_joined(parts, SPEC)
         forged = replace(found, catalog=replace(found.catalog, key=RING.asset_key(found.catalog.chunks[0])))
         with pytest.raises(PlayError, match="not sealed, but the catalog is"):
             await client.play_asset(forged, deadline=2.0, options=PlayOptions(policy="fixed:FP16"))
@@ -115,6 +112,45 @@ async def test_a_sealed_cache_is_played_while_it_is_prefilled(both):
                 assert off_by(live.kv, (await played(both / "open", None, "fixed:FP16")).kv) < 0.3
                 assert live.loss > 0
             await client.close()
+
+
+@virtual
+async def test_passages_of_several_publishers_are_joined_behind_a_sealed_prefix(tmp_path):
+    """The tenant's key opens what two publishers have sealed; what is open it does not play."""
+    system, bare = Exact(TOKENS[:32]), Passage(TOKENS[90:])
+    ours, theirs = Passage(TOKENS[32:60]), Passage(TOKENS[60:90])
+    other = KeyRing((*STRANGER.keys, *READER.keys))
+    for name, rings in (("open", (None, None, None)), ("sealed", (RING, RING, other))):
+        toy_asset(tmp_path / name / "system", ("FP16", "Int4"), tokens=32, keys=rings[0])
+        for passage, ring, loss in ((ours, rings[1], 0.05), (theirs, rings[2], 0.02)):
+            notes = {"fusion": ((0.0, loss),), "order": bytes(len(passage.ids))}
+            path = tmp_path / name / passage.name(SPEC).prompt
+            made = toy_passage(path, passage.ids, ("FP16", "Int4"), keys=ring, **notes).catalog
+            assert made.passage.fusion == (() if ring else notes["fusion"])
+        toy_passage(tmp_path / name / "bare", bare.ids, ("FP16", "Int4"))
+    parts, told = (system, ours, theirs, bare, Exact((5, 6))), []
+    blends, prefixes = [], []
+    for name, keys in (("open", None), ("sealed", READER)):
+        async with connection(PublishedAssets(tmp_path / name)) as link:
+            client = AsyncClient(link, keys=keys, options=PlayOptions(policy="fixed:FP16", prefill_cost=COST, tail=0))
+            some = parts if keys is not None else (system, ours, theirs, Exact(bare.ids), Exact((5, 6)))
+            options = replace(client.options, watch=told.append)
+            blends.append(await client.play(deadline=2.0, parts=some, engine=ToyModel(), model=SPEC, options=options))
+            found, refused = await client.find_joined(some[:4], SPEC)
+            prefixes.append(found.catalog)
+            await client.close()
+    assert torch.equal(blends[0].kv, blends[1].kv)
+    assert blends[0].fusion_loss == blends[1].fusion_loss == pytest.approx(0.07)
+    assert [why for passage, why in refused if passage == bare] == [
+        "this cache is not sealed, and a client with keys plays sealed ones alone"
+    ]
+    assert prefixes[0].tokens == prefixes[1].tokens == 90
+    assert prefixes[0].tracks[0].loss == prefixes[1].tracks[0].loss
+    async with connection(PublishedAssets(tmp_path / "sealed")) as link:
+        client = AsyncClient(link, options=PlayOptions(prefill_cost=COST))
+        found, refused = await client.find_joined(parts, SPEC)
+        assert [passage for passage, why in refused if "it is sealed for the keys" in why] == [ours, theirs]
+        await client.close()
 
 
 def test_engines_publish_sealed_and_share_groups(both, tmp_path):
