@@ -366,7 +366,10 @@ def _parse(data: bytes, keys: Keys | None = None) -> Found:
 
 def _parse_live(data: bytes, keys: Keys | None = None) -> Found:
     live = LiveCatalog.loads(data)
-    return Found(_checked(live.catalog, keys), hashlib.sha256(data).hexdigest(), live=live)
+    catalog = _checked(live.catalog, keys)
+    if catalog.key is not None:
+        live.check_mac(catalog.key)
+    return Found(catalog, hashlib.sha256(data).hexdigest(), live=live)
 
 
 def _checked(catalog: Catalog, keys: Keys | None = None) -> Catalog:

@@ -681,6 +681,12 @@ class Catalog(CommonFacts):
         """What stores may see of it: a sealed catalog as it is written; itself if it is not sealed."""
         return self if self.key is None else self._sealed(self.key)
 
+    def check_seal(self, key: AssetKey) -> None:
+        """Raise a `SealedError` unless a catalog is sealed with a key, and as its publisher wrote it."""
+        if self.seal is None:
+            raise SealedError("it is not sealed")
+        unboxed(key, self.seal.box, self._bound, 1)
+
     def check_run(self, number: int, box: str) -> None:
         """Raise a `SealedError` or `FormatError` unless a box is that of a run of this catalog, whose key is known."""
         if self.key is not None:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -41,11 +42,16 @@ SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 MAX_KEYS = 64
 """Keys in a ring."""
 _MAX_RING_BYTES = 64 << 10
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_WARNED: set[str] = set()
+"""Key rings that others may read, which is said once."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 KeyId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """See `RingKey.id`."""
+Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""See `AssetKey.mac`."""
 Box = Annotated[str, Meta(max_length=24 << 20)]
 """What is sealed, base64."""
 MAX_RUNS = 1 << 16
@@ -108,6 +114,15 @@ class AssetKey:
         except (InvalidTag, ValueError) as error:
             raise SealedError("it was sealed with another key, or changed since; fetch it again") from error
 
+    def mac(self, data: bytes) -> str:
+        """Return what only who has the key can make of some bytes, 32 hex digits: the news of live assets carry it."""
+        return hmac.digest(self._news_key, data, "sha256")[:16].hex()
+
+    def check_mac(self, mac: str | None, data: bytes, what: str) -> None:
+        """Raise a `SealedError`, about ``what``, unless a `mac` is that of some bytes."""
+        if mac is None or not hmac.compare_digest(mac, self.mac(data)):
+            raise SealedError(f"{what}: it is not from who sealed this asset; a store or relay has changed it")
+
     @cached_property
     def _cipher(self) -> AESGCM:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415  # slow to load
@@ -117,6 +132,10 @@ class AssetKey:
     @cached_property
     def _nonce_key(self) -> bytes:
         return hmac.digest(self.secret, b"kvabr.nonce/1", "sha256")
+
+    @cached_property
+    def _news_key(self) -> bytes:
+        return hmac.digest(self.secret, b"kvabr.news/1", "sha256")
 
     def __getstate__(self) -> dict[str, object]:
         return {"secret": self.secret, "wraps": self.wraps, "maker": self.maker}  # ciphers cannot be pickled
@@ -158,17 +177,22 @@ class KeyRing:
     def read(cls, path: str | os.PathLike[str]) -> KeyRing:
         """Read a file: a name and 32 bytes in base64 on each line; empty lines and those that begin with # are skipped.
 
+        A file that others on the machine may read is warned of, once.
+
         Raises:
             UsageError: it cannot be read, or is no key ring; the message says which line is wrong, and shows no key.
         """
         path = Path(path)
         try:
             with path.open("rb") as file:
-                data = file.read(_MAX_RING_BYTES + 1)
+                data, found = file.read(_MAX_RING_BYTES + 1), os.fstat(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: no file can have this name
             raise UsageError(f"{path}: cannot read the key ring ({getattr(error, 'strerror', error)})") from error
         if len(data) > _MAX_RING_BYTES:
             raise UsageError(f"{path}: more than {_MAX_RING_BYTES} bytes; is this a key ring?")
+        if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and str(path) not in _WARNED:
+            _WARNED.add(str(path))
+            _log.warning("kvabr: %s: others on this machine may read this key ring; run: chmod go= %s", path, path)
         keys = []
         for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):

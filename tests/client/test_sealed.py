@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from kvabr.publish.publisher import Publisher
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
+from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, SealedError
-from kvabr.types.live import LiveCatalog
+from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames, parse_edge, published_catalog
 from kvabr.types.naming import chain
 from kvabr.types.passage import Exact, Passage
 from kvabr.types.sealing import KeyRing
@@ -112,6 +114,53 @@ async def test_a_sealed_cache_is_played_while_it_is_prefilled(both):
                 assert off_by(live.kv, (await played(both / "open", None, "fixed:FP16")).kv) < 0.3
                 assert live.loss > 0
             await client.close()
+
+
+@virtual
+@pytest.mark.parametrize("forged", ["times", "news"])
+async def test_a_relay_cannot_change_what_is_told_of_a_growing_cache(both, forged):
+    published = FolderAsset.open(both / "sealed" / "asset")
+    asset = SimpleNamespace(catalog=published.catalog.opened(RING), frame=published.frame)
+    producer = Producer(asset)
+    if forged == "times":
+        head, _, rest = producer.live.dumps().partition("\n")
+        late = {**json.loads(head), "seconds": [2.0 * time_s for time_s in producer.live.seconds]}
+        producer.live = LiveCatalog.loads(f"{json.dumps(late)}\n{rest}".encode())
+    else:
+        told, add = [], producer.news.append
+
+        def append(data):
+            news = parse_edge(data)
+            told.append(news)
+            late = news if isinstance(news, LiveEnd) or len(told) <= 5 else replace(news, rest_s=1.0)
+            add(late.dumps())
+
+        producer.news.append = append
+    async with origin(producer) as link, working(producer, 1.0):
+        client = AsyncClient(link, keys=READER)
+        play = client.play(TOKENS, deadline=15.0, model=SPEC, options=PlayOptions(policy="fixed:FP16", live=True))
+        if forged == "times":
+            with pytest.raises(PlayError, match="live catalog: it is not from who sealed this asset"):
+                await play
+        else:
+            with pytest.raises(PlayError, match=r"news of group 5: it is not from who sealed this asset"):
+                await play
+        await client.close()
+
+
+def test_what_a_killed_producer_published_can_be_opened(both):
+    """A server without the key makes it an asset: the runs say what it loses."""
+    whole = FolderAsset.open(both / "sealed" / "asset").catalog
+    live = LiveCatalog(whole, tuple(range(10)), "0" * 16)
+    news = []
+    for group in range(6):
+        frames = {track.name: (track.bytes[group], track.digests[group]) for track in whole.tracks}
+        news.append(PublishedFrames("0" * 16, group, 0.0, frames))
+    short = Catalog.loads(published_catalog(live, news).dumps()).opened(READER)
+    assert short.tokens == 96
+    assert short.tracks[0].loss == whole.opened(READER).tracks[0].loss[:6]
+    news[5].frames.pop("AC-L1")
+    assert published_catalog(live, news).tokens == 80
 
 
 @virtual
