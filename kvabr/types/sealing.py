@@ -190,9 +190,6 @@ class KeyRing:
             raise UsageError(f"{path}: cannot read the key ring ({getattr(error, 'strerror', error)})") from error
         if len(data) > _MAX_RING_BYTES:
             raise UsageError(f"{path}: more than {_MAX_RING_BYTES} bytes; is this a key ring?")
-        if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and str(path) not in _WARNED:
-            _WARNED.add(str(path))
-            _log.warning("kvabr: %s: others on this machine may read this key ring; run: chmod go= %s", path, path)
         keys = []
         for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -208,9 +205,13 @@ class KeyRing:
                 )
             keys.append(RingKey(name, secret))
         try:
-            return cls(tuple(keys))
+            ring = cls(tuple(keys))
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
+        if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and str(path) not in _WARNED:
+            _WARNED.add(str(path))
+            _log.warning("kvabr: %s: others on this machine may read this key ring; run: chmod go= %s", path, path)
+        return ring
 
     @property
     def ring(self) -> KeyRing:

@@ -14,6 +14,8 @@ from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
+from kvabr.types.sealing import KeyRing
+from kvabr.types.units import snapshot_ends
 from tests.memory_transport import MemoryConnection, MemoryLink
 
 SLIDING = KVSpec(
@@ -66,17 +68,17 @@ def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
         places = torch.arange(math.prod((layers, halves, heads, dim))).view(layers, halves, heads, 1, dim)
         ids = torch.tensor(tokens)
         if part.only.kind == "state":
-            ids = torch.arange(part.rows) + len(tokens)
+            ids = torch.cat([torch.arange(part.rows) + end for end in snapshot_ends(part, len(tokens))])
         ids = ids.view(1, 1, 1, -1, 1)
         parts.append(((places * 31 + ids * 7919 + number * 13) % 255 - 127).float())
     return tuple(parts)
 
 
-def published(root, spec: KVSpec, tokens: list[int]) -> PublishedAssets:
+def published(root, spec: KVSpec, tokens: list[int], keys: KeyRing | None = None) -> PublishedAssets:
     """Publish the made-up cache of some tokens in a folder."""
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     with FolderAssetStore(root).writer(spec.model.rpartition("/")[2]) as writer:
-        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer)
+        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer, keys=keys)
         frames.encode(numbers(spec, tokens))
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
         expected = {"FP16": 1e-6, "BF16": 2e-6, "Int8": 0.001}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from kvabr.store.objects import spans
 from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import PlayError, SealedError
 from kvabr.types.sealing import KeyRing, new_key
+from tests.client.classes import HYBRID, SLIDING, numbers, published
 from tests.client.playing import connection
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, played
 from tests.client.served import LIMIT_S
@@ -122,6 +124,10 @@ async def test_keys_of_a_bucket_are_rotated_and_its_administration_needs_none(bo
     for told in ("1 asset wrapped anew; 0 had these keys", "0 assets wrapped anew; 1 had these keys"):
         assert main(["keys", "rewrap", url, "--keys", str(ring)]) == 0
         assert told in capsys.readouterr().out
+    assert main(["keys", "list", str(ring), url]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"{new.id}  next  (first: makes the keys of assets)"
+    assert told[2].endswith(": next, ours")
     assert await admin.verify(deep=True) == []
     for tokens in (TOKENS, OTHERS):
         assert (await from_bucket(url, KeyRing((new,)), tokens)).loss < 1
@@ -138,6 +144,28 @@ async def test_keys_of_a_bucket_are_rotated_and_its_administration_needs_none(bo
     done = await admin.collect(Rules(grace_s=0.0))
     assert (done.spans, done.profiles) == (1, 2)
     assert not objects_of(bucket, "k/")
+
+
+SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=64)))
+
+
+@pytest.mark.parametrize("spec", [SLIDING, SNAPSHOTS], ids=["sliding", "snapshots"])
+async def test_classes_of_layers_and_states_are_found_by_sealed_spans(tmp_path, spec):
+    """Where a state has no snapshot at the end of what is shared, the prefix is shorter than its last span."""
+    found = []
+    for name, keys in (("open", None), ("sealed", RING)):
+        published(tmp_path / name, spec, list(range(330)), keys)
+        copied(tmp_path, url := memory_url(), name)
+        async with AsyncClient(url, keys=keys and READER) as client:
+            for tokens in (range(330), [*range(300), *range(2000, 2020)], [*range(330), 7, 8]):
+                answer = await client.find(list(tokens), model=spec)
+                found.append(answer and (answer.catalog.tokens, [each.loss for each in answer.catalog.tracks]))
+            got = await client.play(list(range(330)), deadline=LIMIT_S, model=spec)
+            for kv, whole, span in zip(got.parts, numbers(spec, list(range(330))), got.catalog.spans, strict=True):
+                seen = kv[:, :, :, -span.tokens :].float()
+                assert (seen - whole[:, :, :, -span.tokens :]).abs().max() <= 1.5
+    assert found[:3] == found[3:]
+    assert [tokens for tokens, _ in found[:3]] == ([330, 288, 330] if spec is SLIDING else [330, 256, 330])
 
 
 def test_caches_move_between_folder_and_bucket_without_a_key(both, tmp_path):
