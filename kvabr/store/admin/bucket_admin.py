@@ -51,8 +51,8 @@ class _Outline(Struct):
     tokens: Annotated[int, Meta(ge=1)]
     chunks: Annotated[tuple[str, ...], Meta(min_length=1)]
     tracks: tuple[_Sizes, ...]
-    profile: str | None
-    loss_method: str
+    profile: str | None = None
+    loss_method: str = ""
     estimated: bool | None = None
     seal: dict[str, Any] | None = None
 
