@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         why, _, command = reason.partition(": ")
         terminalreporter.line(f"{len(where)} of {' '.join(sorted(set(where)))}: {why}")
         terminalreporter.line(f"    {command or 'needs another machine, or does not apply here'}")
+
+
+@pytest.fixture(autouse=True)
+def _no_profiles() -> None:
+    """Forget the codec profiles that other tests fetched: with one at hand, a play has more tracks to choose from."""
+    if (profiles := sys.modules.get("kvabr.client.profiles")) is not None:
+        profiles._profiles.clear()
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ not answered either, it is dialled in parallel to the old connection. During an 
 and the old connection continues afterwards. Only a peer that answers the dial, but not the old connection in as much
 time again, has forgotten it: one with too much to do is late with everything, and more dials would only add to that.
 One that answers probes and brings nothing for seconds may have forgotten the requests, or its QUIC library has; a new
-connection replaces the old one.
+connection replaces the old one. After an outage it does so at once: a QUIC sender whose window is full of what was lost
+sends nothing before its next retransmission, which may take as long again as the outage did (RFC 9002, section 6.2).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
 """Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
 dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
 origin."""
+_OUTAGE_S = 1.0
+"""Seconds of silence since something in flight was given up, or a probe not answered, that are taken for an outage."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
 retries, so a fresh dial reaches a peer that comes back sooner."""
@@ -110,6 +113,8 @@ class RedialledConnection(PeerConnection):
         self._quiet_s = 0.0
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
         self._forgotten_s = _FORGOTTEN_S
+        self._silent: tuple[PeerConnection, int, float] | None = None
+        """The connection that may have lost what was in flight, what it had brought by then, and when that was."""
         self._answer_s = 0.0
         """Seconds that the peer took for its last answer to a probe or a dial, or to requests since."""
         self._answered_s = float("-inf")
@@ -206,6 +211,8 @@ class RedialledConnection(PeerConnection):
         self._begun_s.pop(transfer, None)
         self._forgotten.discard(transfer)
         used = self._using.pop(transfer, None)
+        if used is self._current and not transfer.complete and not transfer.unanswered:
+            self._fell_silent(used)
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
 
@@ -230,7 +237,7 @@ class RedialledConnection(PeerConnection):
                         self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
                         if self._awaited(connection):
                             self._quiet_s += asyncio.get_running_loop().time() - since_s
-                        if self._quiet_s < max(self._forgotten_s, _FORGOTTEN_SIGNS * self._sign_s(connection)):
+                        if self._quiet_s < self._patient_s(connection):
                             self._well()
                         elif connection is self._current and self._usable():
                             self._doubted, self._barren = connection, True
@@ -239,6 +246,7 @@ class RedialledConnection(PeerConnection):
                     elif connection is self._current and self._usable() and dialling is self._dialling:
                         # A dial that has ended meanwhile knows better.
                         self._doubted = connection
+                        self._fell_silent(connection)
                         self.trouble = self.trouble or "the peer has fallen silent"
                         self._redial()
         finally:
@@ -252,6 +260,22 @@ class RedialledConnection(PeerConnection):
     def _heard(self) -> None:
         self._well()
         self._quiet_s, self._forgotten_s, self._barren = 0.0, _FORGOTTEN_S, False
+
+    def _fell_silent(self, connection: PeerConnection) -> None:
+        """Note that what is in flight on a connection may be lost, unless it has brought nothing since it was noted."""
+        received = connection.stats().bytes_received
+        if self._silent is None or self._silent[:2] != (connection, received):
+            self._silent = connection, received, asyncio.get_running_loop().time()
+
+    def _patient_s(self, connection: PeerConnection) -> float:
+        """Return for how many seconds a peer that answers probes may answer no request."""
+        signs_s, now = self._sign_s(connection), asyncio.get_running_loop().time()
+        silent, received, since_s = self._silent or (None, 0, now)
+        lost = silent is connection and received == connection.stats().bytes_received and now - since_s > _OUTAGE_S
+        quick = self._answer_s < _SIGN_S  # one that is busy is late with probes, too
+        if lost and quick and self._forgotten_s == _FORGOTTEN_S:  # or the connection before brought nothing either
+            return signs_s
+        return max(self._forgotten_s, _FORGOTTEN_SIGNS * signs_s)
 
     def _awaited(self, connection: PeerConnection) -> bool:
         """Return whether something is in flight on a connection that should be answered soon."""

@@ -227,6 +227,37 @@ async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
         assert failed == 2  # after 3 and 6 seconds; 12 are enough
 
 
+@pytest.mark.parametrize("noticed", [False, True])
+@virtual
+async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_for(origin, short, noticed):
+    """Its window is full of what was lost; it answers probes, and sends nothing before its next retransmission."""
+    peer, out = Peer(origin), False
+    peer._options["faults"] = lambda _: SILENT if out and len(peer.made) == 1 else None
+    async with await peer.connection() as link:
+        loop, spaces = asyncio.get_running_loop(), short.namespace
+        assert await read_all(link.fetch(spaces, "FP16", 0, limit=1 << 20))
+
+        async def never(within_s):
+            await asyncio.sleep(within_s)
+            return False
+
+        async def refused():
+            raise TransportError("nobody answers")
+
+        out, link._dial = True, refused
+        answers, peer.made[0].answers = peer.made[0].answers, never
+        with pytest.raises(TimeoutError):  # before or after a probe has found out
+            await asyncio.wait_for(read_all(link.fetch(spaces, "FP16", 1, limit=1 << 20)), 0.6 if noticed else 0.05)
+        await asyncio.sleep(4.0)
+        link._dial, peer.made[0].answers = peer.dial, answers
+        begun_s = loop.time()
+        with pytest.raises(ConnectionLostError, match="the peer fell silent; it answers a new connection"):
+            await read_all(link.fetch(spaces, "FP16", 1, limit=1 << 20))
+        assert await read_all(link.fetch(spaces, "FP16", 1, limit=1 << 20))
+        assert loop.time() - begun_s < 0.8
+        assert link.dials == 1
+
+
 class BusyPeer(Peer):
     """A peer that is alive, but takes most of a second for everything."""
 

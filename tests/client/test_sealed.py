@@ -26,7 +26,7 @@ from kvabr.types.naming import chain
 from kvabr.types.passage import Exact, Passage
 from kvabr.types.sealing import KeyRing
 from tests.client.live import Producer, origin, working
-from tests.client.playing import connection, off_by
+from tests.client.playing import connection
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, TRACKS, played
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, ToyModel, toy_asset, toy_passage
@@ -97,8 +97,10 @@ async def test_a_group_that_was_not_sealed_is_refused(both):
 
 
 @virtual
-async def test_a_sealed_cache_is_played_while_it_is_prefilled(both):
-    published = FolderAsset.open(both / "sealed" / "asset")
+async def test_a_sealed_cache_is_played_while_it_is_prefilled(tmp_path):
+    for name, keys in (("open", None), ("sealed", RING)):
+        toy_asset(tmp_path / name / "asset", ("FP16", "Int4"), tokens=160, keys=keys)
+    published = FolderAsset.open(tmp_path / "sealed" / "asset")
     asset = SimpleNamespace(catalog=published.catalog.opened(RING), frame=published.frame)
     producer = Producer(asset)
     assert not any(map(any, (track.loss for track in LiveCatalog.loads(producer.live.dumps().encode()).catalog.tracks)))
@@ -111,7 +113,8 @@ async def test_a_sealed_cache_is_played_while_it_is_prefilled(both):
                     await client.play(TOKENS, deadline=20.0, model=SPEC, options=options)
             else:
                 live = await client.play(TOKENS, deadline=20.0, model=SPEC, options=options)
-                assert off_by(live.kv, (await played(both / "open", None, "fixed:FP16")).kv) < 0.3
+                assert set(live.coverage) == {"Int4"}  # a live play has the base of each group pushed
+                assert torch.equal(live.kv, (await played(tmp_path / "open", None, "fixed:Int4")).kv)
                 assert live.loss > 0
             await client.close()
 

@@ -62,15 +62,18 @@ def draft_of(config: Any) -> DraftCaches:
 
 
 def _names(speculative: Any, target: str) -> tuple[str | None, ...]:
-    """Return the name of a draft's weights, None if the model's folder has them, and of its tokenizer if it counts."""
+    """Return the name of a draft's weights, None if the model's folder has them, and what else changes its KV."""
     model = speculative.draft_model_config
+    how = getattr(model, "quantization", None)
+    own = getattr(model.hf_config, "quantization_config", None)
+    quantised = [] if how is None or own else [f"quantization {how}"]  # by vLLM, as it loads them
     if str(model.model) == target:
-        return (None,)
+        return (None, *quantised)
     folder = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
     name = model_loader.folder_name(folder)
     if getattr(speculative, "use_heterogeneous_vocab", False):  # it reads the text, as tokens of its own
-        return name, model_loader.folder_tokenizer(folder)
-    return (name,)
+        return name, model_loader.folder_tokenizer(folder), *quantised
+    return name, *quantised
 
 
 def _ahead(speculative: Any) -> int:

@@ -35,12 +35,12 @@ def folders(tmp_path_factory):
     return root
 
 
-def engine(folders, draft="draft", method="eagle", modules=1, tokens=1, ranks=(1, 1), stages=1, **more):
+def engine(folders, draft="draft", method="eagle", modules=1, tokens=1, ranks=(1, 1), stages=1, how=None, **more):
     """What is looked at of vLLM's configuration."""
     told = SimpleNamespace(
         method=method,
         draft_model_config=SimpleNamespace(
-            model=str(folders / draft), hf_config=SimpleNamespace(num_nextn_predict_layers=modules)
+            model=str(folders / draft), quantization=how, hf_config=SimpleNamespace(num_nextn_predict_layers=modules)
         ),
         num_speculative_tokens=tokens,
         draft_tensor_parallel_size=ranks[1],
@@ -65,8 +65,9 @@ def test_a_name_tells_of_the_weights_of_a_draft(folders):
         draft_of(engine(folders, "model", method="mtp")),
         draft_of(engine(folders, **words)),
         draft_of(engine(folders, "other words/draft", **words)),
+        draft_of(engine(folders, how="fp8")),
     ]
-    assert len({usual, *(each.told for each in others)}) == 6
+    assert len({usual, *(each.told for each in others)}) == 7
     assert others[2].told == ("mtp", None)  # its weights are the model's
     for nothing in (SimpleNamespace(), SimpleNamespace(speculative_config=None), engine(folders, method="ngram")):
         assert draft_of(nothing) == DraftCaches()
