@@ -23,14 +23,18 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.locations import open_store
 from kvabr.store.objects import spans
 from kvabr.store.objects.bucket import Bucket
+from kvabr.types.catalog import Catalog
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, SealedError
+from kvabr.types.naming import TrackNamespace, prefix_track
+from kvabr.types.passage import Exact, Passage
 from kvabr.types.sealing import KeyRing, new_key
 from tests.client.classes import HYBRID, SLIDING, numbers, published
 from tests.client.playing import connection
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, played
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url
-from tests.toymodel import SPEC, ToyModel
+from tests.toymodel import SPEC, ToyModel, toy_passage
 
 OTHERS = (*TOKENS[:100], 5, 5, 7)
 """A prompt that begins alike: it is found by the spans."""
@@ -72,6 +76,11 @@ async def test_a_bucket_plays_sealed_caches_as_it_does_open_ones(both, request, 
         assert (await client.play_asset(found, deadline=2.0)).loss < 1
         assert (await direct.find_asset(found.catalog.namespace)).catalog == found.catalog
         await client.close()
+        # what a relay over the bucket answers
+        chunks = found.catalog.chunks
+        space, track = TrackNamespace(SPEC.model, chunks[0]), prefix_track(chunks, 1, len(chunks))
+        relayed = Catalog.loads(await (await direct.connect()).index.lookup(space, track))
+        assert relayed.opened(READER).track("AC-L0").loss == found.catalog.track("AC-L0").loss
 
 
 def test_nothing_of_the_losses_is_in_a_bucket(both):
@@ -166,6 +175,20 @@ async def test_classes_of_layers_and_states_are_found_by_sealed_spans(tmp_path, 
                 assert (seen - whole[:, :, :, -span.tokens :]).abs().max() <= 1.5
     assert found[:3] == found[3:]
     assert [tokens for tokens, _ in found[:3]] == ([330, 288, 330] if spec is SLIDING else [330, 256, 330])
+
+
+async def test_sealed_passages_are_played_from_a_bucket(tmp_path):
+    passage = Passage(TOKENS[32:60])
+    made = toy_passage(tmp_path / "sealed" / "one", passage.ids, ("FP16", "Int4"), keys=RING).catalog.opened(READER)
+    bucket = copied(tmp_path, url := memory_url())
+    async with AsyncClient(url, keys=READER) as client:
+        found, refused = await client.find_joined((Exact(TOKENS[:32]), passage), SPEC)
+        assert not refused
+        how = {"cost": PrefillCost.from_rate(1.0), "options": PlayOptions(policy="fixed:FP16")}
+        prefix = await client.play_prefix(found, deadline=LIMIT_S, skip=found.catalog.group_at(32), **how)
+    assert found.catalog.sources[0].at(0) == made
+    assert prefix.tokens == 28
+    assert await BucketAdmin(bucket).verify(deep=True) == []
 
 
 def test_caches_move_between_folder_and_bucket_without_a_key(both, tmp_path):
