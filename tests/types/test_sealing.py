@@ -12,7 +12,7 @@ import pytest
 from kvabr.types.catalog import Catalog, Mix, Quality, groups_of
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, SealedError, UsageError, VersionError
-from kvabr.types.sealing import KeyFile, KeyRing, boxed, new_key
+from kvabr.types.sealing import KeyFile, KeyRing, Seal, boxed, new_key
 from tests.catalogs import catalog
 
 OURS, TENANT, OTHER = (new_key(name) for name in ("ours", "tenant", "other"))
@@ -87,6 +87,9 @@ def test_a_catalog_shows_stores_no_losses_and_readers_everything():
     assert locked.opened(READER).dumps() == text
     assert Catalog.loads(locked.dumps()) == locked  # as a relay passes it on
     assert whole().opened(None) == whole()
+    older = Catalog.loads(replace(locked, seal=Seal(locked.seal.wraps, locked.seal.box)).dumps())
+    assert older.opened(READER) == published
+    assert older.seal.made_by == OURS.id
     for keys in (None, STRANGER):
         with pytest.raises(SealedError, match=OURS.id):
             locked.opened(keys)
