@@ -49,6 +49,7 @@ from kvabr.store.objects.leases import (
     PROBES,
     SWEEPS,
     TIMING,
+    WRAPS,
     LeaseTiming,
     Note,
     Runtime,
@@ -138,7 +139,8 @@ class Collected:
     offers: int = 0
     """Kinds of assets of which there is none any more."""
     profiles: int = 0
-    """Profiles, and keys of sealed assets."""
+    keys: int = 0
+    """Wrapped keys of sealed assets."""
     groups: int = 0
     """Single groups of caches that were deleted."""
     bytes: int = 0
@@ -510,7 +512,9 @@ class Collector:
                 doomed = [key for key in doomed if key not in named and key not in self._live]
                 if not await sweep.delete(doomed):
                     return
-        self._done.profiles += len(doomed)
+        keys = sum(key.startswith(WRAPS) for key in doomed)
+        self._done.keys += keys
+        self._done.profiles += len(doomed) - keys
         self._done.bytes += sum(found.profiles[key].size for key in doomed)
 
     # ------------------------------------------------------- notes
