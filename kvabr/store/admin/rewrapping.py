@@ -114,7 +114,8 @@ def _rewrap_asset(folder: int, ring: KeyRing, done: Rewrapped, where: str) -> No
     try:
         catalog = Catalog.loads(data)
     except FormatError as error:
-        raise type(error)(f"{where}: {error}") from error
+        done.closed.append(f"{where}: {error}")
+        return
     changed = _rewrapped(catalog, ring, done, where)
     if changed is None:
         return

@@ -239,7 +239,10 @@ def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
             )
         )
     if catalog.seal is not None and tuple(tracks) != catalog.tracks:
-        raise SealedError("other frames of this prompt are there, and without a key the catalog cannot list them")
+        raise SealedError(
+            "other frames of this prompt are there, and only who has a key can write a catalog of them; publish "
+            "it with keys"
+        )
     return replace(catalog, tracks=tuple(tracks))
 
 

@@ -64,7 +64,7 @@ from kvabr.store.objects.spans import (
     units_by_span,
 )
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, SealedError, UsageError
 from kvabr.types.units import Unit
 
 
@@ -269,6 +269,8 @@ class ObjectAssetWriter:
         try:
             with as_asset_errors():
                 self._commit(catalog, prompt)
+        except SealedError as error:
+            raise AssetError(f"{self.location}: {error}") from error
         except FormatError as error:
             raise AssetError(f"{error}; what another publisher left there cannot be used, remove it") from error
 
