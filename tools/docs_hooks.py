@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from dataclasses import astuple
 from typing import Any
 
 from kvabr.cli.commands import COMMANDS, LAB
 from kvabr.cli.main import command_parser
-from kvabr.replay.engines import ENGINES
 
 _MARK = re.compile(r"<!-- the help of every command.*?-->")
-_CALCULATED = {"8B": "h200-8b", "70B": "h200-70b"}
-"""Engines of the calculator, by the models of docs/assets/load-or-compute.json."""
-_CALCULATOR = """<form id="calculator" data-points="{points}" data-engines='{engines}'>
-<label>model, on an H200 <select name="model">{models}</select></label>
-<label>prompt, tokens <input name="tokens" type="number" value="32768" min="8192" max="131072" step="1024"></label>
-<label>link, Mbit/s <input name="mbit" type="number" value="10000" min="100" max="100000" step="100"></label>
+_CALCULATOR = """<style>
+#calculator label:not([hidden]) { display: grid; grid-template-columns: 12em 16em; margin-bottom: 0.3em; }
+#calculator input, #calculator select { border: 1px solid; padding: 0.1em 0.4em; color: inherit; background: inherit; }
+</style>
+<form id="calculator" data-points="../../assets/calculator.json">
+<label>model and engine <select name="name"></select></label>
+<label class="own">prefills, tokens a second <input name="speed" type="number" min="30" max="100000"></label>
+<label class="own">FP16 cache, kB a token <input name="kilobytes" type="number" min="1" max="9999" step="any"></label>
+<label>prompt, tokens <input name="tokens" type="number" min="512" max="131072"></label>
+<label>link, Mbit/s <input name="mbit" type="number" min="1" max="100000" step="any"></label>
 <output></output>
 </form>
-<script src="{script}"></script>"""
+<script src="../../assets/calculator.js"></script>"""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put the help of every command, and the calculator, where a page asks for it."""
     if page.file.src_uri == "guides/is-it-for-me.md":
-        return markdown.replace("<!-- calculator -->", _calculator())
+        return markdown.replace("<!-- calculator -->", _CALCULATOR)
     return _MARK.sub(lambda _: _commands(), markdown) if page.file.src_uri == "reference/cli.md" else markdown
-
-
-def _calculator() -> str:
-    engines = {model: astuple(ENGINES[engine]) for model, engine in _CALCULATED.items()}
-    return _CALCULATOR.format(
-        points="../../assets/load-or-compute.json",
-        script="../../assets/calculator.js",
-        engines=json.dumps(engines),
-        models="".join(f"<option>{model}</option>" for model in engines),
-    )
 
 
 def _commands() -> str:
