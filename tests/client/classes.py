@@ -68,7 +68,7 @@ def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
         places = torch.arange(math.prod((layers, halves, heads, dim))).view(layers, halves, heads, 1, dim)
         ids = torch.tensor(tokens)
         if part.only.kind == "state":
-            ids = torch.cat([torch.arange(part.rows) + end for end in snapshot_ends(part, len(tokens))])
+            ids = torch.arange(part.rows) + len(tokens)
         ids = ids.view(1, 1, 1, -1, 1)
         parts.append(((places * 31 + ids * 7919 + number * 13) % 255 - 127).float())
     return tuple(parts)
@@ -79,7 +79,11 @@ def published(root, spec: KVSpec, tokens: list[int], keys: KeyRing | None = None
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     with FolderAssetStore(root).writer(spec.model.rpartition("/")[2]) as writer:
         frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer, keys=keys)
-        frames.encode(numbers(spec, tokens))
+        cache = list(numbers(spec, tokens))
+        for number, part in enumerate(spec.parts):
+            if ends := snapshot_ends(part, len(tokens)):
+                cache[number] = torch.cat([numbers(spec, tokens[:end])[number] for end in ends], dim=3)
+        frames.encode(cache)
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
         expected = {"FP16": 1e-6, "BF16": 2e-6, "Int8": 0.001}
         losses = {track: [loss] * len(frames.units) for track, loss in expected.items()}
