@@ -36,6 +36,7 @@ NAMES = {
     "kvabr.selectors",
     "kvabr.catalog",
     "kvabr.changes",
+    "kvabr.hint",
     "kvabr.edge",
     "kvabr.live",
     "kvabr.models",

@@ -73,6 +73,7 @@ CLIENT = {
     "find",
     "find_asset",
     "hint",
+    "hint_asset",
     "measure_prefill",
     "metrics",
     "models",

@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)
-    engine, model, tokens = _prompt(args, console)
+    engine, model, tokens = read_prompt(args, console)
     lines: list[PlayEvent] = []
     with _telemetry(args) as telemetry:
         try:
@@ -257,7 +257,7 @@ def _why_nothing(limited_by: str | None, waited: float) -> str:
     return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 
-def _prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
+def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
     """Return the engine and the model's name, if there are any, and the prompt's tokens.
 
     The weights are loaded for an engine only, and not before the peer was reached.

@@ -53,6 +53,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     rack.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
     token = "token that neighbours must show: they read what the first engine's own token opens"  # noqa: S105
     rack.add_argument("--neighbour-token-file", type=Path, metavar="F", help=token)
+    rack.add_argument(
+        "--hint-keep",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="longest time for which caches are kept that neighbours want fetched ahead (`kvabr hint`; default: 3600)",
+    )
     kv_events.add_options(parser)
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
@@ -65,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.idle is not None and not 0 < args.idle < 1 << 30:
         raise UsageError(f"--idle {args.idle:g}: must be a positive number of seconds")
+    if not 0 <= args.hint_keep < 1 << 30:
+        raise UsageError(f"--hint-keep {args.hint_keep:g}: must be a number of seconds, 0 or more")
     if len({option is None for option in (args.serve, args.cert, args.key, args.neighbour_token_file)}) > 1:
         raise UsageError("give --serve together with --cert, --key and --neighbour-token-file, or none of them")
     if args.kv_events is not None and args.serve is None:
@@ -130,4 +139,5 @@ def _neighbours(args: argparse.Namespace, prompts: SeenPrompts, log: FilteringBo
     certificates.check(tls)
     token = network.read_token(args.neighbour_token_file, "--neighbour-token-file", least=16)
     host, port = parse_address(args.serve, "--serve")
-    return partial(serving, host=host, port=port, tls=tls, token=token, log=log, prompts=prompts)
+    keep_s: float = args.hint_keep
+    return partial(serving, host=host, port=port, tls=tls, token=token, log=log, prompts=prompts, most_keep_s=keep_s)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,7 +43,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -61,7 +62,7 @@ from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, PeerConnection
+from kvabr.transfer.interface import Connection, PeerConnection, read_all
 from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
@@ -71,12 +72,14 @@ from kvabr.types.errors import (
     FormatError,
     KvabrError,
     ModelError,
+    NotFoundError,
     PlayError,
     TransportError,
     UsageError,
     told_if_exhausted,
 )
 from kvabr.types.events import LookupFailed
+from kvabr.types.hints import MAX_ANSWER_BYTES, HintAnswer, HintRequest
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
@@ -84,6 +87,7 @@ from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
+_LEAST_S = 1e-3
 _WAIT_SHARE = 0.9
 """Part of a lookup's time for which a producer is waited for; the rest is for the answers."""
 
@@ -155,11 +159,16 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
+        memory = MemoryGroupStore(
+            bounds.memory_bytes, executor=decoders(), keep_bytes=bounds.kept_of(bounds.memory_bytes)
+        )
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
+            disk = open_groups(
+                os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell,
+                keep_bytes=bounds.kept_of(bounds.disk_bytes),
+            )  # fmt: skip
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
@@ -455,6 +464,9 @@ class AsyncClient:
         model: KVSpec | str | None = None,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
+        node: PeerLike = None,
+        owner: str = "",
+        time_price: float = 0.0,
     ) -> Hinted:
         """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
 
@@ -464,10 +476,16 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.
             within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these; not in one in shared memory.
+            keep_s: seconds for which other groups make room in the store before these, see `Limits.keep_bytes`. Groups
+                in an object store stay there in any case.
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
+            node: another node, in whose store the cache is wanted: its URL (`kvabr player --serve`), or from `peer`. It
+                is asked what there is, and fetches as its own plays do; it may keep the cache for less than ``keep_s``.
+            owner: for whom they are kept: who keeps most is the first to keep less.
+            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
+                in the best quality.
 
         Raises:
             UsageError: an argument is wrong, or it is not clear which model is meant.
@@ -475,17 +493,64 @@ class AsyncClient:
             BusyError, PlayError, PolicyError: as `play`.
         """
         check_deadline(within_s)
-        options = replace(options or self.options, time_price=0.0, live=False, out=None, after=None)
-        ends_s = asyncio.get_running_loop().time() + within_s
-        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
+        options, ends_s = options or self.options, asyncio.get_running_loop().time() + within_s
+        asked = peer if node is None else node
+        found = await self.find(tokens, model=model, salt=options.salt, peer=asked, live=False, within_s=within_s)
         if found is None:
             return Hinted(0, 0, 0.0)
-        left_s = ends_s - asyncio.get_running_loop().time()
+        left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
+        return await self.hint_asset(
+            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, node=node, owner=owner,
+            time_price=time_price,
+        )  # fmt: skip
+
+    @checked
+    async def hint_asset(
+        self,
+        asset: TrackNamespace | Found | str,
+        *,
+        within_s: float,
+        keep_s: float = 0.0,
+        options: PlayOptions | None = None,
+        peer: PeersLike = None,
+        node: PeerLike = None,
+        owner: str = "",
+        time_price: float = 0.0,
+    ) -> Hinted:
+        """Prepare for the cache that is published under a name, as `hint` does for that of a prompt.
+
+        Args:
+            asset: as for `play_asset`.
+            within_s: as for `hint`, and so the others.
+            keep_s: seconds for which it is kept.
+            options: how it is fetched.
+            peer: from whom.
+            node: in whose store, if it is another node's.
+            owner: for whom it is kept.
+            time_price: price of a second of fetching.
+
+        Raises:
+            NotFoundError: there is no such asset, or none that we may read.
+            UsageError, TransportError, FormatError, BusyError, PlayError, PolicyError: as `hint`.
+        """
+        check_deadline(within_s)
+        if not 0 <= keep_s < math.inf:
+            raise UsageError(f"keep_s is {keep_s:g}; it must be a number of seconds, 0 or more")
+        options = replace(options or self.options, time_price=time_price, live=False, out=None, after=None)
+        name = parse_namespace(asset) if isinstance(asset, str) else asset
+        if node is not None:
+            return await self._hint_node(name, node, within_s, keep_s)
+        ends_s = asyncio.get_running_loop().time() + within_s
+        if not isinstance(name, Found):
+            name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
+        left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
         async with self._play(left_s, options, peer) as play:
-            played = play.over(await play.coded(await play.prepare(found), whole=False))
+            played = play.over(await play.coded(await play.prepare(name), whole=False))
         if keep_s > 0:
-            digests = [digest for track in found.catalog.tracks for digest in track.digests]
-            self.store.keep(digests, time.monotonic() + keep_s)
+            # The first groups of all tracks come first: they are the last that are kept no longer.
+            groups = zip_longest(*(track.digests for track in name.catalog.tracks))
+            digests = [digest for group in groups for digest in group if digest is not None]
+            await self.store.keep(digests, time.monotonic() + keep_s, owner)
         return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
     @checked
@@ -737,6 +802,24 @@ class AsyncClient:
             found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
             if found is not None:
                 await self.play_coded(found, deadline=deadline, options=options, peer=peer)
+
+    async def _hint_node(self, asset: TrackNamespace | Found, node: PeerLike, within_s: float, keep_s: float) -> Hinted:
+        groups = len(asset.catalog.chunks) if isinstance(asset, Found) else 0
+        name = asset.catalog.namespace if isinstance(asset, Found) else asset
+        wanted = HintRequest(within_s, keep_s, groups)
+        try:
+            async with asyncio.timeout(within_s + _FIND_S):
+                connection = await self.connect(node)
+                answer = HintAnswer.loads(await read_all(connection.fetch(name, wanted.track, limit=MAX_ANSWER_BYTES)))
+        except TimeoutError as error:
+            raise TransportError(f"the node has not answered within {within_s + _FIND_S:g} s") from error
+        except NotFoundError as error:
+            raise NotFoundError(
+                "there is no such cache, or the peer is no node: hints are for nodes that serve what they fetch "
+                "(`kvabr player --serve`)",
+                reason=error.reason,
+            ) from error
+        return Hinted(answer.tokens, answer.nbytes, answer.loss)
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):

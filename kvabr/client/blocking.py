@@ -224,6 +224,7 @@ class Client(Background[AsyncClient]):
     find = _blocking(AsyncClient.find)
     find_asset = _blocking(AsyncClient.find_asset)
     hint = _blocking(AsyncClient.hint)
+    hint_asset = _blocking(AsyncClient.hint_asset)
     models = _blocking(AsyncClient.models)
 
     @property

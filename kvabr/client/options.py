@@ -145,6 +145,9 @@ class Limits:
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, or in shared memory by all processes, bytes. An object store is not cleared
     up by those who use it so."""
+    keep_bytes: int | None = None
+    """Groups that hints keep (`AsyncClient.hint`), in memory and in the other tier each, bytes. Beyond, those for whom
+    most is kept keep less. None: half of each tier."""
     plays: int = 32
     """Plays under way at once."""
     waiting: int = 128
@@ -159,10 +162,16 @@ class Limits:
         for name in ("memory_bytes", "disk_bytes", "waiting"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.keep_bytes is not None and self.keep_bytes < 0:
+            raise UsageError(f"keep_bytes is {self.keep_bytes}; it must not be negative")
         if self.plays < 1:
             raise UsageError(f"plays is {self.plays}; at least one must be let in")
         if not 0 <= self.wait_share <= 1:
             raise UsageError(f"wait_share is {self.wait_share}; it is a share, 0 to 1")
+
+    def kept_of(self, tier_bytes: int) -> int:
+        """Return the bytes that hints may keep in a tier of a size."""
+        return tier_bytes // 2 if self.keep_bytes is None else self.keep_bytes
 
 
 def check_load_tokens(least: int, most: int | None) -> None:

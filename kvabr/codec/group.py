@@ -13,7 +13,7 @@ from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, opened, pack, unpack
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
-from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_quantised, numbers_of
+from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_kept, is_quantised, numbers_of
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX, KVSpec
@@ -31,6 +31,8 @@ def clean(kv: torch.Tensor, top: float = FP16_MAX) -> tuple[torch.Tensor, int]:
     """
     if is_quantised(kv.dtype):
         return clean_codes(kv)
+    if kv.dtype == torch.uint8:
+        return kv, 0
     # The extremes are finite only if all elements are, and are found ten times faster than isfinite.
     if not kv.numel() or bool(torch.stack(torch.aminmax(kv)).abs().amax() <= top):
         return kv, 0
@@ -63,8 +65,8 @@ def encode_group(
     """Compress and frame one group; raise a `FormatError` if its shape differs from the context's.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype, float8 if the class is kept in it; invalid elements are
-            replaced as by `clean`.
+        kv: [layer, K/V, head, token, dim], any float dtype, float8 or uint8 if the class is kept in it; invalid
+            elements are replaced as by `clean`.
         track: name of the codec.
         context: which group it is.
         chunk: its chained prompt digest.
@@ -79,6 +81,7 @@ def encode_group(
 def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
     """Compress what `clean` returned, as `encode_group` does."""
     made = codec(track)
+    _check_carried(made, context.spec)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
     return made.encode(kv, context, below)
@@ -139,6 +142,7 @@ def decode_by(
 ) -> None:
     """Do what `decode_payload` does with a codec that need not be a track's."""
     check_shape(out, context, f"group {group}: cannot decode into")
+    _check_carried(made, context.spec)
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
         if has_kernel(made, out.device):
@@ -156,6 +160,13 @@ def decode_by(
         place(out, numbers)
 
 
+def _check_carried(made: Codec, spec: KVSpec) -> None:
+    if spec.only.packing and not made.takes_codes:
+        raise FormatError(
+            f"{made.name} codes numbers, and {spec.only.title} of {spec.model} is packed: only Raw carries it"
+        )
+
+
 def has_kernel(made: Codec, device: torch.device) -> bool:
     """Return whether `gpu.expand` decodes what a codec encoded, on this device."""
     return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
@@ -164,7 +175,7 @@ def has_kernel(made: Codec, device: torch.device) -> bool:
 def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
     """Raise a `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
     wanted = context.spec.shape(context.tokens)
-    if tuple(kv.shape) != wanted or not kv.is_floating_point():
+    if tuple(kv.shape) != wanted or not is_kept(kv.dtype):
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
     check_type(kv, context.spec, what)
     if context.free and context.spec.rope is None:

@@ -6,6 +6,7 @@ There is no head:
 
 FP16 and BF16 are that already for classes of 16 bits. States are float32 in most models, and some engines keep their
 whole cache in FP8 (`kvabr.codec.quantised`): into a tensor of that type its codes are copied, into others its numbers.
+What an engine packs is copied as it is.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Raw(Separable):
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Place them, or the numbers that they stand for."""
         own = spec.torch_dtype
+        if own == torch.uint8:
+            _copy(_codes(units, out[:, :, :, :, 0]), out[:, :, :, :, 0])
+            return
         if not is_quantised(own):
             place_numbers(units, own, out, self.name)
             return
@@ -49,12 +53,17 @@ class Raw(Separable):
         codes = units.view(own)
         if any_special(codes):
             raise not_finite(self.name)
-        layers, both, heads, tokens, dim = flat.shape
-        codes = codes.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
+        codes = _codes(codes, flat)
         if out.dtype == own:
             _copy(codes, flat)
         else:
             place(flat, codes.float().mul_(scales_of(spec).to(out.device)))
+
+
+def _codes(units: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Return units of one token as [layer, K/V, head, token, dim], the shape of ``flat``."""
+    layers, both, heads, tokens, dim = flat.shape
+    return units.reshape(tokens, layers, both, heads, dim).permute(1, 2, 3, 0, 4)
 
 
 def _copy(codes: torch.Tensor, out: torch.Tensor) -> None:

@@ -46,7 +46,9 @@ class SampleFrames:
         context = self.context
         if track not in (*LAYERS, SINGLE):
             shape = context.spec.shape(context.tokens)
-            return encode_group(torch.linspace(-4.0, 4.0, shape[-1]).expand(shape), track, context, CHUNK, 0)
+            row = torch.linspace(-4.0, 4.0, shape[-1])
+            row = row.abs().byte() if context.spec.only.packing else row
+            return encode_group(row.expand(shape), track, context, CHUNK, 0)
         if context.profile is None:
             raise FormatError(f"{track} needs the model's profile")
         model, lower = context.profile.of(context.spec).depth(track).coder, track_below(track)

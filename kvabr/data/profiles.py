@@ -134,7 +134,8 @@ def shipped_bytes(sha256: str, size: int, spec: KVSpec) -> bytes | None:
 
 def _shape(spec: KVSpec) -> list[LayerClass]:
     """Return the layer classes, without what a profile does not depend on."""
-    return [replace(each, dtype="float16", interval=None) if each.scales is None else each for each in spec.classes]
+    kept = ((each, each.scales is not None or each.packing) for each in spec.classes)
+    return [each if own else replace(each, dtype="float16", interval=None) for each, own in kept]
 
 
 def _path(file: str) -> Traversable:

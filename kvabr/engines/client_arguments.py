@@ -45,7 +45,12 @@ class ClientArguments:
         token = settings.token
         if token is None and settings.token_file is None:
             token = os.environ.get("KVABR_TOKEN") or None
-        limits = Limits(memory_bytes=settings.store_mib << 20, plays=settings.plays, waiting=_MAX_WAITING)
+        limits = Limits(
+            memory_bytes=settings.store_mib << 20,
+            keep_bytes=settings.keep_bytes,
+            plays=settings.plays,
+            waiting=_MAX_WAITING,
+        )
         if settings.disk is not None:
             limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
         return cls(

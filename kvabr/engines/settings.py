@@ -257,6 +257,11 @@ class EngineSettings(SettingsTable):
         return None if self.prefill_rate is None else PrefillCost.from_rate(self.prefill_rate)
 
     @property
+    def keep_bytes(self) -> int | None:
+        """Bound on the groups that hints have kept, see `kvabr.client.options.Limits`."""
+        return None
+
+    @property
     def publish_bytes(self) -> int | None:
         """``publish_mib`` in bytes."""
         return None if self.publish_mib is None else self.publish_mib << 20

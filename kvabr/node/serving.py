@@ -2,7 +2,8 @@
 
 It is a relay (`kvabr.server.relay`) that shares the client's store of groups. What plays have fetched is there, checked
 by its digest; what is not comes from the client's origin, once, and is then there for plays as well. What an engine has
-computed, or was given by approximation, is never in that store.
+computed, or was given by approximation, is never in that store. Neighbours, routers and agents may have it fetch what
+will be played there next (`kvabr.node.hints`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.peers import PeerLike
 from kvabr.link.moqt.options import check_token
+from kvabr.node.hints import KEEP_S, NodeHints
 from kvabr.server.certificates import ServerTls, check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -45,6 +47,7 @@ async def serving(
     metrics: Metrics | None = None,
     log: FilteringBoundLogger | None = None,
     prompts: SeenPrompts | None = None,
+    most_keep_s: float = KEEP_S,
 ) -> AsyncIterator[Server]:
     """Serve on what a client's plays have fetched, and what its origin has.
 
@@ -66,6 +69,7 @@ async def serving(
         log: receives events; None: structlog's own logger.
         prompts: hears which prompts plays look up, with their tokens unless they are salted, and which the origin takes
             back, for KV events.
+        most_keep_s: longest time for which it keeps what others say will be played, seconds; 0: it is not kept.
 
     Raises:
         UsageError: the token is none, or the client has no origin, or several and none was named.
@@ -81,9 +85,17 @@ async def serving(
     upstream = await client.connect(client.origins if origin is None else origin)
     counts, told = metrics or Metrics(), log or structlog.get_logger()
     before, client.on_found = client.on_found, None if prompts is None else prompts.played
+    hints = NodeHints(client, origin, told, most_keep_s=most_keep_s)
     async with (
         Relay(
-            upstream, told, counts, memory_bytes=memory_bytes, token=token, store=client.store, prompts=prompts
+            upstream,
+            told,
+            counts,
+            memory_bytes=memory_bytes,
+            token=token,
+            store=client.store,
+            prompts=prompts,
+            fetch_ahead=hints.fetch,
         ) as relay,
         Server(relay, host, port, tls, limits or ServerLimits(), told, counts, quic="auto", tcp=tcp) as server,
     ):
@@ -91,3 +103,4 @@ async def serving(
             yield server
         finally:
             client.on_found = before
+            await hints.close()

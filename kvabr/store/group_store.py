@@ -89,9 +89,19 @@ class LocalGroupStore(GroupStore, Generic[V]):
         """Return those of many digests whose groups are here."""
         return {digest for digest in digests if digest in self._kept}
 
-    def keep(self, digests: Sequence[str], until_s: float) -> None:
+    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
         """Have other groups make room before these, see `ByteLru.keep`."""
-        self._kept.keep(digests, until_s)
+        self._kept.keep(digests, until_s, owner)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the groups that are kept so."""
+        return self._kept.kept_bytes
+
+    @property
+    def released(self) -> int:
+        """Groups that were to be kept for longer, see `ByteLru.released`."""
+        return self._kept.released
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -124,9 +134,9 @@ class LocalGroupStore(GroupStore, Generic[V]):
 class MemoryGroupStore(LocalGroupStore[memoryview]):
     """Groups in memory."""
 
-    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
-        """Create an empty store of at most ``max_bytes``."""
-        super().__init__(ByteLru(max_bytes, len), executor)
+    def __init__(self, max_bytes: int, *, executor: Executor | None = None, keep_bytes: int | None = None) -> None:
+        """Create an empty store of at most ``max_bytes``, of which `keep` keeps at most ``keep_bytes``."""
+        super().__init__(ByteLru(max_bytes, len, keep_bytes=keep_bytes), executor)
 
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
@@ -182,10 +192,14 @@ class TieredGroupStore(GroupStore):
         """Return those of many digests whose groups are here."""
         return set[str]().union(*(tier.present(digests) for tier in self._tiers if len(tier)))
 
-    def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """See `LocalGroupStore.keep`."""
-        for tier in self._tiers:
-            tier.keep(digests, until_s)
+    async def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+        """See `LocalGroupStore.keep`; those on their way to the disk are waited for."""
+        self.memory.keep(digests, until_s, owner)
+        if self.disk is not None:
+            if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
+                await asyncio.wait(writes)
+            await asyncio.to_thread(self.disk.keep, digests, until_s, owner)
+        self._on_change()
 
     def __len__(self) -> int:
         """Return the number of groups; one in both tiers counts twice, here and in all counters."""
@@ -287,6 +301,7 @@ class FolderGroupStore(LocalGroupStore[int]):
         *,
         executor: Executor | None = None,
         on_failure: Callable[[str], object] = lambda _why: None,
+        keep_bytes: int | None = None,
     ) -> None:
         """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
 
@@ -296,7 +311,10 @@ class FolderGroupStore(LocalGroupStore[int]):
             UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
-        super().__init__(ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest)), executor)
+        kept: ByteLru[str, int] = ByteLru(
+            max_bytes, lambda size: size, lambda digest, _: self._unlink(digest), keep_bytes=keep_bytes
+        )
+        super().__init__(kept, executor)
         self._folder, self._on_failure, self._fails = folder, on_failure, False
         self._lock = threading.Lock()
         """Guards the sizes and the files' names."""
@@ -328,9 +346,9 @@ class FolderGroupStore(LocalGroupStore[int]):
             return data
         return await self._checked(digest, data)
 
-    def keep(self, digests: Sequence[str], until_s: float) -> None:
+    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
         with self._lock:  # the folder's thread adds and evicts meanwhile
-            super().keep(digests, until_s)
+            super().keep(digests, until_s, owner)
 
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Returns False also if the disk refuses."""

@@ -27,7 +27,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -138,6 +138,8 @@ _SLACK = 20
 """A write that needs room removes 1/20 of the bound more than it needs: making room reads the whole folder."""
 _MOST_DISTRUSTED = 1024
 _MAX_COUNT = 1 << 50
+_MOST_KEPT_S = 86_400.0
+"""A day: nobody takes back what a process keeps that has ended."""
 _COUNT = "kvabr.count"
 _COUNTS = struct.Struct("<QQ")
 """What is in that file: bytes, groups."""
@@ -151,13 +153,15 @@ _MOUNTS = Path("/proc/self/mountinfo")
 class SharedFolder:
     """One process's access to the folder. Its methods may be called from several threads."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, *, keep_bytes: int | None = None) -> None:
         """Open the folder, make it if necessary, and remove what killed processes left.
+
+        At most ``keep_bytes`` of groups are kept (`keep`); None: there is no bound.
 
         Raises:
             AssetError: it cannot be made, is a link, is not in memory, or others may read or write it.
         """
-        self.path, self._max_bytes = path, max_bytes
+        self.path, self._max_bytes, self._keep_bytes = path, max_bytes, keep_bytes
         self._mutex = threading.Lock()
         """Guards the count among the threads of this process."""
         self._claims: set[GroupClaim] = set()
@@ -165,6 +169,10 @@ class SharedFolder:
         """Files whose writers were waited for in vain."""
         self.evicted = 0
         """Groups that this process removed to make room."""
+        self.kept_bytes = 0
+        """Bytes of the groups that any process keeps, when this one last kept some."""
+        self.released = 0
+        """Groups that were to be kept for longer, and that this process released because of the bound."""
         if not path.parent.is_dir():
             raise AssetError(
                 f"{path.parent}: there is no shared memory here; mount it (Docker: --shm-size 16g, Kubernetes: an "
@@ -230,8 +238,9 @@ class SharedFolder:
                 raise OSError(errno.EINVAL, "a damaged group")
             first, last, _ = slice(start, end).indices(status.st_size)
             data = view(handle, status.st_size, first, max(first, last))
-            with contextlib.suppress(OSError):
-                os.utime(handle)
+            if status.st_mtime_ns < time.time_ns():  # otherwise it is kept
+                with contextlib.suppress(OSError):
+                    os.utime(handle)
         finally:
             os.close(handle)
         return data, status.st_size
@@ -294,8 +303,29 @@ class SharedFolder:
             uncount(size)
         return True
 
+    def keep(self, digests: Iterable[str], seconds: float) -> None:
+        """Have other groups make room before these for some time: until it is over, they were used at its end.
+
+        If those that are kept take more than the bound, the ones that are kept for the shortest time are released.
+        """
+        now = time.time_ns()
+        until = now + int(min(seconds, _MOST_KEPT_S) * 1e9)
+        for digest in digests:
+            with contextlib.suppress(OSError):  # it is not here
+                before = os.stat(_group(digest), dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+                self._used(digest, max(before, until))
+        kept = sorted(one for one in self.groups() if one[0] > now)
+        self.kept_bytes = sum(size for *_, size in kept)
+        for _, digest, size in kept:
+            if self._keep_bytes is None or self.kept_bytes <= self._keep_bytes:
+                break
+            with contextlib.suppress(OSError):
+                self._used(digest, now)
+            self.kept_bytes -= size
+            self.released += 1
+
     def groups(self) -> list[tuple[int, str, int]]:
-        """Return every group: when it was used last, ns; its digest; its size."""
+        """Return every group: when it was used last, ns, or is kept until; its digest; its size."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in entries:
@@ -464,6 +494,9 @@ class SharedFolder:
     def _write_count(self, nbytes: int, groups: int) -> None:
         with contextlib.suppress(OSError):  # no memory for it: then everybody counts
             os.pwrite(self._count, _COUNTS.pack(max(0, nbytes), max(0, groups)), 0)
+
+    def _used(self, digest: str, time_ns: int) -> None:
+        os.utime(_group(digest), ns=(time_ns, time_ns), dir_fd=self._folder, follow_symlinks=False)
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(OSError):

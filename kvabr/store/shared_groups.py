@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -37,10 +38,15 @@ class SharedGroupStore(LocalGroupStore[int]):
 
     in_memory = True
 
-    def __init__(self, path: Path, max_bytes: int, *, executor: Executor | None = None) -> None:
-        """Open or make a folder for at most ``max_bytes`` of groups of all processes; errors as `SharedFolder`."""
+    def __init__(
+        self, path: Path, max_bytes: int, *, executor: Executor | None = None, keep_bytes: int | None = None
+    ) -> None:
+        """Open or make a folder for at most ``max_bytes`` of groups of all processes; errors as `SharedFolder`.
+
+        `keep` has all of them keep at most ``keep_bytes``; None: there is no bound.
+        """
         super().__init__(ByteLru(0, lambda size: size), executor)
-        self.folder = SharedFolder(path, max_bytes)
+        self.folder = SharedFolder(path, max_bytes, keep_bytes=keep_bytes)
         # One thread: what waits for others must not keep decoders from their work.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-shared")
         self._open = True
@@ -66,6 +72,20 @@ class SharedGroupStore(LocalGroupStore[int]):
     def evicted(self) -> int:
         """Groups that this process removed to make room."""
         return self.folder.evicted
+
+    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+        """See `SharedFolder.keep`; it does not matter for whom."""
+        del owner
+        self.folder.keep(digests, max(0.0, until_s - time.monotonic()))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the groups that any process keeps, when this one last kept some."""
+        return self.folder.kept_bytes
+
+    @property
+    def released(self) -> int:
+        return self.folder.released
 
     async def list(self) -> AsyncIterator[StoredGroup]:
         for _, digest, size in self.folder.groups():

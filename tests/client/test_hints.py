@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from queue import SimpleQueue
 
 import pytest
+import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher
 from kvabr.store.group_store import FolderGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
+from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
-from tests.toymodel import SPEC, prompt
+from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(160).tokens
 
@@ -53,7 +58,7 @@ async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
 async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
     size = long.track("FP16").total_bytes
     async with origin(1e8, folder=".") as link:
-        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size)))
+        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size), keep_bytes=size))
         options = PlayOptions(policy="fixed:FP16")
         await client.hint(TOKENS, within_s=10.0, keep_s=100.0, options=options)
         await client.play(prompt(70).tokens, deadline=5.0, options=options)
@@ -61,14 +66,13 @@ async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
         await client.close()
 
 
-def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
+def test_kept_entries_stay_until_only_they_are_left():
     now = [0.0]
-    monkeypatch.setattr("kvabr.store.lru.time.monotonic", lambda: now[0])
     gone = []
-    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key))
+    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
     for key in "abc":
         lru.add(key, key)
-    lru.keep("abx", 10.0)
+    lru.keep("xba", 10.0)
     lru.add("d", "d")
     assert gone == ["c"]
     lru.keep("d", 5.0)
@@ -84,6 +88,29 @@ def test_kept_entries_stay_until_only_they_are_left(monkeypatch):
         lru.add(key, key)
     assert "b" in gone
     assert lru.currsize == 3
+
+
+def test_who_keeps_most_keeps_less_beyond_the_bound():
+    """One owner cannot make the others' entries go, however often it asks and whatever it has others keep with it."""
+    now = [0.0]
+    lru = ByteLru(100, lambda _: 1, keep_bytes=6, clock=lambda: now[0])
+    for each in range(20):
+        lru.add(each, each)
+    lru.keep([0, 1], 10.0, "quiet")
+    for first in range(0, 20, 5):
+        lru.keep(range(first, first + 5), 10.0, "greedy")
+    assert lru.kept_bytes == 6
+    assert lru.released == 3 + 5 + 5 + 1  # 0 and 1 are the other's
+    lru.keep([2], 10.0, "third")
+    for each in range(100, 100 + 94):
+        lru.add(each, each)
+    assert [each for each in range(20) if each in lru] == [0, 1, 2, 15, 16, 17]  # of one call the first ones
+    now[0] = 10.0
+    lru.keep([0], 20.0, "late")
+    assert lru.kept_bytes == 1
+    del lru[0]
+    lru.clear()
+    assert lru.kept_bytes == 0
 
 
 def test_what_making_room_takes_does_not_grow_with_what_is_kept():
@@ -121,3 +148,29 @@ async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path)
     await store.put(f"{2:064x}", memoryview(bytes(500)))
     assert store.present(digests) == {digests[0]}
     await store.close()
+
+
+@pytest.mark.process
+async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_share(tmp_path):
+    """Both are published at the same time: neither can take over the groups of the other."""
+    (tmp_path / "assets").mkdir()
+    made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
+    forks = [[*TOKENS[:96], *own] for own in (TOKENS[96:], reversed(TOKENS[:40]))]
+    slots, outcomes = [made.reserve(fork) for fork in forks], SimpleQueue()
+    for slot, fork in zip(slots, forks, strict=True):
+        slot.fill(ToyModel().prefill(fork), outcomes.put)
+    made.close()
+    assert [outcomes.get_nowait().verdict for _ in forks] == ["published"] * 2
+    served = Served(tmp_path / "assets", tmp_path)
+    client = AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, model=SPEC)
+    try:
+        hinted = [await client.hint(fork, within_s=LIMIT_S, keep_s=60.0) for fork in forks]
+        assert [one.tokens for one in hinted] == [160, 136]
+        assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
+        played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))
+        for one, fork in zip(played, forks, strict=True):
+            assert torch.allclose(one.kv.float(), ToyModel().prefill(fork), rtol=1e-3, atol=1e-3)
+        assert client.metrics.value("kvabr_client_groups_total", source="network") == 13
+    finally:
+        await client.close()
+        served.close()

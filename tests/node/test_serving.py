@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.result import Hinted
 from kvabr.data import default_catalog
+from kvabr.node.hints import NodeHints
 from kvabr.node.serving import serving
 from kvabr.publish.publisher import Publisher
 from kvabr.server.certificates import check, development
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.metrics import Metrics
+from kvabr.server.relay import Relay
 from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.asset_folder import FolderAsset
-from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.errors import NotFoundError, PlayError, Reason, RequestError, TransportError, UsageError
+from kvabr.types.hints import HintAnswer, HintRequest
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.sealing import KeyRing, new_key
 from tests.client.served import LIMIT_S, LOG, Served
@@ -80,6 +87,81 @@ async def test_a_rack_of_eight_fetches_an_asset_once(origin, tls):
                 assert played.coverage == ("FP16",) * 10
                 assert close(played.kv, LONG, error=1e-5)
     assert sent(origin) < 1.1 * once
+
+
+async def test_a_node_fetches_ahead_what_will_be_played_there(origin, tls):
+    """A router asks for it, and the node's next play needs only its lookup."""
+    async with first_node(origin) as first, serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG) as server:
+        async with neighbour(server, tls) as router:
+            node = router.origins[0]
+            hinted, again = [await router.hint(LONG, within_s=LIMIT_S, keep_s=600, node=node) for _ in range(2)]
+            assert hinted.tokens == again.tokens == 160
+            assert hinted.bytes == first.store.memory.total_bytes == first.store.memory.kept_bytes
+            assert len(router.store) == 0  # nothing came here
+            short = await router.hint((*LONG[:80], 1, 2, 3), within_s=LIMIT_S, node=node)
+            assert short.tokens == 80  # of a longer asset what the prompt shares
+            assert (await router.hint((1, 2, 3) * 20, within_s=LIMIT_S, node=node)).tokens == 0
+            before = sent(origin)
+            assert (await first.play(LONG, deadline=LIMIT_S)).coverage == ("FP16",) * 10
+            assert sent(origin) - before < 25_000  # the catalog
+            found = await router.find(LONG)
+            with_command = await asyncio.create_subprocess_exec(
+                *(
+                    sys.executable,
+                    "-m",
+                    "kvabr",
+                    "hint",
+                    router.origins[0].name,
+                    "--fingerprint",
+                    check(tls).fingerprint,
+                ),
+                *("--token", TOKEN, "--name", f"{SPEC.model}/{found.catalog.namespace.prompt}", "--keep", "5"),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert (await with_command.communicate())[0].startswith(b"160 tokens are in the node's store")
+            nothing = f"toy/{'0' * 64}"
+            with pytest.raises(NotFoundError, match="no such cache, or the peer is no node"):
+                await router.hint_asset(nothing, within_s=1.0, node=node)
+        with pytest.raises(NotFoundError, match="kvabr player --serve"):
+            await first.hint(LONG, within_s=LIMIT_S, node=first.origins[0])
+        async with neighbour(server, tls, token="another-token-of-16") as stranger:  # noqa: S106
+            with pytest.raises(TransportError):
+                await stranger.hint(LONG, within_s=LIMIT_S, node=stranger.origins[0])
+
+
+async def test_a_relay_that_plays_nothing_refuses_in_words(origin):
+    async with first_node(origin) as client:
+        relay = Relay(await client.connect(), LOG, Metrics())
+        found = await client.find(LONG, within_s=LIMIT_S)
+        with pytest.raises(RequestError, match="a relay fetches nothing ahead") as refused:
+            await relay.find_soon(EVERYTHING, found.catalog.namespace, HintRequest(1.0, 0.0, 0).track)
+        assert refused.value.reason == Reason.UNSUPPORTED
+
+
+async def test_what_a_node_does_for_others_is_bounded(origin, tls, monkeypatch):
+    under_way, go = [], asyncio.Event()
+
+    async def slow(self, asset, **how):
+        under_way.append(how)
+        await go.wait()
+        return Hinted(16, 0, 0.0)
+
+    monkeypatch.setattr(AsyncClient, "hint_asset", slow)
+    async with first_node(origin) as first:
+        hints = NodeHints(first, None, LOG, most_keep_s=60.0)
+        found = await first.find(LONG, within_s=LIMIT_S)
+        names = [HintRequest(10.0, 1e6, groups) for groups in range(1, 30)]
+        asked = [asyncio.create_task(hints.fetch(found.catalog.namespace, one)) for one in (*names, names[0])]
+        await until(lambda: sum(one.done() for one in asked) == 13 and len(under_way) == 16)
+        refused = [one.exception() for one in asked if one.done()]
+        assert {error.reason for error in refused} == {Reason.BUSY}
+        assert {how["keep_s"] for how in under_way} == {60.0}
+        asked[0].cancel()  # who asks again gets the answer to the first
+        go.set()
+        assert HintAnswer.loads(await asked[-1]).tokens == 16
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert len(under_way) == 16
+        await hints.close()
 
 
 async def test_what_nobody_has_played_comes_from_the_origin_and_is_there_for_plays(origin, tls):

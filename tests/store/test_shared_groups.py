@@ -12,6 +12,7 @@ import shlex
 import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -404,3 +405,27 @@ def test_urls():
     for wrong in ("shm://host/path", "shm://?size=3", "shm:///a#b"):
         with pytest.raises(UsageError, match="shm:///PATH"):
             shared_path(wrong)
+
+
+async def test_shared_memory_keeps_what_any_process_wants_kept(shm):
+    stores = [SharedGroupStore(shm, 1000, keep_bytes=400) for _ in range(2)]
+    here, there = (store.folder for store in stores)
+    digests = [f"{number:064x}" for number in range(20)]
+
+    def write(number):
+        claim = here.claim(digests[number], 100)
+        assert claim.write(memoryview(bytes(100)))
+        assert here.publish(claim)
+
+    for number in range(8):
+        write(number)
+    stores[1].keep(digests[2:4], time.monotonic() + 600.0)
+    here.keep(digests[1:2], 100.0)
+    there.read(digests[1])  # that it is used does not shorten that
+    for number in range(8, 20):
+        write(number)
+    assert [digest for digest in digests[:8] if here.has(digest)] == digests[1:4]
+    here.keep(digests[16:20], 300.0)
+    assert (stores[0].kept_bytes, stores[0].released) == (400, 3)  # those that were to be kept for the shortest time
+    for store in stores:
+        await store.close()

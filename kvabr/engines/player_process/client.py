@@ -110,6 +110,7 @@ class RemoteClient:
     round_trip = _remote(AsyncClient.round_trip)
     play_prefix = _remote(AsyncClient.play_prefix)
     play_coded = _remote(AsyncClient.play_coded)
+    hint_asset = _remote(AsyncClient.hint_asset)
 
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()

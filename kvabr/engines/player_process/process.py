@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from kvabr.server.server import Server
 
 _CALLS = frozenset(
-    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "play_prefix", "play_coded", "round_trip"}
+    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "round_trip"}
+    | {"play_prefix", "play_coded", "hint_asset"}
 )
 """Methods of `AsyncClient` that engines may call."""
 _KEEP_S = 60.0

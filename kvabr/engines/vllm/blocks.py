@@ -28,6 +28,9 @@ Caches = Mapping[str, torch.Tensor]
 """vLLM's tensor of each layer, [block, head, token, dim of key and value], or, with states, [block, 1, 1, byte]."""
 LayoutOf = Callable[[torch.Tensor], BlockLayout]
 """Returns the layout of a layer's cache."""
+Store = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Has the engine store keys and values, [token, head, dim] in its own element type, in slots of a layer: its name,
+keys, values, slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +120,15 @@ class _Own(NamedTuple):
 class EngineBlocks:
     """All of the engine's caches in this worker. Thread-safe as far as the blocks differ."""
 
-    def __init__(self, model: ServedModel, caches: Caches, layout_of: LayoutOf) -> None:
-        """Take the engine's caches, by vLLM's names.
+    def __init__(self, model: ServedModel, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
+        """Take the engine's caches, by vLLM's names; ``store`` is needed for caches that it has to quantise.
 
         Raises `UsageError` if these are not the caches that vLLM's configuration describes.
         """
-        self._model = model
+        self._model, self._store = model, store
         named = {name for pages in model.caches.pages for name in pages.names}
         if named != set(caches):
             raise UsageError(f"vLLM has caches of {len(caches)} layers, its configuration of {len(named)}")
-        held = torch.uint8 if model.quantised else model.dtype
         self._shelves: list[_Shelf] = []
         self._states: list[_StateShelf] = []
         for pages in model.caches.pages:
@@ -136,11 +138,13 @@ class EngineBlocks:
                 self._states.append(_StateShelf(pages, pages.form, _states(pages, pages.form, caches)))
                 continue
             part = model.shard.parts[pages.part]
+            kept = model.kept(part)
+            held = torch.uint8 if kept.itemsize == 1 else kept
             wanted = (part.only.heads, pages.held, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
             # One vector a token, not keys and values: there is nothing that a kernel could order differently.
             layout = layout_of(layers[0]) if part.only.v_dim else BlockLayout.PLAIN
-            blocks = block_layers(layers, layout, part.only.split, model.dtype)
+            blocks = block_layers(layers, layout, part.only.split, kept)
             self._shelves.append(_Shelf(pages, part, layers, layout, blocks))
 
     @property
@@ -247,7 +251,13 @@ class EngineBlocks:
             if not bool((slots.slots >= 0).any()):
                 continue
             dtype, device, rows = slots.dtype, slots.device, [mine.rows.start + row for row in shelf.pages.rows]
-            if mine.whole and len(rows) == shape[0]:
+            theirs, ours = group.context.spec.only, shelf.part.only
+            if (theirs.scales, theirs.packing) != (ours.scales, ours.packing):
+                if theirs.packing or ours.packing or ours.scales is None or self._store is None:
+                    raise PlayError(f"what was played is kept as {theirs.summary}, not as {ours.summary}")
+                dtype = self._model.dtype
+                writes.append(partial(_store_some, self._store, shelf.pages.names, slots, rows, mine.heads))
+            elif mine.whole and len(rows) == shape[0]:
                 direct = slots.direct
                 writes.append(slots.write)
             else:
@@ -308,6 +318,17 @@ def _write_some(slots: BlockSlots, rows: list[int], heads: range, group: torch.T
     """Copy some layers and heads of a group to where they belong."""
     some = group[rows[0] : rows[-1] + 1] if rows == list(range(rows[0], rows[-1] + 1)) else codes(group)[rows]
     slots.write(some.view(group.dtype)[:, :, heads.start : heads.stop])
+
+
+def _store_some(
+    store: Store, names: Sequence[str], slots: BlockSlots, rows: list[int], heads: range, group: torch.Tensor
+) -> None:
+    """Have the engine store some layers and heads of a group's keys and values."""
+    used = np.flatnonzero(slots.slots >= 0)
+    at, there = torch.from_numpy(used).to(group.device), torch.from_numpy(slots.slots[used]).to(group.device)
+    for name, row in zip(names, rows, strict=True):
+        keys, values = group[row, :, heads.start : heads.stop].index_select(2, at).transpose(1, 2).contiguous()
+        store(name, keys, values, there)
 
 
 def _tokens(name: str, cache: torch.Tensor, wanted: tuple[int, int, int], held: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvabr.engines.vllm.drafts import DRAFT, DraftCaches
 from kvabr.engines.vllm.interleaving import WHOLE, Interleaving
 from kvabr.engines.vllm.states import KNOWN, RECURRENT, StateForm, forms_of
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.kv import QUANTISED, LayerClass
+from kvabr.types.kv import PACKED, QUANTISED, LayerClass
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _KINDS = {
@@ -32,6 +32,8 @@ _KINDS = {
     "MLAAttentionSpec": "latent",
 }
 """Kinds of layer classes by the type of vLLM's spec. A subclass may keep something else, and is none of these."""
+_FP8 = 1
+"""vLLM's ``KVQuantMode`` of a cache in FP8 with a scale per layer, of keys and of values."""
 NONE = DraftCaches()
 ABSENT_BLOCK = 0
 """vLLM's null block, which no request owns."""
@@ -39,6 +41,22 @@ ABSENT_BLOCK = 0
 
 class UnknownCacheError(UsageError):
     """vLLM keeps the model's cache in a way that kvabr cannot exchange with other engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How vLLM quantises what it keeps."""
+
+    dtype: str = ""
+    """Element type of codes with a scale per layer, one of `QUANTISED`; empty: it keeps none."""
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By vLLM's name of a layer, what the codes of keys and of values are multiplied by. 1 where there is none."""
+    packing: str = ""
+    """Name, version and parameters of a format that only vLLM can read; empty: there is none."""
+
+
+PLAIN = Quantisation()
+"""It keeps numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +148,15 @@ class _Layer:
     shared: bool = False
     """Whether ranks share out the tokens of a block."""
     dtype: str = ""
-    """Element type of a state that is published in its own."""
+    """Element type of what is published in its own: states, codes and bytes."""
+    packing: str = ""
+    """See `LayerClass.packing`."""
     form: StateForm | None = field(default=None, compare=False)
 
     @property
     def title(self) -> tuple[object, ...]:
         """What layers of one class have in common."""
-        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype
+        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype, self.packing
 
 
 def engine_caches(
@@ -149,23 +169,26 @@ def engine_caches(
     cpu: bool = False,
     draft: DraftCaches = NONE,
     interleaving: Interleaving = WHOLE,
+    quantisation: Quantisation = PLAIN,
 ) -> EngineCaches:
     """Return the layer classes and pages of a ``vllm.v1.kv_cache_interface.KVCacheConfig``.
 
     Args:
         config: vLLM's configuration of its KV cache.
         layers: numbers of the model's layers, or of those of this rank's stage of the pipeline.
-        dtype: element type that the classes are published in. Quantised ones have one scale, 1.
-        held: element type of the engine's cache; vLLM says ``uint8`` of a quantised one.
+        dtype: element type that classes of numbers are published in.
+        held: element type of numbers in the engine's cache.
         heads_of: returns the KV heads of the whole model, given those of this rank.
         cpu: whether vLLM computes on a CPU, whose kernels keep some states differently.
         draft: the model's draft, whose layers have a role of their own.
         interleaving: which tokens of a block this rank holds.
+        quantisation: of layers that keep no numbers, but codes or bytes.
 
     Raises:
         UnknownCacheError: vLLM keeps a layer in a way that kvabr does not know, or keeps other layers than the model's.
     """
-    found = sorted(_with_roles(_layers(config, held, heads_of, cpu, interleaving), draft, layers.stop))
+    every = _layers(config, held, heads_of, cpu, interleaving, quantisation)
+    found = sorted(_with_roles(every, draft, layers.stop))
     seen = [(layer.number, layer.role) for layer in found]
     main = sorted({layer.number for layer in found if not layer.role or layer.kind == "state"})
     if len(set(seen)) < len(seen) or main != list(layers):
@@ -179,7 +202,7 @@ def engine_caches(
     for title in titles:
         own = [layer for layer in found if layer.title == title]
         rows |= {layer.name: place for place, layer in enumerate(own)}
-        classes.append(_class_of(own, dtype))
+        classes.append(_class_of(own, dtype, quantisation))
     shelves: dict[tuple[int, int, int], list[_Layer]] = {}
     for layer in found:
         shelves.setdefault((layer.group, titles.index(layer.title), layer.block), []).append(layer)
@@ -221,10 +244,13 @@ def _elsewhere(config: Any, interleaving: Interleaving) -> Iterator[Pages]:
             yield Pages(number, -1, block, (), (), passing=passing)
 
 
-def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
+def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> LayerClass:
     one, numbers = own[0], tuple(layer.number for layer in own)
-    dtype = one.dtype or dtype
-    scales = (1.0,) if dtype in QUANTISED else None
+    dtype, scales = one.dtype or dtype, None
+    if dtype in QUANTISED:
+        pairs = (quantisation.scales.get(layer.name, (1.0, 1.0)) for layer in own)
+        scales = tuple(scale for pair in pairs for scale in pair[: 2 if one.v_dim else 1])
+        scales = scales[:1] if len(set(scales)) == 1 else scales  # so that each cache has one spec
     try:
         return LayerClass(
             one.kind,
@@ -236,6 +262,7 @@ def _class_of(own: Sequence[_Layer], dtype: str) -> LayerClass:
             window=one.window or None,
             scales=scales,
             role=one.role,
+            packing=one.packing,
         )
     except FormatError as error:
         raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
@@ -257,7 +284,12 @@ def _shared(spec: Any, interleaving: Interleaving) -> bool:
 
 
 def _layers(
-    config: Any, held: torch.dtype, heads_of: Callable[[int], int], cpu: bool, interleaving: Interleaving
+    config: Any,
+    held: torch.dtype,
+    heads_of: Callable[[int], int],
+    cpu: bool,
+    interleaving: Interleaving,
+    quantisation: Quantisation,
 ) -> Iterator[_Layer]:
     for number, group in enumerate(config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
@@ -266,10 +298,15 @@ def _layers(
         for name in group.layer_names:
             spec = group.kv_cache_spec if each is None else each[name]
             if type(spec).__name__ == "MambaSpec":
-                yield from _states(name, number, spec, held, cpu)
+                yield from _states(name, number, spec, held if quantisation == PLAIN else torch.float32, cpu)
             else:
-                layer = _layer(name, number, spec, held, heads_of)
+                layer = _layer(name, number, spec, held, heads_of, quantisation)
                 shared = _shared(spec, interleaving)
+                if shared and layer.packing:
+                    raise UnknownCacheError(
+                        f"vLLM packs {name}, so that its tokens cannot be shared out: leave "
+                        "decode_context_parallel_size at 1"
+                    )
                 yield replace(layer, block=layer.block * (interleaving.ranks if shared else 1), shared=shared)
 
 
@@ -311,7 +348,9 @@ def _number(name: str) -> int:
     return int(numbers[0])
 
 
-def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callable[[int], int]) -> _Layer:
+def _layer(
+    name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callable[[int], int], quantisation: Quantisation
+) -> _Layer:
     title = type(spec).__name__
     kind = _KINDS.get(title)
     if kind is None:
@@ -322,11 +361,29 @@ def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callab
             "hybrid KV cache manager (without --disable-hybrid-kv-cache-manager; with chunked attention also with "
             "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1)"
         )
-    if (why := _unlike(spec, held)) is not None:
+    mode = int(getattr(spec, "kv_quant_mode", 0))
+    packed = bool(quantisation.packing) and mode > 0
+    codes = bool(quantisation.dtype) and mode == _FP8
+    if (why := _unlike(spec, held, mode, codes=codes, packed=packed)) is not None:
         raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not know")
-    number = _number(name)
+    number, block = _number(name), int(spec.block_size)
     role = str(getattr(getattr(spec, "cache_role", None), "value", ""))
     window = spec.sliding_window if kind == "window" else spec.attention_chunk_size if kind == "chunked" else 0
+    if packed:  # the bytes of a block, in whatever order: it is moved as a whole
+        return _Layer(
+            number=number,
+            role="indexer" if role == "indexer" else "",
+            kind=kind,
+            window=int(window),
+            heads=int(spec.num_heads),
+            k_dim=int(spec.state_content_size_bytes),
+            v_dim=0,
+            group=group,
+            block=block,
+            name=name,
+            dtype=PACKED,
+            packing=f"{quantisation.packing},dim={spec.head_size},block={block}",
+        )
     return _Layer(
         number=number,
         role="indexer" if role == "indexer" else "",
@@ -336,16 +393,21 @@ def _layer(name: str, group: int, spec: Any, held: torch.dtype, heads_of: Callab
         k_dim=int(spec.head_size),
         v_dim=int(spec.head_size_v),
         group=group,
-        block=int(spec.block_size),
+        block=block,
         name=name,
+        dtype=quantisation.dtype if codes else "",
     )
 
 
-def _unlike(spec: Any, held: torch.dtype) -> str | None:
-    """Return how a layer's cache differs from plain keys and values of every token, in words; None if it does not."""
-    if spec.dtype != held or int(getattr(spec, "kv_quant_mode", 0)) != int(held == torch.uint8):
-        return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(held).removeprefix('torch.')}"
-    if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
+def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool, packed: bool) -> str | None:
+    """Return how a layer's cache differs from keys and values of every token, in words; None if it does not."""
+    wanted = torch.uint8 if codes else held
+    if packed:
+        if spec.dtype.itemsize != 1:
+            return f"packed in {str(spec.dtype).removeprefix('torch.')} instead of bytes"
+    elif spec.dtype != wanted or (mode > 0) != codes:
+        return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(wanted).removeprefix('torch.')}"
+    elif getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
         return "packed"
     if getattr(spec, "tokens_per_state", 1) != 1:
         return "with several tokens in one"

@@ -19,7 +19,7 @@ from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
-from kvabr.engines.vllm.caches import EngineCaches, UnknownCacheError, engine_caches
+from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.drafts import DRAFT, draft_of
 from kvabr.engines.vllm.interleaving import interleaving_of
 from kvabr.engines.weights import cached_folder
@@ -48,7 +48,8 @@ class VllmSettings(EngineSettings):
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
-    (false: publish it when it has ended), ``passages`` and ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
+    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`), ``passages`` and
+    ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
     mode: Mode = "play-first"
     """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
     promise the tokens, play into the request's blocks, and report those that did not come as failed."""
@@ -72,6 +73,12 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
+    hint_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
+    """Longest time, seconds, for which a request may have its cache kept in the node's store for the next turn:
+    ``kv_transfer_params={"keep_s": 600}``, or ``{"back": true}`` for this time. 0: such hints are ignored."""
+    hint_mib: Annotated[int | None, Field(ge=0)] = None
+    """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
+    (``cache_salt``) for whom most is kept keeps less. None: half of each."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
@@ -89,6 +96,10 @@ class VllmSettings(EngineSettings):
     fusion: FilePath | None = None
     """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
     --base alone` or ``behind`` writes. None: it is not known."""
+    plain_caches: bool = False
+    """With a cache in FP8: play what engines with an unquantised cache have published, too, where there is nothing
+    else. vLLM's own kernel stores it, as if vLLM had computed these numbers; what it computes behind them is not
+    published."""
     without_draft: bool = False
     """Play what engines without this one's draft model have published, too, where there is nothing else: the first
     token comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
@@ -105,6 +116,11 @@ class VllmSettings(EngineSettings):
         if load_policy(policy)().computes:
             raise ValueError("it has the engine compute from the front, which vLLM cannot")
         return policy
+
+    @property
+    def keep_bytes(self) -> int | None:
+        """``hint_mib`` in bytes."""
+        return None if self.hint_mib is None else self.hint_mib << 20
 
     @property
     def only_track(self) -> str | None:
@@ -129,6 +145,16 @@ def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -
 
 
 @dataclass(frozen=True, slots=True)
+class KeptAs:
+    """What a worker knows of how vLLM keeps its cache, once the model is loaded."""
+
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By vLLM's name of a layer with a cache in FP8, what its kernels multiply the codes of keys and values by."""
+    engine: str = "unknown"
+    """Version of vLLM, device and attention kernels: what the bytes of a packed cache depend on."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model of an engine."""
 
@@ -136,7 +162,7 @@ class ServedModel:
     """Spec of the whole model's cache, whatever part this rank holds. Of this stage's layers, under a name of their
     own, if the classes of other stages are not known."""
     dtype: torch.dtype
-    """Element type of the engine's own cache."""
+    """Element type of the numbers in the engine's own cache, and of those that it quantises."""
     caches: EngineCaches
     """Where the engine keeps the layer classes."""
     heads: tuple[range, ...]
@@ -155,6 +181,8 @@ class ServedModel:
     """What the name of its caches tells of it besides its own name, see `with_facts`."""
     named: str | None = None
     """Its name without that; None: that of `spec`."""
+    plain_caches: bool = False
+    """Whether caches of engines that do not quantise theirs are played."""
     without_draft: bool = False
     """Whether caches without the draft's are played."""
     ahead: int = 0
@@ -171,8 +199,13 @@ class ServedModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether the engine's cache has codes of 8 bits, with a scale of 1, instead of numbers."""
-        return self.dtype.itemsize == 1
+        """Whether a class of the engine's cache has codes of 8 bits or packed bytes instead of numbers."""
+        return any(one.scales is not None or one.packing for one in self.spec.classes)
+
+    def kept(self, part: KVSpec) -> torch.dtype:
+        """Return the element type of one class in the engine's cache."""
+        only = part.only
+        return self.dtype if only.scales is None and not only.packing else part.torch_dtype
 
     @property
     def shard(self) -> KVSpec:
@@ -183,6 +216,20 @@ class ServedModel:
     def apart(self) -> bool:
         """Whether ranks hold different parts of the model."""
         return self.ranks > 1 or self.shard is not self.spec
+
+    @property
+    def shards(self) -> tuple[KVSpec, ...]:
+        """What the ranks of this stage publish separately; the model if each has all of it."""
+        if self.shard is self.spec or self.layers is not None:
+            return (self.shard,)
+        sizes = [len(own) for own in self.heads]
+        counts = [one.heads // size for one, size in zip(self.spec.classes, sizes, strict=True)]
+        ranks = max(counts)
+        firsts = (
+            [rank * count // ranks * size for count, size in zip(counts, sizes, strict=True)] for rank in range(ranks)
+        )
+        parts = ([range(first, first + size) for first, size in zip(rank, sizes, strict=True)] for rank in firsts)
+        return tuple(with_heads(self.spec, tuple(heads)) for heads in parts)
 
     def adapted(self, adapter: str | None) -> ServedModel:
         """Return the model with a LoRA adapter, given its digest; None: without one. Only its name is another."""
@@ -203,12 +250,22 @@ class ServedModel:
         return replace(self.spec, model=name, classes=classes)
 
     @property
+    def unquantised(self) -> KVSpec | None:
+        """Spec of the caches that engines publish which do not quantise theirs; None: they are not played."""
+        if not self.plain_caches:
+            return None
+        name = with_facts(self.named or self.spec.model, {**self.told, "cache": None})
+        classes = tuple(replace(one, dtype=_name(torch.bfloat16), scales=None) for one in self.spec.classes)
+        return replace(self.spec, model=name, classes=classes)
+
+    @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """What is looked up: this rank's own, which brings nothing of others; the model; without draft; as once."""
+        """What is looked up: this rank's own, which brings nothing of others; the model; as once; the next best."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
-        if self.without_draft and (bare := self.undrafted) is not None:
-            own = (*own, bare)
-        return own if self.former is None else (*own, replace(self.spec, model=self.former))
+        once = None if self.former is None else replace(self.spec, model=self.former)
+        bare = self.undrafted if self.without_draft else None
+        # Those of earlier versions have the same name as unquantised ones, and are found with them.
+        return (*own, *(each for each in (self.unquantised or once, bare) if each is not None))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
@@ -233,6 +290,7 @@ def served_model(
     consumes: bool = True,
     produces: bool = False,
     blocks_may_fail: bool = True,
+    kept_as: KeptAs = KeptAs(),
 ) -> ServedModel:
     """Return the model of an engine.
 
@@ -243,20 +301,15 @@ def served_model(
         consumes: whether the engine plays.
         produces: whether it publishes.
         blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
+        kept_as: what a worker knows of its cache; of layers that it does not name scales are 1.
 
     Raises:
         UsageError: vLLM was started in a way in which it cannot exchange caches; it says what to change.
         UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    quantised = FP8_CACHES.get(cache.cache_dtype)
-    if quantised is None and cache.cache_dtype not in _PLAIN_CACHES:
-        raise UsageError(
-            f"vLLM keeps its KV cache as {cache.cache_dtype}: its own quantisation and scales would be lost on other "
-            "engines; start it with --kv-cache-dtype auto or fp8"
-        )
-    if quantised is not None and getattr(cache, "calculate_kv_scales", False):
-        raise UsageError("each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out")
+    quantisation = _quantisation(cache, caches, settings, kept_as)
+    packs = bool(quantisation.packing)
     prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
@@ -265,25 +318,27 @@ def served_model(
             "publish, as no rank has all tokens: set kv_role to kv_consumer"
         )
     own = model.dtype if cache.cache_dtype == "auto" else getattr(torch, cache.cache_dtype, model.dtype)
-    dtype = quantised or own
     ranks = int(parallel.tensor_parallel_size)
     rank = int(getattr(parallel, "rank", 0)) % ranks
     draft = draft_of(config)
     facts = facts_of(config) | {"draft": list(draft.told) or None}
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
+    if packs and ranks > 1:  # which bytes are those of which head only vLLM knows
+        name = f"{name}+rank{rank}of{ranks}"
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
     kept = engine_caches(
         caches,
         layers=layers,
-        dtype=_name(quantised) if quantised else settings.asset_dtype or model_loader.asset_dtype(config_dtype),
-        held=torch.uint8 if quantised else own,
-        heads_of=lambda heads: _all_heads(model, heads, ranks),
+        dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
+        held=own,
+        heads_of=lambda heads: heads if packs else _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
         interleaving=interleaving,
+        quantisation=quantisation,
     )
     if consumes:
         _check_playable(config, kept)
@@ -292,8 +347,8 @@ def served_model(
     try:
         whole = _whole(classes, layers, total, getattr(model.hf_text_config, "layer_types", None))
         if whole is None:
-            own = tuple(one for each in classes if (one := each.of_layers(layers)) is not None)
-            spec = KVSpec(f"{name}+layers{layers.start}-{layers.stop - 1}", tokenizer, own)
+            here = tuple(one for each in classes if (one := each.of_layers(layers)) is not None)
+            spec = KVSpec(f"{name}+layers{layers.start}-{layers.stop - 1}", tokenizer, here)
         else:
             spec = KVSpec(name, tokenizer, whole)
         spec = settings.grouped(spec)
@@ -303,20 +358,15 @@ def served_model(
         raise UnknownCacheError(
             "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
         )
-    for pages in kept.pages:
-        check_block_size(pages.block, spec.group_tokens)
-        if pages.passing and spec.group_tokens % pages.block:
-            raise UsageError(
-                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
-                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
-            )
-    heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
+    _check_blocks(kept, spec, packs=packs)
+    shares = 1 if packs else ranks
+    heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * prefill * int(parallel.pipeline_parallel_size)
     return ServedModel(
         spec,
-        dtype,
+        own,
         kept,
         heads,
         workers,
@@ -326,11 +376,59 @@ def served_model(
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         told=told,
         named=named,
+        plain_caches=settings.plain_caches and whole is not None and all(map(_was_plain, spec.classes)),
         without_draft=settings.without_draft,
         ahead=draft.ahead,
         lora=lora_facts(config),
-        former=_former(settings, facts) if whole is not None else None,
+        former=_former(settings, facts) if whole is not None and _unscaled(spec) else None,
     )
+
+
+def _unscaled(spec: KVSpec) -> bool:
+    """Return whether earlier versions published such caches: plain ones, and codes with a scale of 1."""
+    return all(one.scales in (None, (1.0,)) and not one.packing for one in spec.classes)
+
+
+def _was_plain(one: LayerClass) -> bool:
+    """Return whether a class has codes that vLLM makes of keys and values."""
+    return one.scales is not None and one.halves == 2
+
+
+def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: KeptAs) -> Quantisation:
+    """Return how vLLM quantises its cache; `UsageError` if kvabr cannot exchange what it makes."""
+    stored = str(cache.cache_dtype)
+    codes = FP8_CACHES.get(stored)
+    if codes is not None:
+        if getattr(cache, "calculate_kv_scales", False):
+            raise UsageError(
+                "each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out"
+            )
+        return Quantisation(_name(codes), kept_as.scales)
+    if stored in _PLAIN_CACHES:
+        return PLAIN
+    if settings.plain_caches:
+        raise UsageError(
+            f"plain_caches: kvabr does not make {stored} of the numbers in other caches. Leave it out, and caches in "
+            f"{stored} are played; or start vLLM with --kv-cache-dtype fp8"
+        )
+    layout = getattr(caches, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)
+    return Quantisation(packing=f"{kept_as.engine}:{stored},layout={layout}")
+
+
+def _check_blocks(kept: EngineCaches, spec: KVSpec, *, packs: bool) -> None:
+    """Raise `UsageError` if vLLM's blocks and kvabr's groups do not fit each other."""
+    for pages in kept.pages:
+        check_block_size(pages.block, spec.group_tokens)
+        if spec.group_tokens % pages.block and packs:
+            raise UsageError(
+                f"vLLM packs blocks of {pages.block} tokens, which groups of {spec.group_tokens} would cut: set "
+                f'"group_tokens" to {pages.block} or a multiple'
+            )
+        if pages.passing and spec.group_tokens % pages.block:
+            raise UsageError(
+                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
+                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
+            )
 
 
 def _check_playable(config: Any, kept: EngineCaches) -> None:
@@ -369,7 +467,7 @@ def _whole(
     for each in own:
         alike = {types[layer] for layer in each.layers}
         others = {types[layer] for one in own if one is not each for layer in one.layers}
-        if each.role or alike & others or (each.scales is not None and len(each.scales) > 1):
+        if each.role or alike & others or each.packing or each.scales not in (None, (1.0,)):
             return None
         found.append(replace(each, layers=tuple(layer for layer in range(total) if types[layer] in alike)))
     if sum(len(one.layers) for one in found) != total:
@@ -416,12 +514,13 @@ def facts_of(config: Any) -> dict[str, Any]:
     Everything is as usual, and not there, in an engine that was told nothing but its model.
     """
     model, load = config.model_config, getattr(config, "load_config", None)
-    cache = FP8_CACHES.get(config.cache_config.cache_dtype)
+    stored = config.cache_config.cache_dtype
+    cache = FP8_CACHES.get(stored)
     own = getattr(model.hf_config, "quantization_config", None)
     overrides: Any = getattr(model, "hf_overrides", None)
     dummy = getattr(load, "load_format", None) == "dummy"
     return {
-        "cache": None if cache is None else _name(cache),
+        "cache": _name(cache) if cache is not None else None if stored in _PLAIN_CACHES else stored,
         "config": _text(getattr(model, "hf_config_path", None)),
         "dummy": [getattr(model, "seed", 0)] if dummy else None,
         "overrides": _function(overrides) if callable(overrides) else _text(overrides),
@@ -483,7 +582,7 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
     except (KvabrError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
         return unknown
     ropes = {one.layers[0]: one for one in probed if not one.role}
-    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role else None for one in classes]
+    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role + one.packing else None for one in classes]
     return [
         found.rope if found is not None and _same(found, one) else None
         for found, one in zip(alike, classes, strict=True)

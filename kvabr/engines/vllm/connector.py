@@ -17,6 +17,7 @@ import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -24,7 +25,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvabr.data import default_catalog
@@ -33,7 +36,7 @@ from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, register, stats
 from kvabr.engines.vllm.blocks import codes
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
+from kvabr.engines.vllm.config import FP8_CACHES, KeptAs, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import PlacedPlay, Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
@@ -68,6 +71,13 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     def __init__(self, step: Step) -> None:
         self.step = step
+
+
+class KvabrKeptAs(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Carries what a worker knows of its cache to the scheduler, when the engine starts."""
+
+    def __init__(self, kept_as: KeptAs) -> None:
+        self.kept_as = kept_as
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -135,9 +145,19 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
+        # The worker tells the scheduler, before that sees the first request.
+        self._kept_as = kept_as(vllm_config) if role == KVConnectorRole.WORKER else KeptAs()
+        self._served = partial(
+            served_model,
+            vllm_config,
+            kv_cache_config,
+            settings,
+            consumes=consumes,
+            produces=produces,
+            blocks_may_fail=_BLOCKS_MAY_FAIL,
+        )
         try:
-            how = {"consumes": consumes, "produces": produces, "blocks_may_fail": _BLOCKS_MAY_FAIL}
-            model = served_model(vllm_config, kv_cache_config, settings, **how)
+            model = self._served(kept_as=self._kept_as)
         except UnknownCacheError as error:
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
@@ -148,9 +168,9 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             _log.info("kvabr: %s", _said(settings, model, consumes=consumes, produces=produces))
             told = _told(vllm_config, kv_cache_config, model)
-            self._scheduler = SchedulerHalf(
-                settings, model, self._client, produces=produces, evict=self._evict, told=told
-            )
+            how = {"produces": produces, "evict": self._evict, "told": told}
+            self._scheduler_of = partial(SchedulerHalf, settings, client=self._client, **how)
+            self._scheduler = self._scheduler_of(model=model)
         else:
             self._worker = WorkerHalf(settings, model, self._client, publishers)
 
@@ -161,9 +181,32 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Hand the engine's cache to the worker's half."""
-        if isinstance(self._worker, WorkerHalf) and self._worker.quantised:
-            check_scales(self._vllm_config, kv_caches)
-        self._worker.register(kv_caches, partial(layout_of, self._vllm_config))
+        config = self._vllm_config
+        self._worker.register(kv_caches, partial(layout_of, config), partial(store, config))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what the scheduler cannot know of a cache that vLLM quantises."""
+        return None if self._kept_as == KeptAs() else KvabrKeptAs(self._kept_as)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Take what the workers know of their cache; another connector's news are not for this one."""
+        ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrKeptAs))
+        first = next(ranks, None)
+        if first is None or isinstance(self._scheduler, IdleScheduler):
+            return
+        try:
+            model = self._served(kept_as=first.kept_as)
+        except UnknownCacheError:  # the worker has said so, and does nothing either
+            self._scheduler = IdleScheduler()
+            return
+        _log.info("kvabr: vLLM keeps %s", model.shard.summary)
+        self._scheduler = self._scheduler_of(model=model)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Do so with pipeline stages, of which the scheduler looks up the first."""
+        self.set_xfer_handshake_metadata({rank: known for (stage, rank), known in metadata.items() if stage == 0})
 
     def unregister_kv_caches(self) -> None:
         """Leave the engine's cache alone: vLLM (0.33) begins to sleep."""
@@ -247,9 +290,8 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.publishing = meta.publishing
             for play in meta.placed:
                 self._scheduler.placed(play)
-            if self._scheduler.told is not None:
-                for name, tokens in meta.published:
-                    self._scheduler.told.published(name, tokens)
+            for name, tokens in meta.published:
+                self._scheduler.published(name, tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return, once, which blocks can be had from kvabr now, or no longer, with vLLM's names for them."""
@@ -436,16 +478,44 @@ def _event(event: KVEvent) -> KVCacheEvent:
     )
 
 
-def check_scales(config: Any, names: Iterable[str]) -> None:
-    """Raise `UsageError` if the model's checkpoint brings scales for its quantised cache, other than 1."""
-    for name in names:
-        layer = config.compilation_config.static_forward_context.get(name)
-        scales = [float(getattr(layer, f"_{half}_scale_float", 1.0)) for half in "kv"]
-        if scales != [1.0, 1.0]:
+def kept_as(config: Any) -> KeptAs:
+    """Return how vLLM keeps the cache of the model that this worker has loaded.
+
+    Raises `UsageError` if its FP8 cache means something else than that of other engines.
+    """
+    stored, scales, kernels = config.cache_config.cache_dtype, {}, set()
+    for name, layer in config.compilation_config.static_forward_context.items():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is None or (mode := int(get_kv_quant_mode(getattr(layer, "kv_cache_dtype", "auto")))) == 0:
+            continue
+        soa = getattr(layer.impl, "_soa_store", False)  # TurboQuant has two orders of bytes
+        kernels.add(f"{backend.get_name()}{'-soa' if soa else ''}")
+        if stored not in FP8_CACHES:
+            continue
+        if current_platform.is_fp8_fnuz():
             raise UsageError(
-                f"{name}: the checkpoint scales its FP8 cache by {scales[0]:g} (keys) and {scales[1]:g} (values), and "
-                "kvabr exchanges FP8 caches of vLLM only if these are 1: start it with --kv-cache-dtype auto"
+                "vLLM's FP8 cache has a format of its own on this device (FNUZ), which kvabr does not know: start it "
+                "with --kv-cache-dtype auto"
             )
+        halves = [getattr(layer, f"_{half}_scale", None) for half in "kv"]
+        if mode != 1 or any(half is not None and half.numel() != 1 for half in halves):
+            raise UsageError(
+                f"{name}: the checkpoint scales the FP8 cache head by head, and kvabr knows one scale a layer: start "
+                "it with --kv-cache-dtype auto"
+            )
+        scales[name] = (float(layer._k_scale_float), float(layer._v_scale_float))  # noqa: SLF001  # vLLM's own name
+    if not kernels or (stored in FP8_CACHES and set(scales.values()) == {(1.0, 1.0)}):
+        return KeptAs()
+    capability = current_platform.get_device_capability()
+    device = current_platform.device_type if capability is None else f"sm{capability.to_int()}"
+    version = ".".join(vllm.__version__.split(".")[:2])
+    return KeptAs(scales, f"vllm-{version},{device},{'+'.join(sorted(kernels))}")
+
+
+def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Have a layer's own kernel store keys and values, [token, head, dim], in slots of its cache."""
+    layer = config.compilation_config.static_forward_context[name]
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
 def layout_of(config: Any, cache: torch.Tensor) -> BlockLayout:

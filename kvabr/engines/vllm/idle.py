@@ -37,6 +37,9 @@ class IdleScheduler:
     def measured(self, cost: object) -> None:
         """Do nothing."""
 
+    def published(self, request: str, tokens: int) -> None:
+        """Do nothing: nothing is published."""
+
     def placed(self, play: PlacedPlay) -> None:
         """Ignore a play; there are none."""
 
@@ -63,7 +66,7 @@ class IdleWorker:
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
 
-    def register(self, caches: object, layout_of: object) -> None:
+    def register(self, caches: object, layout_of: object, store: object) -> None:
         """Ignore the engine's cache."""
 
     def sleep(self) -> None:

@@ -195,7 +195,8 @@ class Publications:
     def _hand_over(self, slot: LiveSlot, grown: GrowRequest) -> None:
         try:
             tokens = grown.last - grown.first
-            kv = tuple(torch.empty(part.shape(tokens), dtype=self._model.dtype) for part in self._model.shard.parts)
+            model = self._model
+            kv = tuple(torch.empty(part.shape(tokens), dtype=model.kept(part)) for part in model.shard.parts)
             with self._copier.apart():
                 self._engine.blocks.read(grown.blocks, kv)
             slot.groups(grown.first, kv)
@@ -229,7 +230,10 @@ class Publications:
             for number, chunk in enumerate(keep.chunks):
                 if not self._windows.lacks([chunk]):
                     continue
-                kv = {part: torch.empty(parts[part].shape(size), dtype=self._model.dtype) for part in self._passing}
+                kv = {
+                    part: torch.empty(parts[part].shape(size), dtype=self._model.kept(parts[part]))
+                    for part in self._passing
+                }
                 each = (size // block for block in self._model.caches.blocks)
                 runs = [
                     run[number * count : (number + 1) * count] for run, count in zip(keep.blocks, each, strict=True)
@@ -309,18 +313,17 @@ class Publications:
         states: dict[int, torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return a prompt's cache. ``kept`` has the groups of the classes with windows, ``states`` the snapshot."""
-        dtype = self._model.dtype
+        parts = self._model.shard.parts
+        dtypes = [self._model.kept(part) for part in parts]
         had = states | {
-            part: torch.cat([codes(group) for group in groups], dim=3).view(dtype)
+            part: torch.cat([codes(group) for group in groups], dim=3).view(dtypes[part])
             for part, groups in zip(self._passing, kept, strict=True)
         }
-        shapes = {
-            number: part.shape(slot.tokens) for number, part in enumerate(self._model.shard.parts) if number not in had
-        }
-        device = self._device_for(sum(map(math.prod, shapes.values())) * dtype.itemsize)
+        shapes = {number: part.shape(slot.tokens) for number, part in enumerate(parts) if number not in had}
+        device = self._device_for(sum(math.prod(shape) * dtypes[number].itemsize for number, shape in shapes.items()))
         rest = [
-            torch.empty(shapes[number], dtype=dtype, device=device) if number in shapes else None
-            for number in range(len(self._model.shard.parts))
+            torch.empty(shapes[number], dtype=dtypes[number], device=device) if number in shapes else None
+            for number in range(len(parts))
         ]
         self._engine.blocks.read(publication.blocks, rest)
         return tuple(had[number] if one is None else one for number, one in enumerate(rest))

@@ -23,8 +23,8 @@ BLENDED = "blended"
 """The ``cache_salt`` under which caches may be joined from passages. A tenant's own may follow, behind a colon."""
 OWN = "kvabr"
 """The key of what a request was served with, in the ``kv_transfer_params`` of its answer."""
-_SWITCHES = frozenset({"play", "publish", "live"})
-_KEYS = _SWITCHES | {"deadline_s", "passages", "publish_passage", OWN}
+_SWITCHES = frozenset({"play", "publish", "live", "back"})
+_KEYS = _SWITCHES | {"deadline_s", "keep_s", "passages", "publish_passage", OWN}
 _OTHERS = ("do_remote_", "remote_")
 """How keys of vLLM's own connectors begin, which may be beside this one."""
 _MOST_KEYS = 64
@@ -41,6 +41,11 @@ def wants(request: Any, key: str) -> bool:
     """Return whether a request has ``play``, ``publish`` or ``live`` as usual: true, or nothing is said."""
     given = params(request).get(key)
     return given is None or given is True
+
+
+def wants_back(request: Any) -> bool:
+    """Return whether a request says that its session goes on, see `kvabr.engines.vllm.hints`."""
+    return params(request).get("back") is True
 
 
 def faults(request: Any) -> Iterator[tuple[str, str]]:

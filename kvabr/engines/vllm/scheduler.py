@@ -34,6 +34,7 @@ from kvabr.engines.origin_pause import OriginPause
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import WHERE, ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Growth, Names
+from kvabr.engines.vllm.hints import RequestHints
 from kvabr.engines.vllm.kept_losses import KeptLosses
 from kvabr.engines.vllm.loras import Adapters
 from kvabr.engines.vllm.pictures import Pictures
@@ -198,6 +199,7 @@ class SchedulerHalf:
         """Whether it is measured, as no lookup is going to."""
         self._trouble = TroubleLog(_log)
         self._passages = PassageRequests(model, self._trouble)
+        self._hints = RequestHints(settings, model, client, self.counts, self._trouble)
 
     def arrived(self, request: Any) -> None:
         """Begin the lookup of a new request, while it waits to be scheduled; of an adapter's once its name is known."""
@@ -351,6 +353,12 @@ class SchedulerHalf:
         elif self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
+    def published(self, request: str, tokens: int) -> None:
+        """Note that a worker has published so many tokens of a request, or nothing."""
+        self._hints.published(request, tokens)
+        if self.told is not None:
+            self.told.published(request, tokens)
+
     def measured(self, cost: PrefillCost | None) -> None:
         """Note what the engine's prefill costs; None: there is no news."""
         self._cost = cost or self._cost
@@ -367,7 +375,10 @@ class SchedulerHalf:
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
         try:
-            return self._finish(request, blocks)
+            publishing = self._finish(request, blocks)
+            if self._name(request).unfit is None:
+                self._hints.ended(request, self._name_of(request), publishing=publishing)
+            return publishing
         finally:
             self._named.pop(request.request_id, None)
             self._digesting.discard(request.request_id)

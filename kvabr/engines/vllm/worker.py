@@ -25,7 +25,7 @@ from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.settings import TroubleLog
-from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf
+from kvabr.engines.vllm.blocks import Caches, EngineBlocks, LayoutOf, Store
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
@@ -86,27 +86,23 @@ class WorkerHalf:
         self._placed: list[PlacedPlay] = []
         """What plays that have ended brought."""
         self._scheduled, self._nap_s = 0, _NAP_S
-        kind = f"{model.dtype} {model.ranks}"
+        kind = f"{' '.join(sorted({str(model.kept(part)) for part in model.shard.parts}))} {model.ranks}"
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
 
-    @property
-    def quantised(self) -> bool:
-        """Whether the engine's cache has codes instead of numbers."""
-        return self._model.quantised
-
-    def register(self, caches: Caches, layout_of: LayoutOf) -> None:
+    def register(self, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
         """Set the engine's cache; errors as `EngineBlocks`."""
-        self._blocks = EngineBlocks(self._model, caches, layout_of)
+        self._blocks = EngineBlocks(self._model, caches, layout_of, store)
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         self._times.use(self._blocks.device)
         if self._client is not None:
-            spec, dtype, blocks = self._model.shard, self._model.dtype, self._blocks
+            spec, blocks = self._model.shard, self._blocks
+            dtype = self._model.kept(spec.largest)
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
         if self._publications is not None:
             self._publications.registered()
@@ -427,8 +423,9 @@ class WorkerHalf:
         return end
 
     def _note_lossy(self, load: LoadRequest, prefix: PlayedPrefix) -> None:
-        classes, lossy = load.found.catalog.spec.classes, []
-        whole = len(classes) == len(self._model.shard.classes)  # or the blocks of the draft are empty
+        classes, own, lossy = load.found.catalog.spec.classes, self._model.shard.classes, []
+        # Or the blocks of the draft are empty, or codes were made of what another engine computed.
+        whole = [one.scales for one in classes] == [one.scales for one in own]
         for unit, track in zip(prefix.units, prefix.coverage, strict=True):
             if track not in _EXACT or not whole:
                 lossy.append(unit.first - (classes[unit.part].kind == "state"))

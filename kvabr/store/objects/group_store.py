@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from kvabr.store.group_store import LocalGroupStore
@@ -45,6 +45,9 @@ class ObjectGroupStore(LocalGroupStore[int]):
         super().__init__(ByteLru(max_bytes, lambda size: size), executor)
         self._bucket, self._on_failure = open_objects(url), on_failure
         self._again_s = 0.0
+
+    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+        """Do nothing: no group of an object store makes room for others."""
 
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True

@@ -77,16 +77,18 @@ class Bench:
     def __init__(
         self, served, publish=None, *, heads=None, layers=None, spec=SPEC, caches=None, waits=False, **options
     ):
+        """``caches``: vLLM's tables, or all that it says of a model, as ``(ServedModel, tensors by layer)``."""
         self.options = VllmSettings(
             url=served.url,
             fingerprint=served.fingerprint,
             quic="aioquic",
             **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0, "player": INSIDE} | options),
         )
-        caches = caches or plain(spec)
+        given, named = caches if isinstance(caches, tuple) else (None, None)
+        spec, caches = (spec, caches or plain(spec)) if given is None else (given.spec, given.caches)
         held = spec if layers is None else with_layers(spec, layers)
         each = tuple(heads or range(one.heads) for one in held.classes)
-        self.model = ServedModel(spec, torch.float32, caches, each, waits=waits, layers=layers)
+        self.model = given or ServedModel(spec, torch.float32, caches, each, waits=waits, layers=layers)
         self.client = take_client(self.options)
         self.client.begin(lambda client: client.round_trip()).result()
         made = None
@@ -115,8 +117,9 @@ class Bench:
             one = self.model.shard.classes[pages.part]
             shape = (40, one.heads, pages.held, sum(one.split))
             self.named |= {name: torch.full(shape, float("nan")) for name in pages.names}
+        self.named = named or self.named
         self.caches = list(self.named.values())
-        self.worker.register(self.named, lambda _: BlockLayout.TRANSPOSED)
+        self.worker.register(self.named, lambda _: BlockLayout.PLAIN if named else BlockLayout.TRANSPOSED)
         self.running, self.tables = {}, {}
 
     @property

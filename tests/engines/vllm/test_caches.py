@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvabr.engines.vllm.caches import UnknownCacheError, engine_caches
+from kvabr.engines.vllm.caches import Quantisation, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.config import _check_playable
+from kvabr.engines.vllm.interleaving import Interleaving
 from kvabr.types.kv import LayerClass
 
 
@@ -67,6 +68,44 @@ def test_latents_and_chunks_and_other_block_sizes():
     )
     assert (found.block, found.blocks) == (32, (32, 16))
     assert found.runs([[1, 2, 3], [4, 5, 6, 7, 8, 9]], 32, 96) == ((2, 3), (6, 7, 8, 9))
+
+
+def test_codes_have_the_scales_of_their_layers():
+    codes = spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=1)
+    latent = spec("MLAAttentionSpec", num_kv_heads=1, head_size=24, head_size_v=0, dtype=torch.uint8, kv_quant_mode=1)
+    scales = {
+        "model.layers.0.attn": (0.5, 2.0),
+        "model.layers.2.attn": (0.25, 0.125),
+        "model.layers.3.attn": (3.0, 3.0),
+    }
+    how = Quantisation("float8_e4m3fn", scales)
+    found = caches(group([0, 2], codes), group([1], FULL), group([3], latent), layers=4, quantisation=how)
+    assert found.classes == (
+        LayerClass("full", (0, 2), 2, 8, 8, "float8_e4m3fn", scales=(0.5, 2.0, 0.25, 0.125)),
+        LayerClass("full", (1,), 2, 8, 8, "bfloat16"),
+        LayerClass("latent", (3,), 1, 24, 0, "float8_e4m3fn", scales=(3.0,)),
+    )
+    (alike,) = caches(group([0], codes), layers=1, quantisation=Quantisation("float8_e4m3fn")).classes
+    assert alike.scales == (1.0,)
+    packed = spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=1, state_content_bytes=20)
+    with pytest.raises(UnknownCacheError, match="packed"):
+        caches(group([0], packed), layers=1, quantisation=how)
+
+
+def test_packed_layers_are_bytes():
+    packed = {"dtype": torch.uint8, "kv_quant_mode": 7, "num_heads": 2, "state_content_size_bytes": 10}
+    how = Quantisation(packing="vllm:turboquant_4bit_nc")
+    kept = spec("FullAttentionSpec", **packed)
+    found = caches(group([0, 2], FULL), group([1], kept), layers=3, quantisation=how)
+    assert found.classes == (
+        LayerClass("full", (0, 2), 2, 8, 8, "bfloat16"),
+        LayerClass("full", (1,), 2, 10, 0, "uint8", packing="vllm:turboquant_4bit_nc,dim=8,block=16"),
+    )
+    with pytest.raises(UnknownCacheError, match="packed in bfloat16 instead of bytes"):
+        caches(group([0], spec("FullAttentionSpec", kv_quant_mode=7)), layers=1, quantisation=how)
+    shared = spec("FullAttentionSpec", dcp_sharded=True, **packed)
+    with pytest.raises(UnknownCacheError, match="leave decode_context_parallel_size at 1"):
+        caches(group([0], shared), layers=1, quantisation=how, interleaving=Interleaving(2))
 
 
 def test_blocks_that_were_taken_away_stand_at_the_beginning():

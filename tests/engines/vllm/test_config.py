@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
+from kvabr.engines.vllm.config import KeptAs, VllmSettings, _names, facts_of, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import with_facts
 from tests.engines.smollm2_folder import smollm2_folder
@@ -145,25 +145,46 @@ def test_one_that_is_not(config, extra, role, policy, options, what):
     assert what in str(caught.value)
 
 
-def test_an_fp8_cache_is_one_of_codes_with_a_scale_of_1(config):
-    from kvabr.engines.vllm.connector import check_scales
-
+def test_an_fp8_cache_is_one_of_codes_with_the_scales_of_the_checkpoint(config):
     made = config(kv_cache_dtype="fp8")
-    served = served_model(made, caches(made, dtype=torch.uint8, kv_quant_mode=1), VllmSettings(**URL))
-    assert served.spec.dtype == "float8_e4m3fn"
-    assert served.spec.only.scales == (1.0,)
-    assert served.quantised
+    of_codes = caches(made, dtype=torch.uint8, kv_quant_mode=1)
+    served = served_model(made, of_codes, VllmSettings(**URL))
+    assert (served.spec.dtype, served.spec.only.scales, served.quantised) == ("float8_e4m3fn", (1.0,), True)
     assert served.spec.rope.theta == 100000.0
-    layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=0.5)
-    scaled = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"a": layer}))
-    with pytest.raises(UsageError, match=r"by 1 \(keys\) and 0.5 \(values\)"):
-        check_scales(scaled, ["a"])
+    assert served.unquantised is None
+    scales = {f"model.layers.{layer}.self_attn.attn": (0.5, 0.25) for layer in range(30)}
+    settings = VllmSettings(**URL, plain_caches=True)
+    scaled = served_model(made, of_codes, settings, kept_as=KeptAs(scales))
+    assert scaled.spec.only.scales == (0.5, 0.25) * 30
+    assert scaled.unquantised.same_cache(
+        served_model(config(), caches(config()), settings).spec.changed(dtype="bfloat16")
+    )
+    assert scaled.specs == (scaled.spec, scaled.unquantised)
     made.cache_config.calculate_kv_scales = True
     with pytest.raises(UsageError, match="calculate_kv_scales"):
-        served_model(made, caches(made), VllmSettings(**URL))
-    made.cache_config.cache_dtype = "nvfp4"
-    with pytest.raises(UsageError, match="--kv-cache-dtype auto or fp8"):
-        served_model(made, caches(made), VllmSettings(**URL))
+        served_model(made, of_codes, VllmSettings(**URL))
+
+
+def layer_of(scale, **fields):
+    """What an attention layer of vLLM says of its cache."""
+    scales = {"_k_scale": torch.tensor(scale), "_v_scale": torch.tensor(1.0), "_v_scale_float": 1.0}
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    told = {"attn_backend": backend, "impl": None, "kv_cache_dtype": "fp8", "_k_scale_float": 1.0}
+    return SimpleNamespace(**told | scales | fields)
+
+
+def test_scales_of_heads_are_not_known(config):
+    from kvabr.engines.vllm.connector import kept_as
+
+    made = config(kv_cache_dtype="fp8")
+    layers = made.compilation_config.static_forward_context
+    layers["a"] = layer_of(1.0)
+    assert kept_as(made) == KeptAs()
+    layers["b"] = layer_of(0.5, _k_scale_float=0.5)
+    assert kept_as(made).scales == {"a": (1.0, 1.0), "b": (0.5, 1.0)}
+    layers["c"] = layer_of([0.5, 0.25])
+    with pytest.raises(UsageError, match="c: the checkpoint scales the FP8 cache head by head"):
+        kept_as(made)
 
 
 def test_a_model_without_a_folder_must_be_named(config):

@@ -194,7 +194,7 @@ def test_an_asset_with_another_rope_is_refused(tmp_path):
         ({"deadline": 2.0}, "there is no such key: 'deadline'; did you mean 'deadline_s'?"),
         (
             {"zzz": None},
-            "there is no such key: 'zzz'; there are deadline_s, live, passages, play, publish, publish_passage",
+            "there is no such key: 'zzz'; there are back, deadline_s, keep_s, live, passages, play, publish, publish_p",
         ),
         ({"deadline_s": 0}, "deadline_s is not a number up to 300"),
         ({"deadline_s": float("nan")}, "deadline_s is not a number up to 300"),

@@ -38,15 +38,16 @@ def tried(monkeypatch):
 def coded(tmp_path_factory):
     """An origin with the toy model's cache on AC tracks."""
     folder, side = tmp_path_factory.mktemp("ac"), fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
-    keep(side)
     toy_asset(folder / "one", ("FP16", "Int8", "AC-L0", "AC-5x"), profile=side)
     served = Served(folder, tmp_path_factory.mktemp("tls"))
+    served.profile = side
     yield served
     served.close()
 
 
 def played(served, layout, policy, **options):
     """What is in the blocks of a request that was played."""
+    keep(served.profile)
     bench = Bench(served, policy=f"fixed:{policy}", deadline_s=200.0, **options)
     try:
         bench.named = {name: cache.to(DEVICE) for name, cache in bench.named.items()}

@@ -226,11 +226,11 @@ def test_a_step_with_passages_travels_between_processes(bench):
         assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
-def model_with(spec, dtype=torch.float32):
+def model_with(spec):
     from kvabr.engines.vllm.config import ServedModel
     from tests.engines.vllm.halves import plain
 
-    return ServedModel(spec, dtype, plain(spec), (range(2),))
+    return ServedModel(spec, torch.float32, plain(spec), (range(2),))
 
 
 class Told:
@@ -260,7 +260,7 @@ def test_models_that_have_no_passages_say_why(change, why):
 
 def test_so_does_a_quantised_cache():
     told = Told()
-    made = PassageRequests(model_with(SPEC, torch.float8_e4m3fn), told)
+    made = PassageRequests(model_with(SPEC.changed(dtype="float8_e4m3fn", scales=(1.0,))), told)
     assert made.parts(asking()) is None
     assert "keys of a quantised cache cannot be moved" in told.said[0]
 

@@ -186,3 +186,21 @@ def tiny_latent(folder, kind):
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
+
+
+def tiny_scaled(folder, scales):
+    """`tiny_llama` as it is calibrated for an FP8 cache: ``scales`` are those of keys and of values, layer by layer."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_llama(folder)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    about = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    config["quantization_config"] = about | {"kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for layer, pair in enumerate(scales):
+        for half, scale in zip("kv", pair, strict=True):
+            weights[f"model.layers.{layer}.self_attn.{half}_scale"] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

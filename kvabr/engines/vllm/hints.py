@@ -1,0 +1,163 @@
+"""What requests say of the time behind them: their caches are kept in this node's store, for the next turn.
+
+A request with ``{"keep_s": 600}`` in its ``kv_transfer_params`` has what the origin has of its prompt kept for ten
+minutes: other groups make room in the node's store before these. ``{"back": true}`` is the same for ``hint_s``, the
+longest time that the operator allows. What is not in the store is fetched, and what this engine publishes of the
+request is waited for. All of this happens behind the request, and takes nothing from plays, which go first.
+
+What hints keep is bounded (``hint_mib``). Beyond it, the tenant (``cache_salt``) for whom most is kept keeps less, what
+it has used least recently first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from kvabr.client.blocking import Background, Handle
+from kvabr.client.lookup import Found
+from kvabr.client.options import PlayOptions
+from kvabr.engines.clients import EngineClient
+from kvabr.engines.settings import TroubleLog
+from kvabr.engines.vllm.config import ServedModel, VllmSettings
+from kvabr.engines.vllm.growing import Names
+from kvabr.engines.vllm.requests import params, wants_back
+from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.types.errors import KvabrError
+from kvabr.types.kv import KVSpec
+
+_log = logging.getLogger("vllm.kvabr")
+_MOST = 64
+"""Requests whose hints are followed at a time; those of more are dropped and counted."""
+_WITHIN_S = 60.0
+"""Seconds that following one may take."""
+_LOOK_S = 1.0
+"""Seconds until an origin is asked again that does not know yet what was published."""
+_LOOKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Hint:
+    names: Names
+    until_s: float
+    """Until when it is kept, by `time.monotonic`."""
+    tokens: int = 0
+    """Tokens of which this engine has published a cache."""
+
+
+class RequestHints:
+    """Follows the hints of requests that have ended."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ServedModel,
+        client: Background[EngineClient] | None,
+        counts: ConnectorCounts,
+        trouble: TroubleLog,
+    ) -> None:
+        """Begin without any; without a client there is no store, and hints are ignored."""
+        self._settings, self._model, self._client = settings, model, client
+        self._counts, self._trouble = counts, trouble
+        self._publishing: OrderedDict[str, tuple[_Hint, int]] = OrderedDict()
+        """Those of requests that are being published, and how many workers have."""
+        self._running: set[Handle[None]] = set()
+
+    def seconds(self, request: Any) -> float:
+        """Return the seconds for which a request's cache is wanted to be kept, 0 if it says nothing that counts."""
+        most, given = self._settings.hint_s, params(request).get("keep_s")
+        if given is None and not wants_back(request):
+            return 0.0
+        what = f"keep_s is not a number of seconds up to {most:g}, hint_s"
+        if given is None:
+            given = most
+        wrong = isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
+        if not most or self._settings.hint_mib == 0 or self._client is None:
+            wrong, what = True, "nothing is kept for requests here (hint_s, hint_mib, or no store)"
+        if wrong:
+            self._counts.add("params_ignored")
+            self._trouble.tell(f"kv_transfer_params: {what}", "the hint is ignored")
+            return 0.0
+        return min(float(given), most)
+
+    def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
+        """Follow the hint of a request that ends, if it has one: at once, or when it is published."""
+        if not (seconds := self.seconds(request)):
+            return
+        self._counts.add("hints")
+        hint = _Hint(names, time.monotonic() + seconds)
+        if publishing:
+            self._publishing[request.request_id] = hint, 0
+            if len(self._publishing) > _MOST:
+                self._follow(self._publishing.popitem(last=False)[1][0])
+        else:
+            self._follow(hint)
+
+    def published(self, request: str, tokens: int) -> None:
+        """Note that a worker has published so many tokens of a request, or nothing."""
+        if request not in self._publishing:
+            return
+        hint, ranks = self._publishing.pop(request)
+        hint = replace(hint, tokens=max(hint.tokens, tokens))
+        if ranks + 1 < self._model.ranks:
+            self._publishing[request] = hint, ranks + 1
+        else:
+            self._follow(hint)
+
+    def _follow(self, hint: _Hint) -> None:
+        self._running = {one for one in self._running if not one.done()}
+        if len(self._running) >= _MOST:
+            self._counts.add("hints_dropped")
+            return
+        assert self._client is not None  # noqa: S101  # or it would have been ignored
+        self._running.add(self._client.begin(partial(self._keep, hint)))
+
+    async def _keep(self, hint: _Hint, client: EngineClient) -> None:
+        """Fetch and keep what the origin has of a prompt; runs on the client's event loop."""
+        model, tokens = self._model.adapted(hint.names[2]), 0
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                for spec in model.shards:
+                    tokens = max(tokens, await self._keep_of(client, hint, (spec,)))
+                if not tokens:
+                    tokens = await self._keep_of(client, replace(hint, tokens=0), model.specs)
+        except (KvabrError, TimeoutError) as error:
+            self._counts.add("hints_failed")
+            self._trouble.tell("a request's cache is not kept", error)
+        except Exception:  # noqa: BLE001  # nobody waits for this
+            self._counts.add("hints_failed")
+            _log.exception("kvabr: a request's cache is not kept")
+        else:
+            self._counts.add("tokens_kept", tokens)
+
+    async def _keep_of(self, client: EngineClient, hint: _Hint, specs: Sequence[KVSpec]) -> int:
+        """Do so with what was published of one of several specs; return the tokens that are in the store."""
+        ids, salt, _ = hint.names
+        found: Found | None = None
+        for spec in specs:
+            for _ in range(_LOOKS):
+                found = await client.find(ids, model=spec, salt=salt, within_s=_WITHIN_S, any_dtype=True, live=False)
+                if (found is not None and found.catalog.tokens >= hint.tokens) or not hint.tokens:
+                    break
+                await asyncio.sleep(_LOOK_S)
+            if found is not None:
+                break
+        left_s = hint.until_s - time.monotonic()
+        if found is None or left_s <= 0:
+            return 0
+        settings = self._settings
+        hinted = await client.hint_asset(
+            found,
+            within_s=_WITHIN_S,
+            keep_s=left_s,
+            owner=salt.hex(),
+            time_price=settings.time_price,
+            options=PlayOptions(policy=settings.policy, estimator=settings.estimator, salt=salt),
+        )
+        return hinted.tokens

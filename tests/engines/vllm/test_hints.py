@@ -1,0 +1,110 @@
+"""Requests that say that their session goes on: what they need stays in the node's store."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher, with_heads
+from kvabr.types.catalog import Catalog
+from tests.client.served import LIMIT_S, Served
+from tests.engines.vllm.halves import TOKENS, Bench, request
+from tests.toymodel import SPEC, ToyModel
+
+pytestmark = pytest.mark.process
+
+
+def asking(name="r", **said):
+    return request(name, kv_transfer_params=said)
+
+
+def store_of(bench):
+    async def look(client):
+        return client.store
+
+    return bench.client.begin(look).result(LIMIT_S)
+
+
+def published_bytes(folder):
+    catalogs = [Catalog.read(path) for path in folder.glob("*/catalog.json")]
+    return sum(track.total_bytes for catalog in catalogs for track in catalog.tracks)
+
+
+def until(bench):
+    """Wait until a hint has been followed; return all that was counted."""
+    counted, end_s = {}, time.monotonic() + LIMIT_S
+    while not counted.keys() & {"tokens_kept", "hints_failed"}:
+        assert time.monotonic() < end_s
+        for name, value in bench.scheduler.counts.take().items():
+            counted[name] = counted.get(name, 0) + value
+        time.sleep(0.005)
+    return counted
+
+
+@pytest.mark.parametrize("said", [{"keep_s": 600}, {"back": True}])
+def test_the_cache_of_a_session_that_goes_on_is_kept(bench, said):
+    asked = asking(**said)
+    bench.scheduler.arrived(asked)
+    bench.scheduler.finished(asked, [[]])  # aborted, say, before anything was played
+    assert until(bench)["tokens_kept"] == 70
+    store = store_of(bench)
+    assert store.memory.kept_bytes == store.memory.total_bytes > 0
+
+
+def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path, mode):
+    (tmp_path / "assets").mkdir()
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, publish=tmp_path / "assets", mode=mode)
+    try:
+        assert bench.matched(asked := asking(keep_s=600)) == (0, False)
+        assert bench.scheduler.finished(asked, [list(range(9))])
+        assert bench.steps()[0] == {"r"}
+        bench.published()
+        assert "tokens_kept" not in bench.scheduler.counts.take()
+        served.look()
+        for name, tokens in bench.worker.published():
+            bench.scheduler.published(name, tokens)
+        assert until(bench)["tokens_kept"] == 64
+        assert store_of(bench).memory.kept_bytes > 0
+    finally:
+        bench.close()
+        served.close()
+
+
+@pytest.mark.parametrize("said", [{"keep_s": 0}, {"keep_s": "long"}, {"keep_s": True}, {"keep_s": float("nan")}])
+def test_what_is_no_number_of_seconds_is_refused_in_words(bench, caplog, said):
+    bench.scheduler.finished(asking(**said), [[]])
+    assert bench.scheduler.counts.take() == {"params_ignored": 1}
+    assert "keep_s is not a number of seconds up to 3600, hint_s" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"hint_s": 0.0}, {"hint_mib": 0}])
+def test_an_operator_may_ignore_hints(served, setting, caplog):
+    bench = Bench(served, **setting)
+    try:
+        bench.scheduler.finished(asking(back=True), [[]])
+        assert bench.scheduler.counts.take() == {"params_ignored": 1}
+        assert "nothing is kept for requests here" in caplog.text
+    finally:
+        bench.close()
+
+
+def test_every_rank_has_its_part(tmp_path):
+    kv = ToyModel().prefill(TOKENS)
+    parts = [with_heads(SPEC, (heads,)) for heads in (range(1), range(1, 2))]
+    for part, head in zip(parts, (0, 1), strict=True):
+        made = Publisher(tmp_path / "assets", part, prior=default_catalog(), tracks=["FP16"])
+        made.reserve(TOKENS).fill(kv[:, :, head : head + 1], lambda _: None)
+        made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, heads=range(1, 2))
+    try:
+        assert bench.model.shards == tuple(parts)
+        bench.scheduler.finished(asking(back=True), [[]])
+        assert until(bench)["tokens_kept"] == 70
+        assert store_of(bench).memory.kept_bytes == published_bytes(tmp_path / "assets")
+    finally:
+        bench.close()
+        served.close()

@@ -1,0 +1,308 @@
+"""A day of agents' sessions on several nodes: what hints and prefetching win.
+
+The model:
+
+- Each node has an engine that keeps the caches of prompts (least recently used out), a store of groups (kvabr's own,
+  with what hints keep), a link to the origin, and one prefill at a time.
+- A turn has what the engine has of its prompt. What is published besides comes from the node's store or over the link,
+  if that is sooner than computing it; the rest is computed. Plays share the link in the order of their requests.
+  Fetching ahead takes what they leave of it.
+- A prompt is published some time after its first token. Its answer is published with the next turn.
+- With hints, the node of an answer (`keep`), or the node where the next turn will be (`prefetch`), fetches what is
+  published of the prompt and is not in its store, and keeps it for some time. Nobody says which turn is the last.
+
+The router keeps a session on its node (`sticky`), sends each turn to the node with the shortest queue (`any`), or does
+so only where a session's own node is busy (`spill`). For `prefetch` it decides before the next turn where that will be;
+in `spill` a busy node at the time of the turn changes that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, NamedTuple, get_args
+
+from kvabr.store.lru import ByteLru
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import UsageError
+from kvabr_lab.day.requests import TOKEN_S
+from kvabr_lab.day.sessions import SessionTurn
+from kvabr_lab.route import CacheSize
+
+RouterKind = Literal["sticky", "any", "spill"]
+HintKind = Literal["none", "keep", "prefetch"]
+ROUTERS: tuple[RouterKind, ...] = get_args(RouterKind)
+HINTS: tuple[HintKind, ...] = get_args(HintKind)
+_BUSY_S = 1.0
+"""Seconds of queue from which on `spill` sends a turn elsewhere."""
+
+
+class GroupKey(NamedTuple):
+    """A group, by the part of a prompt in which it ends, which stands for all before it, and its number."""
+
+    part: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """The nodes, and what lies between them and the origin."""
+
+    cost: PrefillCost
+    cache: CacheSize
+    rate: float
+    """Bytes per second of a node's link."""
+    nodes: int = 4
+    engine_tokens: int = 400_000
+    """Tokens whose cache an engine keeps."""
+    store_tokens: int = 1_000_000
+    """Tokens whose cache a node's store keeps."""
+    keep_share: float = 0.5
+    """Share of it that hints may have kept."""
+    keep_s: float = 600.0
+    rtt_s: float = 0.02
+    publish_s: float = 2.0
+    """Seconds from a turn's first token until its prompt is published."""
+    router: RouterKind = "sticky"
+    hints: HintKind = "none"
+
+    def __post_init__(self) -> None:
+        if not (self.nodes >= 1 and self.rate > 0 and 0 <= self.keep_share <= 1):
+            raise UsageError(f"{self.nodes} nodes, {self.rate} B/s, {self.keep_share} of a store: not possible")
+        if min(self.engine_tokens, self.store_tokens, self.keep_s, self.rtt_s, self.publish_s) < 0:
+            raise UsageError("an engine, a store or a time of less than nothing: not possible")
+
+
+@dataclass(slots=True)
+class FleetOutcome:
+    """What became of a day."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    """Of every turn but the first of its session."""
+    link_bytes: float = 0.0
+    """Over the links, for plays and ahead of them."""
+    hint_bytes: float = 0.0
+    """Of these ahead."""
+    unused_bytes: float = 0.0
+    """Of these those that no play of that node has used."""
+    groups: int = 0
+    """Groups that came over a link."""
+    again: int = 0
+    """Of these those that the same node had fetched before."""
+    computed_tokens: int = 0
+    known_tokens: int = 0
+    """Of these those whose cache was published."""
+    hints: int = 0
+    """Hints for which something was fetched."""
+    vain: int = 0
+    """Of these those of which no play of that node has used anything."""
+
+
+class _Link:
+    """A link whose plays go first; what is fetched ahead takes the rest."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._busy_s, self._at_s, self._done = rate, 0.0, 0.0, 0.0
+        self.ahead: deque[tuple[GroupKey, float]] = deque()
+        """Groups that are fetched ahead, and their bytes."""
+
+    def play(self, now: float, nbytes: float) -> float:
+        """Return when a play that begins now has its bytes."""
+        self._busy_s = max(now, self._busy_s) + nbytes / self._rate
+        return self._busy_s
+
+    def sooner(self, now: float, nbytes: float) -> float:
+        """Return the seconds that `play` would take."""
+        return max(now, self._busy_s) + nbytes / self._rate - now
+
+    def came(self, now: float) -> list[tuple[GroupKey, float]]:
+        """Return what was fetched ahead and has come since the last call."""
+        self._done += self._rate * max(0.0, now - max(self._at_s, min(now, self._busy_s)))
+        self._at_s = now
+        found = []
+        while self.ahead and self.ahead[0][1] <= self._done:
+            found.append(self.ahead.popleft())
+            self._done -= found[-1][1]
+        if not self.ahead:
+            self._done = 0.0
+        return found
+
+
+class _Node:
+    def __init__(self, shape: FleetShape, clock: _Clock) -> None:
+        size, each = shape.cache.group_tokens, shape.cache.per_token * shape.cache.group_tokens
+        room = int(shape.store_tokens * shape.cache.per_token)
+        self.link = _Link(shape.rate)
+        self.engine: ByteLru[GroupKey, int] = ByteLru(shape.engine_tokens, lambda _: size)
+        self.store: ByteLru[GroupKey, int] = ByteLru(room, int, keep_bytes=int(shape.keep_share * room), clock=clock)
+        self.each = int(each)
+        self.free_s = 0.0
+        """When its engine has computed what it has to."""
+        self.fetched: set[GroupKey] = set()
+        self.unused: dict[GroupKey, int] = {}
+        """Of what was fetched ahead, and may have made room since, what no play has used, and for which hint."""
+        self.coming: dict[GroupKey, tuple[float, str, int]] = {}
+        """What is being fetched ahead, until when it is kept, for whom, and for which hint."""
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Fleet:
+    """Nodes, and the turns of a day."""
+
+    def __init__(self, turns: Sequence[SessionTurn], shape: FleetShape) -> None:
+        """Begin with empty nodes and an origin that has nothing."""
+        self._turns, self._shape, self._clock = turns, shape, _Clock()
+        self._nodes = [_Node(shape, self._clock) for _ in range(shape.nodes)]
+        self._published: set[GroupKey] = set()
+        self._at: dict[int, tuple[_Node, int]] = {}
+        """Where each session is, and its last turn."""
+        self._planned: dict[int, _Node] = {}
+        """Where its next turn will be, if that is decided."""
+        self._numbers = count()
+        self._events: list[tuple[float, int, str, int]] = []
+        self._following: dict[int, list[int]] = {}
+        self._followed: set[int] = set()
+        """Hints for which something was fetched, by the turns behind which they were."""
+        self._useful: set[int] = set()
+        self._made = FleetOutcome()
+
+    def run(self) -> FleetOutcome:
+        """Play the day."""
+        for number, turn in enumerate(self._turns):
+            if turn.at_s is not None:
+                self._later(turn.at_s, "turn", number)
+            elif turn.after is not None:
+                self._following.setdefault(turn.after, []).append(number)
+        while self._events:
+            now, _, what, number = heapq.heappop(self._events)
+            self._clock.now = now
+            turn = self._turns[number]
+            if what == "turn":
+                self._turn(number, turn, now)
+            elif what == "published":
+                self._published.update(self._groups(turn))
+            else:
+                self._hint(number, turn, now)
+        made = self._made
+        made.unused_bytes = float(sum(len(node.unused) * node.each for node in self._nodes))
+        made.hints, made.vain = len(self._followed), len(self._followed - self._useful)
+        return made
+
+    def _later(self, at_s: float, what: str, number: int) -> None:
+        heapq.heappush(self._events, (at_s, next(self._numbers), what, number))
+
+    def _groups(self, turn: SessionTurn) -> list[GroupKey]:
+        """Return the whole groups of a prompt."""
+        size, found, end = self._shape.cache.group_tokens, list[GroupKey](), 0
+        for part, length in turn.parts:
+            end += length
+            found += [GroupKey(part, group) for group in range(len(found), end // size)]
+        return found
+
+    def _place(self, turn: SessionTurn) -> _Node:
+        """Return where a turn of a session that is known now would be sent to."""
+        shortest = min(self._nodes, key=lambda node: (node.free_s, -len(node.engine)))
+        own, _ = self._at.get(turn.session, (None, 0))
+        own = self._planned.get(turn.session, own)
+        if own is None or (self._shape.router == "any" and turn.session not in self._planned):
+            return shortest
+        return shortest if self._shape.router == "spill" and own.free_s > self._clock.now + _BUSY_S else own
+
+    def _turn(self, number: int, turn: SessionTurn, now: float) -> None:
+        shape, made = self._shape, self._made
+        node = self._place(turn)
+        self._planned.pop(turn.session, None)
+        self._arrive(node, now)
+        groups, size = self._groups(turn), shape.cache.group_tokens
+        most = max(0, (turn.tokens - 1) // size)  # an engine computes at least one token
+        here = next((at for at, key in enumerate(groups[:most]) if key not in node.engine), most)
+        there = here
+        while there < most and (groups[there] in node.store or groups[there] in self._published):
+            there += 1
+        missing = [key for key in groups[here:there] if key not in node.store]
+        compute_s = shape.cost.seconds(here * size, turn.tokens - here * size)
+        rest_s = shape.cost.seconds(there * size, turn.tokens - there * size)
+        nbytes = len(missing) * node.each
+        fetch_s = shape.rtt_s + (there - here) * size * shape.cache.decode_s
+        if missing:
+            fetch_s += shape.rtt_s + node.link.sooner(now, nbytes)
+        waits_s = max(0.0, node.free_s - now)
+        if there > here and max(fetch_s, waits_s) + rest_s < waits_s + compute_s:
+            self._use(node, groups[here:there], missing, now)
+            begin, work_s, first = max(now + fetch_s, node.free_s), rest_s, there
+        else:
+            begin, work_s, first = now + waits_s, compute_s, here
+            made.known_tokens += size * (there - here)
+        made.computed_tokens += turn.tokens - first * size
+        node.free_s = begin + work_s
+        ttft_s = node.free_s - now
+        if turn.after is not None or turn.session in self._at:
+            made.ttft_s.append(ttft_s)
+        for key in groups:
+            node.engine.add(key, 0)
+            node.engine.get(key)
+        self._at[turn.session] = node, number
+        end_s = now + ttft_s + TOKEN_S * turn.answer[1]
+        self._later(now + ttft_s + shape.publish_s, "published", number)
+        if shape.hints != "none":
+            self._later(max(end_s, now + ttft_s + shape.publish_s), "hint", number)
+        for following in self._following.get(number, ()):
+            self._later(end_s + self._turns[following].gap_s, "turn", following)
+
+    def _use(self, node: _Node, wanted: list[GroupKey], missing: list[GroupKey], now: float) -> None:
+        """Play groups on a node, of which some come over its link."""
+        made, taken = self._made, set(missing)
+        if missing:
+            node.link.play(now, len(missing) * node.each)
+            node.link.ahead = deque(one for one in node.link.ahead if one[0] not in taken)
+        self._fetched(node, missing)
+        for key in wanted:
+            node.coming.pop(key, None)
+            if key not in taken and (hint := node.unused.pop(key, None)) is not None:
+                self._useful.add(hint)
+            node.store.add(key, node.each)
+            node.store.get(key)
+        made.link_bytes += len(missing) * node.each
+
+    def _fetched(self, node: _Node, keys: Sequence[GroupKey]) -> None:
+        self._made.groups += len(keys)
+        self._made.again += len(node.fetched.intersection(keys))
+        node.fetched.update(keys)
+
+    def _arrive(self, node: _Node, now: float) -> None:
+        """Note what was fetched ahead, and has come."""
+        for key, nbytes in node.link.came(now):
+            until_s, owner, hint = node.coming.pop(key)
+            self._fetched(node, [key])
+            self._made.link_bytes += nbytes
+            self._made.hint_bytes += nbytes
+            node.unused[key] = hint
+            self._followed.add(hint)
+            node.store.add(key, node.each)
+            if until_s > now:
+                node.store.keep([key], until_s, owner)
+
+    def _hint(self, number: int, turn: SessionTurn, now: float) -> None:
+        """Have a node fetch and keep what the session's next turn will need, unless it has come."""
+        node, newest = self._at[turn.session]
+        if newest != number:
+            return
+        if self._shape.hints == "prefetch":
+            node = self._planned[turn.session] = self._place(turn)
+        self._arrive(node, now)
+        groups, until_s = self._groups(turn), now + self._shape.keep_s
+        owner = str(turn.tenant)
+        node.store.keep(groups, until_s, owner)
+        ahead = [key for key in groups if key in self._published and key not in node.store and key not in node.coming]
+        for key in ahead:
+            node.coming[key] = until_s, owner, number
+            node.link.ahead.append((key, node.each))
