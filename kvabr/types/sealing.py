@@ -227,6 +227,15 @@ class KeyRing:
         secret = hmac.digest(self.keys[0].secret, what, "sha256")
         return self.wrapped(AssetKey(secret, (), self.keys[0].id))
 
+    def maker_of(self, asset: AssetKey, first_chunk: str, profile: str = "") -> str:
+        """Return the ID of the key that an older asset's key was made from, which its catalog does not tell.
+
+        If this ring lacks that key, an ID that no key has: the first that wraps the asset may have come since.
+        """
+        made = (key.id for key in self.keys if KeyRing((key,)).asset_key(first_chunk, profile) == asset)
+        former = hashlib.sha256(b"kvabr.former-maker/1\0" + asset.wraps[0].key.encode()).hexdigest()[:16]
+        return next(made, former)
+
     def wrapped(self, asset: AssetKey) -> AssetKey:
         """Return an asset key for the readers who have a key of this ring, and for no others."""
         from cryptography.hazmat.primitives.keywrap import aes_key_wrap  # noqa: PLC0415  # slow to load

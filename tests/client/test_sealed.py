@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -250,5 +251,18 @@ def test_keys_are_rotated_without_encoding_anew(both, tmp_path, capsys):
     assert FolderAsset.open(asset).catalog.opened(READER)
     for name in ("aa", "zz"):
         shutil.rmtree(asset.parent / name)
+    (tmp_path / "first").write_text(RING.keys[0].line())
+    (damaged := asset.parent / "ab").mkdir()  # something is in the place of a catalog, which keeps nothing else back
+    os.mkfifo(damaged / "catalog.json")
+    (asset / "catalog.json").chmod(0o644)
+    mask = os.umask(0o077)
+    try:
+        assert main(["keys", "rewrap", str(asset.parent), "--keys", str(tmp_path / "first")]) == 1
+    finally:
+        os.umask(mask)
+    told = capsys.readouterr().err
+    assert f"{damaged / 'catalog.json'}: cannot be read (no ordinary file); 1 other wrapped anew" in told
+    assert (asset / "catalog.json").stat().st_mode & 0o777 == 0o644
+    shutil.rmtree(damaged)
     assert main(["keys", "rewrap", str(tmp_path / "nowhere"), "--keys", str(ring)]) == 2
     assert main(["store", "verify", "--deep", str(asset.parent)]) == 0

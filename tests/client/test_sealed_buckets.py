@@ -34,7 +34,7 @@ from tests.client.playing import connection
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, played
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url
-from tests.toymodel import SPEC, ToyModel, toy_passage
+from tests.toymodel import SPEC, ToyModel, toy_asset, toy_passage
 
 OTHERS = (*TOKENS[:100], 5, 5, 7)
 """A prompt that begins alike: it is found by the spans."""
@@ -153,6 +153,54 @@ async def test_keys_of_a_bucket_are_rotated_and_its_administration_needs_none(bo
     done = await admin.collect(Rules(grace_s=0.0))
     assert (done.spans, done.profiles, done.keys) == (1, 1, 1)
     assert not objects_of(bucket, "k/")
+
+
+def test_who_was_left_out_while_a_publisher_began_does_not_come_back(both, monkeypatch):
+    """Keys are rotated between a publisher's look at who opens its spans and its own addition."""
+    url, prior = memory_url(), FolderAsset.open(both / "open" / "asset").catalog
+    more, left = KeyRing((RING.keys[0], new_key("third"))), KeyRing((RING.keys[0], new_key("next")))
+
+    def publish(ring, count):
+        publisher = Publisher(url, SPEC, prior=prior, tracks=("FP16",), keys=ring)
+        publisher.reserve(TOKENS[:count]).fill(ToyModel().prefill(TOKENS[:count]), lambda _: None)
+        publisher.close()
+
+    publish(RING, 128)
+    bucket = Bucket.open(url)
+    (key,) = objects_of(bucket, "k/")
+    get, seen = Bucket.get_sync, []
+
+    def get_slowly(self, name, **how):
+        data = get(self, name, **how)
+        if name == key and not seen:
+            seen.append(name)
+            rewrap(open_store(url), left)
+        return data
+
+    monkeypatch.setattr(Bucket, "get_sync", get_slowly)
+    publish(more, 160)
+    wraps = {wrap["key"] for wrap in json.loads(objects_of(bucket, "k/")[key])["wraps"]}
+    assert seen
+    assert wraps == {key.id for key in (*left.keys, more.keys[1])}
+
+
+def test_a_cache_whose_keys_an_older_version_rotated_keeps_no_publisher_out(tmp_path):
+    """Its first wrap is not of the key that made its own, and the catalog does not tell which did."""
+    asset = toy_asset(tmp_path / "old" / "asset", ("FP16",), tokens=160, keys=RING)
+    next_ = new_key("next")
+    seal = asset.catalog.seal
+    for ring in (KeyRing((next_, RING.keys[0])), KeyRing((next_,))):  # the key that made it is in the ring, or is not
+        wraps = ring.wrapped(RING.unwrap(seal.wraps)).wraps
+        path = tmp_path / "old" / "asset" / "catalog.json"
+        path.write_text(replace(asset.catalog, seal=replace(seal, wraps=wraps, maker=None, runs=())).dumps())
+        assert rewrap(FolderAssetStore(tmp_path / "old"), ring).wrapped == 1
+        url = memory_url()
+        copied(tmp_path, url, "old")
+        prior = asset.catalog.opened(RING)
+        publisher, done = Publisher(url, SPEC, prior=prior, tracks=("FP16",), keys=ring), []
+        publisher.reserve(TOKENS[:128]).fill(ToyModel().prefill(TOKENS[:128]), done.append)
+        publisher.close()
+        assert [outcome.verdict for outcome in done] == ["published"]
 
 
 SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=64)))

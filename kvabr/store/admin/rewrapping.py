@@ -12,11 +12,11 @@ from kvabr.store.asset import CATALOG, AssetStore
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import PARTIAL, open_regular
 from kvabr.store.folder_notes import locked
-from kvabr.store.objects.blocking import blocked
 from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES, MAX_WRAPS_BYTES, StoredCatalog, StoredWraps, wraps_key
 from kvabr.store.objects.leases import CATALOGS, WRAPS
-from kvabr.store.objects.protocol import Objects, StoredObject
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.reading import as_asset_errors
+from kvabr.store.objects.writer import replace_version
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, NotFoundError, SealedError, UsageError
 from kvabr.types.sealing import KeyRing
@@ -78,7 +78,8 @@ def _rewrapped(catalog: Catalog, ring: KeyRing, done: Rewrapped, where: str) -> 
         done.closed.append(f"{where}: {error}")
         return None
     assert opened.key is not None  # noqa: S101  # it was sealed
-    changed = replace(opened, key=ring.wrapped(opened.key)).sealed
+    maker = catalog.seal.maker or ring.maker_of(opened.key, catalog.chunks[0], catalog.profile or "")
+    changed = replace(opened, key=replace(ring.wrapped(opened.key), maker=maker)).sealed
     if changed.seal == catalog.seal:
         done.same += 1
         return None
@@ -99,8 +100,6 @@ def _rewrap_folder(store: FolderAssetStore, ring: KeyRing, done: Rewrapped) -> N
                 continue  # a publisher removed it meanwhile
             try:
                 _rewrap_asset(folder, ring, done, str(path / CATALOG))
-            except FileNotFoundError:
-                continue
             except OSError as error:
                 raise AssetError(f"{path / CATALOG}: cannot be written ({error.strerror})") from error
             finally:
@@ -109,10 +108,15 @@ def _rewrap_folder(store: FolderAssetStore, ring: KeyRing, done: Rewrapped) -> N
 
 def _rewrap_asset(folder: int, ring: KeyRing, done: Rewrapped, where: str) -> None:
     """Rewrite the catalog in an open folder: a publisher that replaces the asset meanwhile swaps the folder."""
-    with open_regular(CATALOG, dir_fd=folder) as file:
-        mode, data = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MAX_CATALOG_BYTES + 1)
     try:
+        with open_regular(CATALOG, dir_fd=folder) as file:
+            mode, data = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MAX_CATALOG_BYTES + 1)
         catalog = Catalog.loads(data)
+    except FileNotFoundError:
+        return  # a publisher removed it meanwhile
+    except OSError as error:
+        done.closed.append(f"{where}: cannot be read ({error.strerror})")
+        return
     except FormatError as error:
         done.closed.append(f"{where}: {error}")
         return
@@ -123,6 +127,7 @@ def _rewrap_asset(folder: int, ring: KeyRing, done: Rewrapped, where: str) -> No
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
     try:
         with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)  # whatever the umask: who could read it still can
             file.write(changed.dumps().encode())
             file.flush()
             os.fsync(file.fileno())
@@ -168,7 +173,7 @@ def _rewrap_stored(bucket: Objects, key: str, ring: KeyRing, done: Rewrapped) ->
             return None
         counts = replace(done, closed=list(done.closed))
         changed = _rewrapped(catalog, ring, counts, bucket.below(key))
-        if changed is None or _put(bucket, info, replace(stored, catalog=changed.dumps().encode()).dumps()):
+        if changed is None or replace_version(bucket, info, replace(stored, catalog=changed.dumps().encode()).dumps()):
             done.wrapped, done.same, done.open, done.closed = counts.wrapped, counts.same, counts.open, counts.closed
             seal = (changed or catalog).seal
             opened = seal is not None and {wrap.key for wrap in seal.wraps} == {one.id for one in ring.keys}
@@ -176,12 +181,3 @@ def _rewrap_stored(bucket: Objects, key: str, ring: KeyRing, done: Rewrapped) ->
                 return None
             return wraps_key(stored.offer, catalog.chunks[0]), StoredWraps(seal.wraps)
     raise AssetError(f"{bucket.below(key)}: is replaced all the time; try again")
-
-
-def _put(bucket: Objects, info: StoredObject, data: bytes) -> bool:
-    """Write an object in the place of a version of it; return whether that was still there."""
-    try:
-        return blocked(bucket.replace(info.key, data, info.etag))
-    except UsageError:  # a folder of objects
-        bucket.put_sync(info.key, data)
-        return True

@@ -49,7 +49,7 @@ from kvabr.store.objects.leases import (
     touch,
     unswept,
 )
-from kvabr.store.objects.protocol import Objects
+from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
 from kvabr.store.objects.spans import (
     SpanHead,
@@ -356,26 +356,25 @@ class ObjectAssetWriter:
         raise AssetError(f"{self._bucket.url}: too many publish other kinds of assets at the same time; try again")
 
     def _put_wraps(self, key: str, public: Catalog) -> None:
-        """Let our readers open what begins with the same group; those of others stay.
-
-        Of two publishers at the same time the readers of one may be left out, until `kvabr keys rewrap`: they find this
-        asset by its catalog only.
-        """
-        ours = StoredWraps(() if public.seal is None else public.seal.wraps)
+        """Let our readers open what begins with the same group; those of others stay."""
+        bucket, ours = self._bucket, StoredWraps(() if public.seal is None else public.seal.wraps)
         for attempt in range(_ROUNDS):
+            time.sleep(_PAUSE_S * attempt)
+            if (info := bucket.head_sync(key)) is None:
+                if bucket.put_new_sync(key, ours.dumps()):
+                    return
+                continue
             try:
-                known = bytes(self._bucket.get_sync(key, limit=MAX_WRAPS_BYTES))
+                known = bytes(bucket.get_sync(key, limit=MAX_WRAPS_BYTES))
                 joined = StoredWraps.loads(known).joined(ours).dumps()
             except NotFoundError:
-                if self._bucket.put_new_sync(key, ours.dumps()):
-                    return
-                time.sleep(_PAUSE_S * attempt)
+                continue
             except FormatError as error:
-                raise type(error)(f"{self._bucket.below(key)}: {error}") from error
-            else:
-                if joined != known:
-                    self._bucket.put_sync(key, joined)
+                raise type(error)(f"{bucket.below(key)}: {error}") from error
+            # Keys may have been rotated meanwhile: who was left out must not come back.
+            if joined == known or replace_version(bucket, info, joined):
                 return
+        raise AssetError(f"{bucket.below(key)}: is replaced all the time; try again")
 
     def _put_span(self, catalog: Catalog, public: Catalog, offer: StoreOffer, span: _Span) -> None:
         """Write a span, or take the one that is there."""
@@ -454,3 +453,12 @@ class ObjectAssetWriter:
         if self._file is None:
             raise UsageError("an asset is written inside its writer's with statement")
         return self._file
+
+
+def replace_version(bucket: Objects, info: StoredObject, data: bytes) -> bool:
+    """Write an object in the place of a version of it; return whether that was still there."""
+    try:
+        return blocked(bucket.replace(info.key, data, info.etag))
+    except UsageError:  # a folder of objects
+        bucket.put_sync(info.key, data)
+        return True
