@@ -460,5 +460,8 @@ def replace_version(bucket: Objects, info: StoredObject, data: bytes) -> bool:
     try:
         return blocked(bucket.replace(info.key, data, info.etag))
     except UsageError:  # a folder of objects
+        now = bucket.head_sync(info.key)
+        if now is None or now.etag != info.etag:
+            return False
         bucket.put_sync(info.key, data)
         return True
