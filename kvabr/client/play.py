@@ -185,7 +185,7 @@ class Play:
             UsageError: everything is skipped.
         """
         if (seal := found.catalog.seal) is not None:
-            raise SealedError(f"this cache is sealed: give the client one of the keys {ids(seal.wraps)}, keys=...")
+            raise SealedError(f"this cache is sealed: give one of the keys {ids(seal.wraps)} (--keys FILE, keys=...)")
         catalog = found.catalog.to_play
         with suppress(TransportError, TimeoutError):  # then its requests say why
             async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):

@@ -298,7 +298,7 @@ def _layers(
         for name in group.layer_names:
             spec = group.kv_cache_spec if each is None else each[name]
             if type(spec).__name__ == "MambaSpec":
-                yield from _states(name, number, spec, held if quantisation == PLAIN else torch.float32, cpu)
+                yield from _states(name, number, spec, held, cpu, quantisation)
             else:
                 layer = _layer(name, number, spec, held, heads_of, quantisation)
                 shared = _shared(spec, interleaving)
@@ -310,7 +310,9 @@ def _layers(
                 yield replace(layer, block=layer.block * (interleaving.ranks if shared else 1), shared=shared)
 
 
-def _states(name: str, group: int, spec: Any, held: torch.dtype, cpu: bool) -> Iterator[_Layer]:
+def _states(
+    name: str, group: int, spec: Any, held: torch.dtype, cpu: bool, quantisation: Quantisation
+) -> Iterator[_Layer]:
     kind, mode = getattr(spec.mamba_type, "name", spec.mamba_type), spec.mamba_cache_mode
     forms = forms_of(spec, cpu=cpu)
     if forms is None:
@@ -321,6 +323,11 @@ def _states(name: str, group: int, spec: Any, held: torch.dtype, cpu: bool) -> I
             "with --enable-prefix-caching, and without speculative decoding"
         )
     for form in forms:
+        if form.dtype != torch.float32 and quantisation != PLAIN:
+            raise UnknownCacheError(
+                f"vLLM keeps a state of {name} in {str(form.dtype).removeprefix('torch.')} beside a quantised cache, "
+                "which kvabr does not know: start it with --kv-cache-dtype auto"
+            )
         if form.dtype not in (held, torch.float32):
             raise UnknownCacheError(f"vLLM keeps a state of {name} in {form.dtype}, and its cache in {held}")
         heads, rows, columns = form.published

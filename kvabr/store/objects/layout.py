@@ -258,7 +258,7 @@ class StoredWraps:
         """
         ours = {wrap.key: wrap for wrap in self.wraps}
         if any(ours.get(wrap.key, wrap) != wrap for wrap in other.wraps):
-            raise SealedError("wrapped keys: they are of another asset")
+            raise SealedError("wrapped keys: they are of another asset; `kvabr keys rewrap` writes them again")
         more = tuple(wrap for wrap in other.wraps if wrap.key not in ours)
         return StoredWraps((*self.wraps, *more)[:MAX_KEYS])
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvabr.engines.vllm.caches import EngineCaches, Pages, UnknownCacheError, engine_caches
+from kvabr.engines.vllm.caches import EngineCaches, Pages, Quantisation, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.snapshots import Boundaries, KeptStates
 from kvabr.engines.vllm.states import StateForm, forms_of
 from kvabr.types.kv import KVSpec, LayerClass
@@ -47,13 +47,13 @@ def layer(kind="GDN_ATTN", shapes=((3, 12), (2, 6, 4)), mode="align", **fields):
     return title(mamba_type=SimpleNamespace(name=kind), shapes=shapes, mamba_cache_mode=mode, **given | fields)
 
 
-def caches(*specs):
+def caches(*specs, **more):
     groups = [
         SimpleNamespace(layer_names=[f"model.layers.{number}.mixer"], kv_cache_spec=each)
         for number, each in enumerate(specs)
     ]
     config = SimpleNamespace(kv_cache_groups=groups)
-    return engine_caches(config, layers=range(len(specs)), dtype="float16", held=torch.float16)
+    return engine_caches(config, layers=range(len(specs)), dtype="float16", held=torch.float16, **more)
 
 
 def test_states_are_classes_as_transformers_has_them():
@@ -80,6 +80,11 @@ def test_states_are_classes_as_transformers_has_them():
 def test_states_that_are_left_to_vllm(kept, what):
     with pytest.raises(UnknownCacheError, match=what):
         caches(kept)
+
+
+def test_states_of_16_bits_beside_a_quantised_cache_are_left_to_vllm():
+    with pytest.raises(UnknownCacheError, match=r"in float16 beside a quantised cache, .* --kv-cache-dtype auto"):
+        caches(layer(), quantisation=Quantisation("float8_e4m3fn"))
 
 
 def test_short_convolutions_have_one_state():
