@@ -83,4 +83,5 @@ class NodeHints:
             reason = Reason.BUSY if isinstance(error, BusyError) else Reason.UNSUPPORTED
             raise RequestError(f"the node cannot fetch it: {error}", reason=reason) from error
         self._log.info("fetched ahead", asset=str(namespace), tokens=hinted.tokens, bytes=hinted.bytes)
-        return HintAnswer(hinted.tokens, hinted.bytes, hinted.loss)
+        # What a sealed cache loses is only for who has a key, and the answer passes relays.
+        return HintAnswer(hinted.tokens, hinted.bytes, hinted.loss if found.catalog.open else 0.0)

@@ -197,17 +197,21 @@ async def test_what_plays_look_up_is_told_with_its_tokens_until_the_origin_takes
         origin.close()
 
 
-async def test_sealed_prompts_are_told_to_nobody(root, tmp_path, tls):
+async def test_of_a_sealed_prompt_neighbours_learn_neither_tokens_nor_losses(root, tmp_path, tls):
     keys = KeyRing((new_key("k"),))
     toy_asset(tmp_path / "assets" / "sealed", ("FP16",), keys=keys)
     origin, prompts = Served(tmp_path / "assets", tmp_path), SeenPrompts()
     try:
         async with (
             first_node(origin, keys=keys) as first,
-            serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG, prompts=prompts),
+            serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG, prompts=prompts) as server,
+            neighbour(server, tls) as router,
         ):
             assert (await first.play(TOKENS, deadline=LIMIT_S)).met
             assert not prompts.assets()
+            hinted = await router.hint(TOKENS, within_s=LIMIT_S, node=router.origins[0])
+            assert hinted.tokens == len(TOKENS)
+            assert hinted.loss == 0 < (await first.hint(TOKENS, within_s=LIMIT_S)).loss
     finally:
         origin.close()
 
