@@ -361,6 +361,12 @@ def served_model(
             "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
         )
     _check_blocks(kept, spec, packs=packs)
+    plain_caches = settings.plain_caches and any(one.scales is not None for one in spec.classes)
+    if plain_caches and (whole is None or not all(map(_was_plain, spec.classes))):
+        raise UsageError(
+            "plain_caches: kvabr has vLLM quantise keys and values of whole models only, and vLLM keeps "
+            f"{spec.summary}: leave it out, and caches like this engine's are played"
+        )
     shares = 1 if packs else ranks
     heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
     waits = len(groups) > 1 or bool(kept.passing) or not blocks_may_fail
@@ -378,7 +384,7 @@ def served_model(
         step_tokens=int(config.scheduler_config.max_num_batched_tokens),
         told=told,
         named=named,
-        plain_caches=settings.plain_caches and whole is not None and all(map(_was_plain, spec.classes)),
+        plain_caches=plain_caches,
         without_draft=settings.without_draft,
         ahead=draft.ahead,
         lora=lora_facts(config),
