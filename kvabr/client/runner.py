@@ -109,7 +109,7 @@ class Admission:
 
     def _count(self, by: int) -> None:
         self._playing += by
-        self._metrics.plays_in_flight.set(self._playing)
+        self._metrics.plays_in_flight.inc(by)
 
     def _leave(self) -> None:
         self._count(-1)
@@ -195,7 +195,7 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _MIN_LEFT_S = 1e-3
 _LAST = 255
-"""Priority of upgrades of caches that are in use, while there are plays."""
+"""Priority of upgrades of caches that are in use, and of those of hints, while there are plays."""
 
 
 class Clock:
@@ -239,7 +239,12 @@ class PlayRunner:
 
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._fair, self._metrics = limits.fair, metrics
-        self._admission = Admission(limits.plays, limits.waiting, limits.wait_share, metrics)
+        self._admission, self._ahead = (
+            Admission(limits.plays, limits.waiting, limits.wait_share, metrics) for _ in range(2)
+        )
+        """Of plays, and of what is fetched ahead, which takes no play's place."""
+        self._hints: set[PlaySources] = set()
+        """Those that fetch ahead."""
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         """Tasks that play, and what is done once they no longer do."""
@@ -251,6 +256,7 @@ class PlayRunner:
         """End all plays and upgrades; plays that wait for their turn are refused."""
         first, self._closing = not self._closing, True
         self._admission.close()
+        self._ahead.close()
         for task in self._plays if first else ():  # each is cancelled once
             task.cancel()
         if self._plays:
@@ -263,11 +269,14 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
+        *,
+        ahead: bool = False,
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        Its sources are ``peers``, which are dialled when it asks something of them. Closing the client ends the body,
-        not the task that it runs in.
+        What is fetched ``ahead`` of plays takes neither their turns nor, while they want it, the link. The sources are
+        ``peers``, which are dialled when it asks something of them. Closing the client ends the body, not the task that
+        it runs in.
 
         Raises:
             BusyError: there are too many plays.
@@ -280,7 +289,7 @@ class PlayRunner:
                     reporting.enter_context(told_if_exhausted(peer.relieve))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock) as connection:
+                async with self._connected(peers, clock, ahead=ahead) as connection:
                     turn = Turn(connection, clock, options, self._under_way)
                     with self._until_closed():
                         yield turn
@@ -306,8 +315,8 @@ class PlayRunner:
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        """Return how many plays there are; upgrades of caches in use take what these leave."""
-        return max(1, len(self._schedule) - len(self._upgrades))
+        """Return how many plays there are; hints, and upgrades of caches in use, take what these leave."""
+        return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
@@ -324,10 +333,10 @@ class PlayRunner:
             over.set_result(None)
 
     @asynccontextmanager
-    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock) -> AsyncIterator[PlaySources]:
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, ahead: bool) -> AsyncIterator[PlaySources]:
         """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
-        async with self._admission.enter(clock.deadline_s):
+        async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
             connection = PlaySources(
@@ -336,7 +345,9 @@ class PlayRunner:
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.due(due_s)
-            self._reprioritise(self._schedule.add(connection, due_s))
+            if ahead:
+                self._hints.add(connection)
+            self._reprioritise(self._schedule.add(connection, math.inf if ahead else due_s))
             late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:
                 yield connection
@@ -366,6 +377,7 @@ class PlayRunner:
         try:
             await connection.close()
         finally:  # the play may be cancelled at this very moment
+            self._hints.discard(connection)
             self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
@@ -374,10 +386,14 @@ class PlayRunner:
             return priority
         if connection.kept:
             return _LAST
+        if connection in self._hints:
+            return _LAST if priority >= LEAST_URGENT else wire_priority(LEVELS - 1, DEARER + priority // 2)
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
         """Change a play's deadline: once it is late, others go before it."""
+        if connection in self._hints:
+            return
         connection.late = True
         changed = self._schedule.remove(connection)
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])
