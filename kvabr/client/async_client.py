@@ -484,7 +484,7 @@ class AsyncClient:
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            node: another node, in whose store the cache is wanted (`kvabr player --serve`): from `peer`, with its token,
+            node: another node, in whose store the cache is wanted (`kvabr player --serve`): from `peer`, with a token,
                 or its URL. It is asked what there is, and fetches as its own plays do; it may keep the cache for less
                 than ``keep_s``.
             owner: for whom they are kept: who keeps most is the first to keep less.
