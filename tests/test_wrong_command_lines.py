@@ -86,6 +86,7 @@ def right(folder, port):
         "traces import": [trace, "--out", out],
         "traces synth": ["markov", "--mean-mbps", "3", "--duration", "3", "--out", out],
         "keys new": ["name"],
+        "keys list": [str(folder / "ring"), store],
         "keys rewrap": [store, "--keys", str(folder / "ring")],
         "store ls": [store],
         "store du": [store],
@@ -105,7 +106,7 @@ def right(folder, port):
 
 NAMES = (
     *(name for name in names() if name not in {"traces", "store", "bench", "keys"}),
-    *(f"keys {name}" for name in ("new", "rewrap")),
+    *(f"keys {name}" for name in ("new", "list", "rewrap")),
     *(f"traces {name}" for name in ("info", "import", "synth")),
     *(f"store {name}" for name in ("ls", "du", "pin", "unpin", "expire", "gc", "verify", "copy")),
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),

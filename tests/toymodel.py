@@ -130,12 +130,21 @@ def toy_base(
 
 
 def toy_passage(
-    path, ids: Sequence[int], tracks=("FP16", "Int8", "Int4"), *, profile=None, salt: bytes = b"", **notes
+    path,
+    ids: Sequence[int],
+    tracks=("FP16", "Int8", "Int4"),
+    *,
+    profile=None,
+    salt: bytes = b"",
+    keys: KeyRing | None = None,
+    **notes,
 ) -> Asset:
     """Publish a passage of the toy model into a folder."""
     made = Prompt(tuple(ids), prompt().continuation)
     with FolderAssetWriter(path) as writer:
         base = toy_base(ids, **notes)
-        catalog = publish(ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, time_engine=False)
+        catalog = publish(
+            ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, keys=keys, time_engine=False
+        )
         writer.commit(catalog)
     return FolderAsset.open(path)

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt
-    from kvabr.store.locations import check_sealable, open_store
+    from kvabr.store.locations import open_store
     from kvabr.types.digests import check_kind
     from kvabr.types.sealing import read_keys
 
@@ -120,7 +120,6 @@ def run(args: argparse.Namespace) -> int:
     salt = read_salt(args.salt_file)
     check_writable(args.json)
     store = open_store(args.out)
-    check_sealable(store, keys)
     writer = store.writer(force=args.force)
 
     def check_new(digest: str) -> None:

@@ -53,8 +53,6 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
     if args.fusion is not None and not args.passage:
         raise UsageError("--fusion is for passages: add --passage")
-    if args.keys is not None and args.passage:
-        raise UsageError("--keys: passages cannot be sealed")
     if args.contexts is not None and not 1 <= args.contexts <= MAX_CONTEXTS:
         raise UsageError(f"--contexts must be 1 to {MAX_CONTEXTS}")
     if args.fusion is not None:

@@ -18,6 +18,7 @@ its own.
   kvabr keys new publisher  > ring                         a ring of one key
   kvabr keys new team-a  >> ring                           another, for a tenant ...
   grep ^team-a ring > team-a.key                          ... who needs only that
+  kvabr keys list ring assets                              its keys, and which of them open which asset
   kvabr encode --text F --tokens 512 --keys ring --out assets/one
   kvabr fetch moqt://origin.example/ --prompt F.json --deadline 2 --keys team-a.key --out cache.safetensors
 
@@ -30,12 +31,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = "Make keys that seal caches from stores and relays, and change who can open what is published."
     parser.epilog = _EPILOG
-    actions = parser.add_subparsers(dest="action", required=True, metavar="new|rewrap")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="new|list|rewrap")
     new = actions.add_parser("new", help="print a new key, a line for a key ring")
     new.add_argument("name", metavar="NAME", help="whose it is: letters, digits, dots, dashes and underscores")
     new.set_defaults(run=_new)
+    listed = actions.add_parser("list", help="print the keys of a ring, without their secrets")
+    listed.add_argument("ring", type=Path, metavar="RING", help="a key ring")
+    listed.add_argument("store", nargs="?", metavar="STORE", help="also print which of its assets they open")
+    listed.set_defaults(run=_list)
     rewrap = actions.add_parser("rewrap", help="let the keys of a ring open what is sealed, and no others")
-    rewrap.add_argument("root", type=Path, metavar="FOLDER", help="an asset, or a folder of assets")
+    rewrap.add_argument("store", metavar="STORE", help="an asset, or a store of assets: a folder, or a bucket's URL")
     rewrap.add_argument(
         "--keys", type=Path, required=True, metavar="F", help="key ring: one of its keys must open each asset"
     )
@@ -49,10 +54,35 @@ def _new(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rewrap(args: argparse.Namespace) -> int:
-    from kvabr.store.admin.rewrapping import rewrap
+def _list(args: argparse.Namespace) -> int:
+    from kvabr.store.locations import open_store
+    from kvabr.types.errors import KvabrError
     from kvabr.types.sealing import KeyRing
 
-    done = rewrap(args.root, KeyRing.read(args.keys))
+    ring = KeyRing.read(args.ring)
+    for number, key in enumerate(ring.keys):
+        print(f"{key.id}  {key.name}{'' if number else '  (first: makes the keys of assets)'}")
+    if args.store is None:
+        return 0
+    names, bad = {key.id: key.name for key in ring.keys}, 0
+    store = open_store(args.store, must_exist=True)
+    for name in sorted(store.list().versions):
+        try:
+            seal = store.open(name).catalog.seal
+        except KvabrError as error:
+            told, bad = str(error), bad + 1
+        else:
+            told = "not sealed" if seal is None else ", ".join(names.get(wrap.key, wrap.key) for wrap in seal.wraps)
+        print(f"{name}: {told}")
+    return 1 if bad else 0
+
+
+def _rewrap(args: argparse.Namespace) -> int:
+    from kvabr.store.admin.rewrapping import rewrap
+    from kvabr.store.locations import open_store
+    from kvabr.types.sealing import KeyRing
+
+    ring = KeyRing.read(args.keys)
+    done = rewrap(open_store(args.store, must_exist=True), ring)
     print(f"{counted(done.wrapped, 'asset')} wrapped anew; {done.same:,} had these keys, {done.open:,} are not sealed")
     return 0

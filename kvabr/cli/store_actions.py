@@ -286,7 +286,7 @@ def _report(admin: StoreAdmin, done: Collected, args: argparse.Namespace) -> Non
         "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
         "damaged": done.damaged,
     }
-    removed = ("spans", "pointers", "offers", "profiles", "groups", "bytes")
+    removed = ("spans", "pointers", "offers", "profiles", "keys", "groups", "bytes")
     counts = ("kept", *removed, "waiting", "busy", "excess", "swept")
     write_json(args.json, value | {name: getattr(done, name) for name in counts})
 
@@ -301,7 +301,13 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         plain(f"{name}: cannot be read: {why}; see kvabr store verify")
     stay = "stays" if done.kept == 1 else "stay"
     plain(f"{counted(len(done.evicted), 'asset')} {removed}, {done.kept:,} {stay}; {human(done.bytes)} freed")
-    parts = {"span": done.spans, "pointer": done.pointers, "offer": done.offers, "profile": done.profiles}
+    parts = {
+        "span": done.spans,
+        "pointer": done.pointers,
+        "offer": done.offers,
+        "profile": done.profiles,
+        "key": done.keys,
+    }
     parts["cached group"] = done.groups
     if any(parts.values()):
         plain(", ".join(counted(count, what) for what, count in parts.items() if count) + f" {removed}")

@@ -74,7 +74,6 @@ from kvabr.types.errors import (
     ModelError,
     NotFoundError,
     PlayError,
-    SealedError,
     TransportError,
     UsageError,
     told_if_exhausted,
@@ -145,7 +144,7 @@ class AsyncClient:
             steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
                 plays take groups from these as well. They are shown the same token, and trusted alike.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
-                (`kvabr.types.sealing`). Others are not played then, and no passages, which cannot be sealed.
+                (`kvabr.types.sealing`). Others are not played then.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -353,10 +352,9 @@ class AsyncClient:
                 async with asyncio.timeout(lookup_s):
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
                     if prompt is not None:
-                        self._check_open()
                         await play.connection.reached()
                         play.connection.alone()
-                        found, spec = await prompt.find(play.connection)
+                        found, spec = await prompt.find(play.connection, self._keys)
                     else:
                         found, spec = await self._find(
                             play.connection, peer, tokens, wanted, lookup_s, wait_s=wait_s, **how
@@ -693,10 +691,9 @@ class AsyncClient:
 
         See `kvabr.client.joined_prefix.find_joined`, also for the errors.
         """
-        self._check_open()
         refused: list[tuple[Passage, str]] = []
         found = await find_joined(
-            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
+            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype, keys=self._keys,
             refused=lambda *why: refused.append(why),
         )  # fmt: skip
         return found, refused
@@ -837,11 +834,6 @@ class AsyncClient:
                     del self._peers[key]
             self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, self._keys)
         return self._peers[peer]
-
-    def _check_open(self) -> None:
-        """Raise `SealedError` if only sealed caches are played, which passages cannot be."""
-        if self._keys is not None:
-            raise SealedError("passages are not sealed, and a client with keys plays sealed caches alone")
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
         """Return peers as they were named, at least one."""

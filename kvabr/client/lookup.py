@@ -262,7 +262,8 @@ class _Lookup:
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
         """Return what a connection finds itself."""
-        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
+        keys = None if self.keys is None else {key.id for key in self.keys.ring.keys}
+        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype, keys=keys)
         if prefix is None:
             return None
         if prefix.catalog is None:
@@ -365,7 +366,10 @@ def _parse(data: bytes, keys: Keys | None = None) -> Found:
 
 def _parse_live(data: bytes, keys: Keys | None = None) -> Found:
     live = LiveCatalog.loads(data)
-    return Found(_checked(live.catalog, keys), hashlib.sha256(data).hexdigest(), live=live)
+    catalog = _checked(live.catalog, keys)
+    if catalog.key is not None:
+        live.check_mac(catalog.key)
+    return Found(catalog, hashlib.sha256(data).hexdigest(), live=live)
 
 
 def _checked(catalog: Catalog, keys: Keys | None = None) -> Catalog:

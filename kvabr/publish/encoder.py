@@ -198,7 +198,7 @@ def publish(
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
         digest: kind of the frames' digests, see `kvabr.types.digests`.
-        keys: seal the frames and the catalog, see `kvabr.types.sealing`; none for passages.
+        keys: seal the frames and the catalog, see `kvabr.types.sealing`.
         questions: token ids of questions about the text, see `kvabr.publish.tails.questions`: losses behind tails are
             those of its continuation and of answers to them.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.

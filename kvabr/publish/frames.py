@@ -309,7 +309,7 @@ class FrameEncoder:
         unit = self.units[group]
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
-            return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
+            return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place, key=self._key)
         finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens) if self._finer_end else 0
         return GroupContext(part, place, unit.tokens, self._profile, finer=finer, key=self._key)
 

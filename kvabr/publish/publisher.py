@@ -27,7 +27,7 @@ from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
 from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.locations import Location, check_sealable, open_store
+from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import remove_asset
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
@@ -100,7 +100,6 @@ class Publisher:
         self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
         if keep_tokens and self._folder is None:
             raise UsageError(f"{location}: object stores keep no token ids of prompts; only folders do")
-        check_sealable(self.store, keys)
         try:
             self.store.prepare()
         except AssetError as error:

@@ -13,7 +13,6 @@ from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.objects import url
-from kvabr.store.objects.layout import NOT_SEALED
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
@@ -99,12 +98,6 @@ def open_groups(
     from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
 
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
-
-
-def check_sealable(store: AssetStore, keys: object) -> None:
-    """Raise `UsageError` if there are keys, and sealed assets cannot be kept in a store."""
-    if keys is not None and not isinstance(store, FolderAssetStore):
-        raise UsageError(f"{store.location}: {NOT_SEALED}")
 
 
 @checked

@@ -2,7 +2,7 @@
 
 An asset keeps its version while it moves, so plays, relays and lookups do not notice. Only assets that engines
 published move, and only those named by their prompt's digest, as all are in object stores; others in the folder stay,
-and sealed ones, which object stores refuse.
+and those that an older version sealed, which object stores refuse.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class TieredAssetStore:
             if asset is None or asset.version != version:
                 continue  # nobody serves it yet
             catalog = asset.catalog
-            if catalog.namespace.prompt != name or not catalog.estimated or catalog.seal is not None:
+            if catalog.namespace.prompt != name or not catalog.estimated or _is_old(catalog):
                 self._known.pop(name, None)
                 continue
             size = sum(sum(track.bytes) for track in catalog.published.values())
@@ -332,6 +332,11 @@ class TieredAssetStore:
         """Return the version that an asset keeps while it moves."""
         versions, kept = self._moved.get(name, (frozenset[AssetVersion](), version))
         return kept if version in versions else version
+
+
+def _is_old(catalog: Catalog) -> bool:
+    """Return whether a catalog was sealed by an older version, which buckets cannot keep."""
+    return catalog.seal is not None and not catalog.seal.runs
 
 
 def _bytes_of(catalog: Catalog) -> dict[str, tuple[str, ...]]:

@@ -12,10 +12,8 @@ attributed such that the losses of the played groups add up to the loss of the w
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import zlib
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +30,8 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, decode, fields_of, read_members, to_json
-from kvabr.types.sealing import AssetKey, KeyRing, Seal, ids, unpacked
+from kvabr.types.sealed_runs import SealedRuns
+from kvabr.types.sealing import AssetKey, KeyRing, Seal, boxed, ids, unboxed
 from kvabr.types.tails import (
     MOST_LOSS,
     Loss,
@@ -200,7 +199,8 @@ _NOT_MEASURED = "not measured"
 """Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
 _SECRET: dict[str, Any] = {"source": "", "prefill": None, "loss_method": "", "mixes": (), "asked": ()}
 _SECRET_OF_TRACK = "measured", "tails", "loss"
-"""Fields of a catalog, with what a sealed one says instead; and of its tracks."""
+"""Fields of a catalog, with what a sealed one says instead; and of its tracks. Of a passage's notes, it says how its
+cache was computed."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -273,8 +273,6 @@ class Catalog(CommonFacts):
             raise FormatError(f"catalog: {self.spec.model}: an asset cannot begin at token {self.position} of a prompt")
         if self.passage is not None:
             self.passage.check(self.spec, self.tokens)
-            if self.seal is not None or self.key is not None:
-                raise FormatError("catalog: passages cannot be sealed")
         if len(self.chunks) != chunks:
             raise FormatError(f"catalog: {chunks} groups but {len(self.chunks)} prompt digests")
         check_tracks(self.tracks, "catalog")
@@ -643,19 +641,26 @@ class Catalog(CommonFacts):
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
         if self.key is not None:
-            return self._sealed(self.key).to_json()
+            return self.sealed.to_json()
         return {"schema": self.schema, **to_json(self, *_ALWAYS, last=_ORDER)}
 
     def _sealed(self, key: AssetKey) -> Catalog:
         """Return what stores and relays may see of it."""
         tracks = tuple(replace(each, loss=(0.0,) * len(each.loss), tails=(), measured=None) for each in self.tracks)
-        public = replace(self, tracks=tracks, whole=None, key=None, **_SECRET)
+        notes = None if self.passage is None else PassageNotes(self.passage.base, self.passage.contexts)
+        public = replace(self, tracks=tracks, whole=None, key=None, passage=notes, **_SECRET)
         own = to_json(replace(self, key=None))
-        hidden = {name: value for name, value in own.items() if name in _SECRET}
+        hidden = {name: value for name, value in own.items() if name in _SECRET or name == "passage"}
         hidden["tracks"] = [{name: each[name] for name in _SECRET_OF_TRACK if name in each} for each in own["tracks"]]
-        packed = zlib.compress(json.dumps(hidden, separators=(",", ":")).encode())
-        box = key.seal(packed, self._bound)
-        return replace(public, seal=Seal(key.wraps, base64.b64encode(box).decode()))
+        box = boxed(key, json.dumps(hidden, separators=(",", ":")), self._bound)
+        tails = [[list(tail) for tail in track.tails] for track in self.tracks]
+        runs = self._runs.seal(key, [track.loss for track in self.tracks], tails)
+        return replace(public, seal=Seal(key.wraps, box, key.maker, runs))
+
+    @property
+    def _runs(self) -> SealedRuns:
+        levels = [(track.name, track.refines) for track in self.tracks]
+        return SealedRuns(self.spec, self.profile, self.position, levels, self.chunks, self.units)
 
     @property
     def _bound(self) -> bytes:
@@ -665,6 +670,27 @@ class Catalog(CommonFacts):
         facts = [self.tokens, self.position, self.chunks, self.profile, self.profile_bytes, self.estimated]
         what = [self.namespace.model, self.spec.digest().hex(), *facts, tracks]
         return b"kvabr.catalog/4\0" + hashlib.sha256(json.dumps(what).encode()).digest()
+
+    @property
+    def open(self) -> bool:
+        """Whether this is the catalog of an asset that anybody can read."""
+        return self.seal is None and self.key is None
+
+    @property
+    def sealed(self) -> Catalog:
+        """What stores may see of it: a sealed catalog as it is written; itself if it is not sealed."""
+        return self if self.key is None else self._sealed(self.key)
+
+    def check_seal(self, key: AssetKey) -> None:
+        """Raise a `SealedError` unless a catalog is sealed with a key, and as its publisher wrote it."""
+        if self.seal is None:
+            raise SealedError("it is not sealed")
+        unboxed(key, self.seal.box, self._bound, 1)
+
+    def check_run(self, number: int, box: str) -> None:
+        """Raise a `SealedError` or `FormatError` unless a box is that of a run of this catalog, whose key is known."""
+        if self.key is not None:
+            self._runs.open_run(self.key, number, box)
 
     def opened(self, keys: KeyRing | None) -> Catalog:
         """Return the catalog with what is sealed in it, and its key; itself if it is not sealed.
@@ -677,21 +703,22 @@ class Catalog(CommonFacts):
             return self
         if keys is None:
             raise SealedError(f"it is sealed for the keys {ids(seal.wraps)}; give one of them (--keys FILE, keys=...)")
-        key, public = keys.unwrap(seal.wraps), to_json(replace(self, seal=None))
-        unpack = zlib.decompressobj()
-        try:
-            text = unpack.decompress(key.open(unpacked(seal.box), self._bound), MAX_CATALOG_BYTES)
-        except zlib.error as error:
-            raise FormatError(f"catalog: what is sealed in it is damaged ({error})") from error
-        hidden = decode(text, _Hidden, "catalog, sealed")
+        key, public = keys.unwrap(seal.wraps, seal.made_by), to_json(replace(self, seal=None))
+        if seal.box:
+            text = unboxed(key, seal.box, self._bound, MAX_CATALOG_BYTES)
+            hidden = decode(text, _Hidden, "catalog, sealed")
+        else:
+            hidden = _Hidden(self._runs.open(key, seal.runs))
         if len(hidden.tracks) != len(public["tracks"]):
             raise FormatError("catalog: what is sealed in it is of other tracks")
         public["tracks"] = [
             {**shown, **{name: value for name, value in own.items() if name in _SECRET_OF_TRACK}}
             for shown, own in zip(public["tracks"], hidden.tracks, strict=True)
         ]
-        own = {name: value for name in _SECRET if (value := getattr(hidden, name)) is not None}
-        open_catalog = json.dumps({"schema": SCHEMAS[self.digest_kind], **public, **own})
+        if (hidden.passage is None) != (self.passage is None):
+            raise FormatError("catalog: what is sealed in it is not of a passage, or is of one")
+        own = {name: value for name in (*_SECRET, "passage") if (value := getattr(hidden, name)) is not None}
+        open_catalog = json.dumps({"schema": replace(self, seal=None).schema, **public, **own})
         return replace(Catalog.loads(open_catalog), key=key)
 
     def dumps(self) -> str:
@@ -740,6 +767,7 @@ class _Hidden(Struct):
     loss_method: Any = None
     mixes: Any = None
     asked: Any = None
+    passage: Any = None
 
 
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:

@@ -18,9 +18,11 @@ import logging
 import os
 import re
 import secrets
+import stat
 import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,25 +42,50 @@ SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 MAX_KEYS = 64
 """Keys in a ring."""
 _MAX_RING_BYTES = 64 << 10
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_WARNED: set[str] = set()
+"""Key rings that others may read, which is said once."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+KeyId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""See `RingKey.id`."""
+Mac = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""See `AssetKey.mac`."""
+Box = Annotated[str, Meta(max_length=24 << 20)]
+"""What is sealed, base64."""
+MAX_RUNS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Wrap:
     """An asset key, wrapped with a key of a ring."""
 
-    key: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
-    """Identifies the key, see `RingKey.id`."""
+    key: KeyId
+    """Identifies the key."""
     wrapped: Annotated[str, Meta(pattern=r"^[0-9a-f]{80}\Z")]
+
+
+Wraps = Annotated[tuple[Wrap, ...], Meta(min_length=1, max_length=MAX_KEYS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
     """What a sealed catalog says instead of what is sealed."""
 
-    wraps: Annotated[tuple[Wrap, ...], Meta(min_length=1, max_length=MAX_KEYS)]
-    box: Annotated[str, Meta(max_length=24 << 20)]
-    """The sealed fields, base64, see `kvabr.types.catalog.Catalog.opened`."""
+    wraps: Wraps
+    box: Box = ""
+    """The sealed fields, see `kvabr.types.catalog.Catalog.opened`; empty in a catalog that was put together from the
+    spans of a bucket."""
+    maker: KeyId | None = None
+    """Identifies the key that the asset key was made from. None: of an older asset."""
+    runs: Annotated[tuple[Box, ...], Meta(max_length=MAX_RUNS)] = ()
+    """What each run of 16 groups loses (`kvabr.types.sealed_runs`); empty: of an older asset."""
+
+    @property
+    def made_by(self) -> str:
+        """The key that the asset key was made from; of an older asset the first that it was wrapped with."""
+        return self.maker or self.wraps[0].key
 
 
 @dataclass(frozen=True)
@@ -67,6 +94,8 @@ class AssetKey:
 
     secret: bytes = field(repr=False)
     wraps: tuple[Wrap, ...] = field(compare=False)
+    maker: str | None = field(default=None, compare=False)
+    """See `Seal.maker`."""
 
     def seal(self, data: bytes | memoryview, bound: bytes) -> bytes:
         """Encrypt; ``bound`` must be the same when it is opened. Equal arguments give equal bytes."""
@@ -85,6 +114,15 @@ class AssetKey:
         except (InvalidTag, ValueError) as error:
             raise SealedError("it was sealed with another key, or changed since; fetch it again") from error
 
+    def mac(self, data: bytes) -> str:
+        """Return what only who has the key can make of some bytes, 32 hex digits: the news of live assets carry it."""
+        return hmac.digest(self._news_key, data, "sha256")[:16].hex()
+
+    def check_mac(self, mac: str | None, data: bytes, what: str) -> None:
+        """Raise a `SealedError`, about ``what``, unless a `mac` is that of some bytes."""
+        if mac is None or not hmac.compare_digest(mac, self.mac(data)):
+            raise SealedError(f"{what}: it is not from who sealed this asset; a store or relay has changed it")
+
     @cached_property
     def _cipher(self) -> AESGCM:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415  # slow to load
@@ -95,8 +133,12 @@ class AssetKey:
     def _nonce_key(self) -> bytes:
         return hmac.digest(self.secret, b"kvabr.nonce/1", "sha256")
 
+    @cached_property
+    def _news_key(self) -> bytes:
+        return hmac.digest(self.secret, b"kvabr.news/1", "sha256")
+
     def __getstate__(self) -> dict[str, object]:
-        return {"secret": self.secret, "wraps": self.wraps}  # ciphers cannot be pickled
+        return {"secret": self.secret, "wraps": self.wraps, "maker": self.maker}  # ciphers cannot be pickled
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +177,15 @@ class KeyRing:
     def read(cls, path: str | os.PathLike[str]) -> KeyRing:
         """Read a file: a name and 32 bytes in base64 on each line; empty lines and those that begin with # are skipped.
 
+        A file that others on the machine may read is warned of, once.
+
         Raises:
             UsageError: it cannot be read, or is no key ring; the message says which line is wrong, and shows no key.
         """
         path = Path(path)
         try:
             with path.open("rb") as file:
-                data = file.read(_MAX_RING_BYTES + 1)
+                data, found = file.read(_MAX_RING_BYTES + 1), os.fstat(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: no file can have this name
             raise UsageError(f"{path}: cannot read the key ring ({getattr(error, 'strerror', error)})") from error
         if len(data) > _MAX_RING_BYTES:
@@ -161,9 +205,13 @@ class KeyRing:
                 )
             keys.append(RingKey(name, secret))
         try:
-            return cls(tuple(keys))
+            ring = cls(tuple(keys))
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
+        if stat.S_ISREG(found.st_mode) and found.st_mode & _OTHERS and str(path) not in _WARNED:
+            _WARNED.add(str(path))
+            _log.warning("kvabr: %s: others on this machine may read this key ring; run: chmod go= %s", path, path)
+        return ring
 
     @property
     def ring(self) -> KeyRing:
@@ -177,15 +225,16 @@ class KeyRing:
         """
         what = b"kvabr.asset/1\0" + first_chunk.encode() + b"\0" + profile.encode()
         secret = hmac.digest(self.keys[0].secret, what, "sha256")
-        return self.wrapped(secret)
+        return self.wrapped(AssetKey(secret, (), self.keys[0].id))
 
-    def wrapped(self, secret: bytes) -> AssetKey:
-        """Return an asset key for the readers who have a key of this ring."""
+    def wrapped(self, asset: AssetKey) -> AssetKey:
+        """Return an asset key for the readers who have a key of this ring, and for no others."""
         from cryptography.hazmat.primitives.keywrap import aes_key_wrap  # noqa: PLC0415  # slow to load
 
-        return AssetKey(secret, tuple(Wrap(key.id, aes_key_wrap(key.secret, secret).hex()) for key in self.keys))
+        wraps = tuple(Wrap(key.id, aes_key_wrap(key.secret, asset.secret).hex()) for key in self.keys)
+        return replace(asset, wraps=wraps)
 
-    def unwrap(self, wraps: Sequence[Wrap]) -> AssetKey:
+    def unwrap(self, wraps: Sequence[Wrap], maker: str | None = None) -> AssetKey:
         """Return an asset key; raise a `SealedError` if it is wrapped with none of these keys."""
         from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap  # noqa: PLC0415  # as above
 
@@ -193,7 +242,7 @@ class KeyRing:
         for wrap in wraps:
             if (key := ours.get(wrap.key)) is not None:
                 try:
-                    return AssetKey(aes_key_unwrap(key.secret, bytes.fromhex(wrap.wrapped)), tuple(wraps))
+                    return AssetKey(aes_key_unwrap(key.secret, bytes.fromhex(wrap.wrapped)), tuple(wraps), maker)
                 except InvalidUnwrap as error:
                     raise SealedError(f"its key is damaged where it is wrapped for {key.name}") from error
         raise SealedError(f"it is sealed for the keys {ids(wraps)}, and this ring has {ids(self.keys)}")
@@ -247,9 +296,19 @@ def ids(keys: Sequence[Wrap | RingKey]) -> str:
     return ", ".join(named[:4]) + (f" and {len(named) - 4} more" if len(named) > 4 else "")
 
 
-def unpacked(box: str) -> bytes:
-    """Return the bytes of `Seal.box`; raise a `FormatError` if it is not base64."""
+def boxed(key: AssetKey, text: str, bound: bytes) -> str:
+    """Return text, packed and sealed, as a `Seal` has it; see `AssetKey.seal`."""
+    return base64.b64encode(key.seal(zlib.compress(text.encode()), bound)).decode()
+
+
+def unboxed(key: AssetKey, box: str, bound: bytes, limit: int) -> bytes:
+    """Return the text in a box, at most its first ``limit`` bytes.
+
+    Raises:
+        SealedError: see `AssetKey.open`.
+        FormatError: it is no box.
+    """
     try:
-        return base64.b64decode(box, validate=True)
-    except ValueError as error:
-        raise FormatError(f"catalog: its seal is not base64 ({error})") from error
+        return zlib.decompressobj().decompress(key.open(base64.b64decode(box, validate=True), bound), limit)
+    except (zlib.error, ValueError) as error:
+        raise FormatError(f"what is sealed is damaged ({error})") from error

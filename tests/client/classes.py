@@ -14,6 +14,8 @@ from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
+from kvabr.types.sealing import KeyRing
+from kvabr.types.units import snapshot_ends
 from tests.memory_transport import MemoryConnection, MemoryLink
 
 SLIDING = KVSpec(
@@ -72,12 +74,16 @@ def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
     return tuple(parts)
 
 
-def published(root, spec: KVSpec, tokens: list[int]) -> PublishedAssets:
+def published(root, spec: KVSpec, tokens: list[int], keys: KeyRing | None = None) -> PublishedAssets:
     """Publish the made-up cache of some tokens in a folder."""
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     with FolderAssetStore(root).writer(spec.model.rpartition("/")[2]) as writer:
-        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer)
-        frames.encode(numbers(spec, tokens))
+        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer, keys=keys)
+        cache = list(numbers(spec, tokens))
+        for number, part in enumerate(spec.parts):
+            if ends := snapshot_ends(part, len(tokens)):
+                cache[number] = torch.cat([numbers(spec, tokens[:end])[number] for end in ends], dim=3)
+        frames.encode(cache)
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
         expected = {"FP16": 1e-6, "BF16": 2e-6, "Int8": 0.001}
         losses = {track: [loss] * len(frames.units) for track, loss in expected.items()}

@@ -1,4 +1,4 @@
-"""A home for player processes."""
+"""A home for player processes; Triton is loaded for its interpreter, before any other library of an engine loads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.codec.gpu.conftest  # noqa: F401
 from tests.processes import LIMIT_S
 
 

@@ -156,16 +156,20 @@ def test_measured_assets_and_other_names_stay(tiers):
     assert (tiers.warm.root / "book").is_dir()
 
 
-def test_sealed_assets_stay_and_keep_no_others_from_moving(tiers):
-    made = [tiers.put(tiers.warm, number) for number in range(1, 7)]
-    key = KeyRing((new_key("ours"),)).asset_key("a" * 64)
-    for one in made[:3]:
-        (tiers.warm.root / one.namespace.prompt / "catalog.json").write_text(replace(one, key=key).dumps())
+def test_sealed_assets_move_without_a_key(tiers):
+    """Those that an older version sealed stay, and keep no others from moving."""
+    made, ring = [tiers.put(tiers.warm, number) for number in range(1, 7)], KeyRing((new_key("ours"),))
+    for number, one in enumerate(made):
+        sealed = replace(one, key=ring.asset_key(one.chunks[0])).sealed
+        if number < 3:
+            sealed = replace(sealed, seal=replace(sealed.seal, runs=(), maker=None))
+        (tiers.warm.root / one.namespace.prompt / "catalog.json").write_text(sealed.dumps())
     tiers.served.refresh()
     moves = tiers.settle()
     assert not moves.failed
     assert [tiers.where(one) for one in made[:3]] == [["warm"]] * 3
-    assert len(moves.down) == 1
+    (moved,) = [one for one in made if one.namespace.prompt in moves.down]
+    assert tiers.cold.open(moved.namespace.prompt).catalog.opened(ring).tracks == moved.tracks
 
 
 class Dead:

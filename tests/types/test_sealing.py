@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.types.catalog import Catalog, Mix, Quality
+from kvabr.types.catalog import Catalog, Mix, Quality, groups_of
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, SealedError, UsageError, VersionError
-from kvabr.types.sealing import KeyFile, KeyRing, new_key
+from kvabr.types.sealing import KeyFile, KeyRing, Seal, boxed, new_key
 from tests.catalogs import catalog
 
 OURS, TENANT, OTHER = (new_key(name) for name in ("ours", "tenant", "other"))
@@ -87,6 +87,9 @@ def test_a_catalog_shows_stores_no_losses_and_readers_everything():
     assert locked.opened(READER).dumps() == text
     assert Catalog.loads(locked.dumps()) == locked  # as a relay passes it on
     assert whole().opened(None) == whole()
+    older = Catalog.loads(replace(locked, seal=Seal(locked.seal.wraps, locked.seal.box)).dumps())
+    assert older.opened(READER) == published
+    assert older.seal.made_by == OURS.id
     for keys in (None, STRANGER):
         with pytest.raises(SealedError, match=OURS.id):
             locked.opened(keys)
@@ -146,6 +149,57 @@ def test_boxes_that_no_publisher_makes():
     for schema in ("kvabr.catalog/1", "kvabr.catalog/5"):
         with pytest.raises(FormatError if schema.endswith("1") else VersionError):
             Catalog.loads(json.dumps({**text, "schema": schema}))
+
+
+def spans(made, keys=RING):
+    """Return a sealed catalog as it is put together from the spans of a bucket."""
+    locked = Catalog.loads(replace(made, key=keys.asset_key(made.chunks[0])).dumps())
+    return replace(locked, seal=replace(locked.seal, box=""))
+
+
+def test_runs_tell_what_a_part_of_an_asset_loses():
+    made = catalog(40)
+    found = spans(made)
+    assert len(found.seal.runs) == 3
+    assert found.seal.maker == OURS.id
+    opened = found.opened(READER)
+    assert [track.loss for track in opened.tracks] == [track.loss for track in made.tracks]
+    assert (opened.source, opened.prefill) == ("", None)
+    whole = tuple(range(40))
+    for groups, runs in ((32, 2), (20, 2), (1, 1)):
+        part = replace(
+            found,
+            tokens=groups * made.spec.group_tokens,
+            chunks=found.chunks[:groups],
+            tracks=tuple(groups_of(track, whole[:groups], whole[:groups]) for track in found.tracks),
+            seal=replace(found.seal, runs=found.seal.runs[:runs]),
+        )
+        assert [track.loss for track in part.opened(READER).tracks] == [track.loss[:groups] for track in made.tracks]
+
+
+def test_runs_of_another_place_or_asset_are_refused():
+    found, other = spans(catalog(40)), spans(catalog(40), KeyRing((OTHER, TENANT)))
+    one, two, three = found.seal.runs
+    for runs in ((two, one, three), (one, two), (), (one, two, two), (one, two, other.seal.runs[2]), (one, two, "?")):
+        with pytest.raises(FormatError):
+            replace(found, seal=replace(found.seal, runs=runs)).opened(READER)
+    for change in ({"profile": "ab" * 32}, {"position": 16}):
+        with pytest.raises(SealedError, match="changed since"):
+            replace(found, **change).opened(READER)
+    key, runs = RING.asset_key(found.chunks[0]), found._runs
+    empty = json.dumps({"tracks": [{"loss": {}}] * len(found.tracks)})
+    for text in ("no JSON", '{"tracks": []}', empty):
+        with pytest.raises(FormatError):
+            replace(found, seal=replace(found.seal, runs=(boxed(key, text, runs._bound(0)), two, three))).opened(READER)
+
+
+def test_a_ring_that_others_may_read_is_warned_of_once(tmp_path, caplog):
+    path = tmp_path / "ring"
+    path.write_text(OURS.line())
+    for mode, warnings in ((0o600, 0), (0o640, 1), (0o644, 1)):
+        path.chmod(mode)
+        KeyRing.read(path)
+        assert caplog.text.count(f"chmod go= {path}") == warnings
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from kvabr.store.objects.layout import (
     pointer_key,
     profile_key,
     span_key,
+    wraps_key,
 )
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
 from kvabr.store.objects.protocol import Objects
@@ -48,11 +49,12 @@ class _Outline(Struct):
 
     spec: dict[str, Any]
     tokens: Annotated[int, Meta(ge=1)]
-    chunks: tuple[str, ...]
+    chunks: Annotated[tuple[str, ...], Meta(min_length=1)]
     tracks: tuple[_Sizes, ...]
-    profile: str | None
-    loss_method: str
+    profile: str | None = None
+    loss_method: str = ""
     estimated: bool | None = None
+    seal: dict[str, Any] | None = None
 
 
 class BucketLayout:
@@ -75,6 +77,7 @@ class BucketLayout:
             span_tokens=spec.group_tokens * stored.span_groups,
             span_groups=stored.span_groups,
             measured=not is_estimated(found.estimated, found.loss_method),
+            wraps=None if found.seal is None else wraps_key(stored.offer, found.chunks[0]),
         )
 
     def head_bytes(self, data: bytes | memoryview) -> int:

@@ -49,6 +49,7 @@ from kvabr.store.objects.leases import (
     PROBES,
     SWEEPS,
     TIMING,
+    WRAPS,
     LeaseTiming,
     Note,
     Runtime,
@@ -138,6 +139,8 @@ class Collected:
     offers: int = 0
     """Kinds of assets of which there is none any more."""
     profiles: int = 0
+    keys: int = 0
+    """Wrapped keys of sealed assets."""
     groups: int = 0
     """Single groups of caches that were deleted."""
     bytes: int = 0
@@ -312,8 +315,8 @@ class Collector:
             named = dict.fromkeys(
                 span for key, each in wanted.items() if each.reason != "expired" for span in found.manifests[key].spans
             )
-            profiles = {profile for key in wanted if (profile := found.manifests[key].profile) is not None}
-            await self._objects.put(f"{EVICTIONS}{secrets.token_hex(16)}", Note((*named, *profiles)).dumps())
+            besides = {name for key in wanted for name in found.manifests[key].besides}
+            await self._objects.put(f"{EVICTIONS}{secrets.token_hex(16)}", Note((*named, *besides)).dumps())
         async with self._sweeping(wanted) as sweep:
             going = await self._still_unwanted(wanted, found)
             self._done.busy += len(wanted) - len(going)
@@ -407,8 +410,7 @@ class Collector:
             for group, pointer in enumerate(manifest.pointers):
                 named = size and (group + 1) % size != 0  # the last group of a full span has its name
                 self._live_pointers[pointer] = manifest.spans[group // size] if named else None
-            if manifest.profile is not None:
-                self._live.add(manifest.profile)
+            self._live.update(manifest.besides)
 
     async def _look_again(self, seen: dict[str, float]) -> bool:
         """Read the catalogs that were written since the survey; return False if one cannot be read."""
@@ -510,7 +512,9 @@ class Collector:
                 doomed = [key for key in doomed if key not in named and key not in self._live]
                 if not await sweep.delete(doomed):
                     return
-        self._done.profiles += len(doomed)
+        keys = sum(key.startswith(WRAPS) for key in doomed)
+        self._done.keys += keys
+        self._done.profiles += len(doomed) - keys
         self._done.bytes += sum(found.profiles[key].size for key in doomed)
 
     # ------------------------------------------------------- notes

@@ -1,18 +1,28 @@
-"""Changes which keys open the sealed assets in a folder; the groups stay as they are."""
+"""Changes which keys open the sealed assets of a store; the groups stay as they are."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import stat
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-from kvabr.store.asset import CATALOG
+from kvabr.store.asset import CATALOG, AssetStore
 from kvabr.store.asset_folder import FolderAssetStore
-from kvabr.store.files import write_file
-from kvabr.types.catalog import Catalog
-from kvabr.types.errors import MissingAssetError, SealedError
+from kvabr.store.files import PARTIAL, open_regular
+from kvabr.store.folder_notes import locked
+from kvabr.store.objects.blocking import blocked
+from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES, MAX_WRAPS_BYTES, StoredCatalog, StoredWraps, wraps_key
+from kvabr.store.objects.leases import CATALOGS, WRAPS
+from kvabr.store.objects.protocol import Objects, StoredObject
+from kvabr.store.objects.reading import as_asset_errors
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, NotFoundError, SealedError, UsageError
 from kvabr.types.sealing import KeyRing
 from kvabr.types.words import counted
+
+_TRIES = 5
 
 
 @dataclass(slots=True)
@@ -25,40 +35,153 @@ class Rewrapped:
     """Assets that these keys, and no others, have opened before."""
     open: int = 0
     """Assets that are not sealed."""
+    closed: list[str] = field(default_factory=list)
+    """What none of the keys opens, and what is damaged."""
 
 
-def rewrap(root: Path, ring: KeyRing) -> Rewrapped:
-    """Let the keys of a ring open the sealed assets of a folder, and no others.
+def rewrap(store: AssetStore, ring: KeyRing) -> Rewrapped:
+    """Let the keys of a ring open the sealed assets of a store, and no others.
+
+    What an older version sealed is sealed anew, as buckets need it.
 
     Raises:
         MissingAssetError: there is no asset.
-        SealedError: none of the keys opens some of them; all others have been wrapped anew.
+        AssetError: the store cannot be read, or written.
+        SealedError: none of the keys opens some of them, or they are damaged; all others have been wrapped anew.
     """
-    done, closed = Rewrapped(), list[str]()
-    store = FolderAssetStore(root)
-    for name in sorted(store.list().versions):
-        path = root / name / CATALOG
-        try:
-            catalog = Catalog.read(path)
-        except MissingAssetError:
-            continue  # a publisher removed it meanwhile
-        if (seal := catalog.seal) is None:
-            done.open += 1
-            continue
-        try:
-            wraps = ring.wrapped(ring.unwrap(seal.wraps).secret).wraps
-        except SealedError as error:
-            closed.append(f"{path}: {error}")
-            continue
-        if wraps == seal.wraps:
-            done.same += 1
-        else:
-            changed = replace(catalog, seal=replace(seal, wraps=wraps))
-            write_file(path, changed.dumps().encode(), mode=stat.S_IMODE(path.stat().st_mode))
-            done.wrapped += 1
-    if closed:
+    done = Rewrapped()
+    if isinstance(store, FolderAssetStore):
+        _rewrap_folder(store, ring, done)
+    else:
+        from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415  # needs an extra
+
+        if not isinstance(store, ObjectAssetStore):
+            raise UsageError(f"{store.location}: this kind of store cannot be managed")
+        with as_asset_errors():
+            _rewrap_bucket(store.bucket, ring, done)
+    if closed := done.closed:
         others = f"; {counted(len(closed) - 1, 'more asset')} cannot be opened" if closed[1:] else ""
         raise SealedError(f"{closed[0]}{others}; {counted(done.wrapped, 'other')} wrapped anew")
     if done == Rewrapped():
-        raise MissingAssetError(f"{root}: has no assets; name an asset's folder, or a folder of assets")
+        raise MissingAssetError(f"{store.location}: has no assets; name an asset, or a store of assets")
     return done
+
+
+def _rewrapped(catalog: Catalog, ring: KeyRing, done: Rewrapped, where: str) -> Catalog | None:
+    """Return a catalog for the keys of a ring; None if it stays as it is."""
+    if catalog.seal is None:
+        done.open += 1
+        return None
+    try:
+        opened = catalog.opened(ring)
+    except FormatError as error:
+        done.closed.append(f"{where}: {error}")
+        return None
+    assert opened.key is not None  # noqa: S101  # it was sealed
+    changed = replace(opened, key=ring.wrapped(opened.key)).sealed
+    if changed.seal == catalog.seal:
+        done.same += 1
+        return None
+    done.wrapped += 1
+    return changed
+
+
+# ------------------------------------------------------- folders
+
+
+def _rewrap_folder(store: FolderAssetStore, ring: KeyRing, done: Rewrapped) -> None:
+    for name in sorted(store.list().versions):
+        path = store.root / name
+        with locked(store.root.parent if name == "." else store.root):
+            try:
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                continue  # a publisher removed it meanwhile
+            try:
+                _rewrap_asset(folder, ring, done, str(path / CATALOG))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise AssetError(f"{path / CATALOG}: cannot be written ({error.strerror})") from error
+            finally:
+                os.close(folder)
+
+
+def _rewrap_asset(folder: int, ring: KeyRing, done: Rewrapped, where: str) -> None:
+    """Rewrite the catalog in an open folder: a publisher that replaces the asset meanwhile swaps the folder."""
+    with open_regular(CATALOG, dir_fd=folder) as file:
+        mode, data = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(MAX_CATALOG_BYTES + 1)
+    try:
+        catalog = Catalog.loads(data)
+    except FormatError as error:
+        done.closed.append(f"{where}: {error}")
+        return
+    changed = _rewrapped(catalog, ring, done, where)
+    if changed is None:
+        return
+    partial = f".{CATALOG}.{secrets.token_hex(8)}{PARTIAL}"
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(changed.dumps().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, CATALOG, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        os.unlink(partial, dir_fd=folder)
+        raise
+
+
+# ------------------------------------------------------- buckets
+
+
+def _rewrap_bucket(bucket: Objects, ring: KeyRing, done: Rewrapped) -> None:
+    """Rewrap catalogs, and the objects that open what is found by its spans; those that are missing are made."""
+    left = {info.key for info in bucket.list_sync(WRAPS)}
+    wanted: dict[str, StoredWraps] = {}
+    for key in sorted(info.key for info in bucket.list_sync(CATALOGS)):
+        if (found := _rewrap_stored(bucket, key, ring, done)) is not None:
+            wanted[found[0]] = found[1]
+    for key in sorted(left - wanted.keys()):  # of assets that were evicted, whose spans may be there still
+        with suppress(NotFoundError, FormatError):
+            known = StoredWraps.loads(bucket.get_sync(key, limit=MAX_WRAPS_BYTES))
+            wanted[key] = StoredWraps(ring.wrapped(ring.unwrap(known.wraps)).wraps)
+    for key, wraps in wanted.items():
+        bucket.put_sync(key, wraps.dumps())
+
+
+def _rewrap_stored(bucket: Objects, key: str, ring: KeyRing, done: Rewrapped) -> tuple[str, StoredWraps] | None:
+    """Rewrap one catalog; return what opens its spans, and the key of that. None: it is not sealed, or was not opened.
+
+    A publisher may replace it meanwhile: then it is read again.
+    """
+    for _ in range(_TRIES):
+        if (info := bucket.head_sync(key)) is None:
+            return None  # a collector removed it meanwhile
+        try:
+            stored = StoredCatalog.loads(bucket.get_sync(key, limit=MAX_STORED_CATALOG_BYTES))
+            catalog = stored.parsed()
+        except NotFoundError:
+            return None
+        except FormatError as error:
+            done.closed.append(f"{bucket.below(key)}: {error}")
+            return None
+        counts = replace(done, closed=list(done.closed))
+        changed = _rewrapped(catalog, ring, counts, bucket.below(key))
+        if changed is None or _put(bucket, info, replace(stored, catalog=changed.dumps().encode()).dumps()):
+            done.wrapped, done.same, done.open, done.closed = counts.wrapped, counts.same, counts.open, counts.closed
+            seal = (changed or catalog).seal
+            opened = seal is not None and {wrap.key for wrap in seal.wraps} == {one.id for one in ring.keys}
+            if seal is None or not opened:
+                return None
+            return wraps_key(stored.offer, catalog.chunks[0]), StoredWraps(seal.wraps)
+    raise AssetError(f"{bucket.below(key)}: is replaced all the time; try again")
+
+
+def _put(bucket: Objects, info: StoredObject, data: bytes) -> bool:
+    """Write an object in the place of a version of it; return whether that was still there."""
+    try:
+        return blocked(bucket.replace(info.key, data, info.etag))
+    except UsageError:  # a folder of objects
+        bucket.put_sync(info.key, data)
+        return True

@@ -22,7 +22,7 @@ from msgspec import Meta
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, MAX_SPAN_GROUPS, SPAN_GROUPS, SPAN_NAME, StoreOffer
 from kvabr.types.catalog import MAX_GROUPS, MAX_TRACKS, Catalog
 from kvabr.types.digests import DIGEST, kind_of
-from kvabr.types.errors import FormatError, UsageError, VersionError
+from kvabr.types.errors import FormatError, SealedError, UsageError, VersionError
 from kvabr.types.naming import check_track_name
 from kvabr.types.records import IN_MEMORY, Sha256, decode, to_json
 from kvabr.types.tails import Loss
@@ -73,6 +73,9 @@ class SpanHead:
     """Tokens of the prompt before the asset that it belongs to, see `Catalog.position`."""
     tracks: Annotated[tuple[SpanTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
     """Published tracks, base first, in the order of their frames. A class without units here is left out."""
+    sealed: Annotated[str, Meta(max_length=MAX_HEAD_BYTES)] = ""
+    """If it is sealed, what its groups lose, see `kvabr.types.sealed_runs`; its tracks then say that they lose nothing.
+    """
     begin: int = field(default=0, metadata=IN_MEMORY)
     """Bytes before the first frame."""
 
@@ -164,8 +167,7 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
     whole, size = len(head.digests) * offer.spec.group_tokens, offer.spec.group_tokens
     if not whole - size < head.tokens <= whole:
         raise FormatError(f"span {head.digests[-1][:16]}: {head.tokens} tokens do not make {len(head.digests)} groups")
-    if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
-        raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
+    _check_kind(head, offer)
     names = [track.name for track in head.tracks]
     if [name for name in offer.published if name in head.by_name] != names:
         raise FormatError(f"span {head.digests[-1][:16]}: has other tracks than its offer")
@@ -176,6 +178,13 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
             track = head.by_name.get(part.track_name(level.name))
             if track is None or track.first != head.first or len(track.bytes) != len(head.digests):
                 raise FormatError(f"span {head.digests[-1][:16]}: lacks groups of {part.track_name(level.name)}")
+
+
+def _check_kind(head: SpanHead, offer: StoreOffer) -> None:
+    if bool(head.sealed) != (offer.maker is not None):
+        raise FormatError(f"span {head.digests[-1][:16]}: is {'' if head.sealed else 'not '}sealed, unlike its offer")
+    if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
+        raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
 
 
 def units_by_span(catalog: Catalog, span_groups: int = SPAN_GROUPS) -> list[list[tuple[int, Unit]]]:
@@ -206,11 +215,16 @@ def head_of(catalog: Catalog, span: int, units: Sequence[tuple[int, Unit]], span
                     )
                 )
     tokens = min((first + len(digests)) * size, catalog.tokens) - first * size
-    return SpanHead(digests, first, tokens, catalog.position, tuple(tracks))
+    runs = () if catalog.seal is None or span_groups != SPAN_GROUPS else catalog.seal.runs
+    sealed = runs[span] if span < len(runs) else ""
+    return SpanHead(digests, first, tokens, catalog.position, tuple(tracks), sealed)
 
 
 def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
-    """Return the catalog of an asset with the sizes, digests and losses that the heads of its spans have."""
+    """Return the catalog of an asset with the sizes, digests and losses that the heads of its spans have.
+
+    That of a sealed one keeps its losses. A `SealedError` if its key is not known, and it has other sizes or digests.
+    """
     units, size, spec = units_of(catalog.spec, catalog.tokens), len(heads[0].digests), catalog.spec
     tracks = []
     for track in catalog.tracks:
@@ -221,8 +235,13 @@ def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
                 track,
                 bytes=tuple(found.bytes[group - found.first] for found, group in places),
                 digests=tuple(found.digests[group - found.first] for found, group in places),
-                loss=tuple(found.loss[group - found.first] for found, group in places),
+                loss=tuple(found.loss[group - found.first] for found, group in places) if catalog.open else track.loss,
             )
+        )
+    if catalog.seal is not None and tuple(tracks) != catalog.tracks:
+        raise SealedError(
+            "other frames of this prompt are there, and only who has a key can write a catalog of them; publish "
+            "it with keys"
         )
     return replace(catalog, tracks=tuple(tracks))
 
