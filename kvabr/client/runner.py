@@ -310,7 +310,7 @@ class PlayRunner:
                 raise PlayError("the client was closed before the cache was there") from None
             raise
         finally:
-            self._metrics.plays_total.labels(result).inc()
+            self._metrics.plays_total.labels("hint" if ahead else result).inc()
 
     # -------------------------------------------------------------- internals
 

@@ -67,6 +67,7 @@ async def test_a_hint_takes_no_turn_of_a_play(origin, long, short):
         assert played.ttft_s < 1.5  # alone: 1.02
         assert not hint.done()
         assert (await hint).tokens == 160
+        assert [client.metrics.value("kvabr_client_plays_total", result=one) for one in ("met", "hint")] == [1, 1]
         await client.close()
 
 
