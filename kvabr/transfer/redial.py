@@ -387,7 +387,8 @@ class RedialledConnection(PeerConnection):
         self.dials += 1
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
-        self._brought, self._quiet_s, self._given_up = made.stats().bytes_received, 0.0, None
+        self._brought, self._quiet_s = made.stats().bytes_received, 0.0
+        self._given_up = self._silent = None
         self.backend, self.protocol = made.backend, made.protocol
         self.peer = made.peer or self.peer
         self._leaving.append(old)
