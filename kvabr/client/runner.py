@@ -42,8 +42,13 @@ LEVELS = 16
 class Admission:
     """Bounds the plays of one event loop."""
 
-    def __init__(self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics) -> None:
-        """Begin with no plays; see `kvabr.client.options.Limits` for the bounds."""
+    def __init__(
+        self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics, *, ahead: bool = False
+    ) -> None:
+        """Begin with no plays, or with nothing that is fetched ``ahead``; see `kvabr.client.options.Limits`."""
+        self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
+        if ahead:
+            self._most = f"a client fetches {plays} ahead at once: try later"
         self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
         self._metrics = metrics
         self._playing = self._number = 0
@@ -105,7 +110,7 @@ class Admission:
 
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
-        return BusyError(f"{what}; a client plays {self._max_plays} at once: compute this prompt instead, or try later")
+        return BusyError(f"{what}; {self._most}")
 
     def _count(self, by: int) -> None:
         self._playing += by
@@ -240,7 +245,7 @@ class PlayRunner:
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._fair, self._metrics = limits.fair, metrics
         self._admission, self._ahead = (
-            Admission(limits.plays, limits.waiting, limits.wait_share, metrics) for _ in range(2)
+            Admission(limits.plays, limits.waiting, limits.wait_share, metrics, ahead=ahead) for ahead in (False, True)
         )
         """Of plays, and of what is fetched ahead, which takes no play's place."""
         self._hints: set[PlaySources] = set()
