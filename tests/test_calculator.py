@@ -64,7 +64,10 @@ def test_twice_the_bytes_of_a_token_are_half_the_rate():
     assert one["cold"] == 5
 
 
-@pytest.mark.parametrize("change", [{"tokens": 100}, {"mbit": 0}, {"speed": None}, {"tokens": "many"}, {"mbit": 1e9}])
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": 100}, {"mbit": 0}, {"speed": None}, {"tokens": "many"}, {"mbit": 1e9}, {"kilobytes": 0}],
+)
 def test_what_is_out_of_its_range_is_refused(change):
     question = {"name": "my own, on a GPU", "tokens": 10_000, "mbit": 1000, "speed": 2000} | change
     ((problem,),) = (answer.values() for answer in estimates([question]))

@@ -32,6 +32,7 @@ const estimate = (entries, { name, tokens, mbit, speed, kilobytes }) => {
   const entry = entries.find((each) => each.name === name);
   const own = entry.cost === null;
   const cost = own ? [0, 1 / speed, 0, 0, 0] : entry.cost;
+  if (own && kilobytes !== undefined && !(kilobytes > 0)) return { problem: "Give the kilobytes of a token, more than 0." };
   // A model with twice the bytes a token is as one with half the rate.
   const rate = own && kilobytes ? mbit * entry.kilobytes / kilobytes : mbit;
   if (outside(tokens, entry.tokens)) return { problem: `Give ${range(entry.tokens)} tokens.` };

@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
         if name is not None:
             raise UsageError("the cache is named twice: by --name and in the URL")
         name = parse_namespace(args.name)
-    if name is None and args.prompt is None and args.text is None:
-        raise UsageError(_HOW)
+    if (name is None) == (args.prompt is None and args.text is None):
+        raise UsageError(_HOW if name is None else "the cache has a name already: leave --prompt and --text out")
     check_writable(args.json)
     _, model, tokens = (None, None, ()) if name is not None else read_prompt(args, Console(stderr=True))
     result = run_async(_hint(args, name, model, tokens))

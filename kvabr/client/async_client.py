@@ -470,8 +470,9 @@ class AsyncClient:
     ) -> Hinted:
         """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
 
-        Plays with an earlier deadline come first. Nothing is decoded. A play of the prompt then needs the network only
-        for its lookup, and for what was published since.
+        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
+        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
+        for what was published since.
 
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.
@@ -481,8 +482,9 @@ class AsyncClient:
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            node: another node, in whose store the cache is wanted: its URL (`kvabr player --serve`), or from `peer`. It
-                is asked what there is, and fetches as its own plays do; it may keep the cache for less than ``keep_s``.
+            node: another node, in whose store the cache is wanted (`kvabr player --serve`): from `peer`, with a token,
+                or its URL. It is asked what there is, and fetches as its own plays do; it may keep the cache for less
+                than ``keep_s``.
             owner: for whom they are kept: who keeps most is the first to keep less.
             time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
                 in the best quality.
@@ -544,7 +546,7 @@ class AsyncClient:
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
-        async with self._play(left_s, options, peer) as play:
+        async with self._play(left_s, options, peer, ahead=True) as play:
             played = play.over(await play.coded(await play.prepare(name), whole=False))
         if keep_s > 0:
             # The first groups of all tracks come first: they are the last that are kept no longer.
@@ -897,10 +899,12 @@ class AsyncClient:
         engine: Engine | None = None,
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
+        *,
+        ahead: bool = False,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
         try:
-            async with self._runner.play(self._some(peer), deadline, options) as turn:
+            async with self._runner.play(self._some(peer), deadline, options, ahead=ahead) as turn:
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
             if self._steering is not None:

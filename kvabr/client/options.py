@@ -149,7 +149,7 @@ class Limits:
     """Groups that hints keep (`AsyncClient.hint`), in memory and in the other tier each, bytes. Beyond, those for whom
     most is kept keep less. None: half of each tier."""
     plays: int = 32
-    """Plays under way at once."""
+    """Plays under way at once, and as many hints beside them."""
     waiting: int = 128
     """Plays that may wait for their turn."""
     wait_share: float = 0.25

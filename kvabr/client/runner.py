@@ -42,8 +42,13 @@ LEVELS = 16
 class Admission:
     """Bounds the plays of one event loop."""
 
-    def __init__(self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics) -> None:
-        """Begin with no plays; see `kvabr.client.options.Limits` for the bounds."""
+    def __init__(
+        self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics, *, ahead: bool = False
+    ) -> None:
+        """Begin with no plays, or with nothing that is fetched ``ahead``; see `kvabr.client.options.Limits`."""
+        self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
+        if ahead:
+            self._most = f"a client fetches {plays} ahead at once: try later"
         self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
         self._metrics = metrics
         self._playing = self._number = 0
@@ -105,11 +110,11 @@ class Admission:
 
     def _refusal(self, why: str, what: str) -> BusyError:
         self._metrics.refused_total.labels(why).inc()
-        return BusyError(f"{what}; a client plays {self._max_plays} at once: compute this prompt instead, or try later")
+        return BusyError(f"{what}; {self._most}")
 
     def _count(self, by: int) -> None:
         self._playing += by
-        self._metrics.plays_in_flight.set(self._playing)
+        self._metrics.plays_in_flight.inc(by)
 
     def _leave(self) -> None:
         self._count(-1)
@@ -195,7 +200,7 @@ R = TypeVar("R", bound=Played | NothingCached | PlayedPrefix)
 
 _MIN_LEFT_S = 1e-3
 _LAST = 255
-"""Priority of upgrades of caches that are in use, while there are plays."""
+"""Priority of upgrades of caches that are in use, and of those of hints, while there are plays."""
 
 
 class Clock:
@@ -239,7 +244,12 @@ class PlayRunner:
 
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
         self._fair, self._metrics = limits.fair, metrics
-        self._admission = Admission(limits.plays, limits.waiting, limits.wait_share, metrics)
+        self._admission, self._ahead = (
+            Admission(limits.plays, limits.waiting, limits.wait_share, metrics, ahead=ahead) for ahead in (False, True)
+        )
+        """Of plays, and of what is fetched ahead, which takes no play's place."""
+        self._hints: set[PlaySources] = set()
+        """Those that fetch ahead."""
         self._schedule: EdfScheduler[PlaySources] = EdfScheduler()
         self._plays: dict[asyncio.Task[Any], asyncio.Future[None]] = {}
         """Tasks that play, and what is done once they no longer do."""
@@ -251,6 +261,7 @@ class PlayRunner:
         """End all plays and upgrades; plays that wait for their turn are refused."""
         first, self._closing = not self._closing, True
         self._admission.close()
+        self._ahead.close()
         for task in self._plays if first else ():  # each is cancelled once
             task.cancel()
         if self._plays:
@@ -263,11 +274,14 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
+        *,
+        ahead: bool = False,
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        Its sources are ``peers``, which are dialled when it asks something of them. Closing the client ends the body,
-        not the task that it runs in.
+        What is fetched ``ahead`` of plays takes neither their turns nor, while they want it, the link. The sources are
+        ``peers``, which are dialled when it asks something of them. Closing the client ends the body, not the task that
+        it runs in.
 
         Raises:
             BusyError: there are too many plays.
@@ -280,7 +294,7 @@ class PlayRunner:
                     reporting.enter_context(told_if_exhausted(peer.relieve))
                 if options.telemetry is not None:
                     options = replace(options, log=reporting.enter_context(options.telemetry.play(options.log)))
-                async with self._connected(peers, clock) as connection:
+                async with self._connected(peers, clock, ahead=ahead) as connection:
                     turn = Turn(connection, clock, options, self._under_way)
                     with self._until_closed():
                         yield turn
@@ -301,13 +315,13 @@ class PlayRunner:
                 raise PlayError("the client was closed before the cache was there") from None
             raise
         finally:
-            self._metrics.plays_total.labels(result).inc()
+            self._metrics.plays_total.labels("hint" if ahead else result).inc()
 
     # -------------------------------------------------------------- internals
 
     def _under_way(self) -> int:
-        """Return how many plays there are; upgrades of caches in use take what these leave."""
-        return max(1, len(self._schedule) - len(self._upgrades))
+        """Return how many plays there are; hints, and upgrades of caches in use, take what these leave."""
+        return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))
 
     @contextmanager
     def _until_closed(self) -> Iterator[None]:
@@ -324,10 +338,10 @@ class PlayRunner:
             over.set_result(None)
 
     @asynccontextmanager
-    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock) -> AsyncIterator[PlaySources]:
+    async def _connected(self, peers: Sequence[ClientPeer], clock: Clock, *, ahead: bool) -> AsyncIterator[PlaySources]:
         """Wait for a turn, and yield the connections of one play; leaving cancels whatever it still fetches."""
         loop = asyncio.get_running_loop()
-        async with self._admission.enter(clock.deadline_s):
+        async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
             connection = PlaySources(
@@ -336,7 +350,9 @@ class PlayRunner:
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             connection.due(due_s)
-            self._reprioritise(self._schedule.add(connection, due_s))
+            if ahead:
+                self._hints.add(connection)
+            self._reprioritise(self._schedule.add(connection, math.inf if ahead else due_s))
             late = loop.call_at(due_s, self._reschedule, connection, due_s + clock.deadline_s)
             try:
                 yield connection
@@ -366,6 +382,7 @@ class PlayRunner:
         try:
             await connection.close()
         finally:  # the play may be cancelled at this very moment
+            self._hints.discard(connection)
             self._reprioritise(self._schedule.remove(connection))
 
     def _place(self, connection: PlaySources, priority: int) -> int:
@@ -374,10 +391,14 @@ class PlayRunner:
             return priority
         if connection.kept:
             return _LAST
+        if connection in self._hints:
+            return _LAST if priority >= LEAST_URGENT else wire_priority(LEVELS - 1, DEARER + priority // 2)
         return wire_priority(self._schedule.level(connection), priority, late=connection.late)
 
     def _reschedule(self, connection: PlaySources, due_s: float) -> None:
         """Change a play's deadline: once it is late, others go before it."""
+        if connection in self._hints:
+            return
         connection.late = True
         changed = self._schedule.remove(connection)
         self._reprioritise([*changed, *self._schedule.add(connection, due_s), connection])

@@ -61,7 +61,7 @@ class NodeHints:
     def _over(self, key: tuple[TrackNamespace, HintRequest], done: asyncio.Task[HintAnswer]) -> None:
         del self._fetches[key]
         if not done.cancelled() and (error := done.exception()) is not None:
-            self._log.warning("not fetched ahead", asset=str(key[0]), why=str(error))
+            self._log.warning("not fetched ahead", **_where(key[0]), why=str(error))
 
     async def _fetch(self, namespace: TrackNamespace, wanted: HintRequest) -> HintAnswer:
         client, peer = self._client, self._origin
@@ -82,6 +82,11 @@ class NodeHints:
         except KvabrError as error:
             reason = Reason.BUSY if isinstance(error, BusyError) else Reason.UNSUPPORTED
             raise RequestError(f"the node cannot fetch it: {error}", reason=reason) from error
-        self._log.info("fetched ahead", asset=str(namespace), tokens=hinted.tokens, bytes=hinted.bytes)
+        self._log.info("fetched ahead", **_where(namespace), tokens=hinted.tokens, bytes=hinted.bytes)
         # What a sealed cache loses is only for who has a key, and the answer passes relays.
         return HintAnswer(hinted.tokens, hinted.bytes, hinted.loss if found.catalog.open else 0.0)
+
+
+def _where(namespace: TrackNamespace) -> dict[str, str]:
+    """Return how the log names an asset, as a relay's does."""
+    return {"model": namespace.model[:80], "prompt": namespace.prompt[:16]}

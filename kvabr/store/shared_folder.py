@@ -306,18 +306,23 @@ class SharedFolder:
     def keep(self, digests: Iterable[str], seconds: float) -> None:
         """Have other groups make room before these for some time: until it is over, they were used at its end.
 
-        If those that are kept take more than the bound, the ones that are kept for the shortest time are released.
+        If those that are kept take more than the bound, or than half of what this memory has room for, the ones that
+        are kept for the shortest time are released, and of ``digests`` the last ones.
         """
         now = time.time_ns()
         until = now + int(min(seconds, _MOST_KEPT_S) * 1e9)
-        for digest in digests:
+        for place, digest in enumerate(digests):
             with contextlib.suppress(OSError):  # it is not here
                 before = os.stat(_group(digest), dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
-                self._used(digest, max(before, until))
+                self._used(digest, max(before, until - place))
         kept = sorted(one for one in self.groups() if one[0] > now)
         self.kept_bytes = sum(size for *_, size in kept)
+        limit, _ = self._limits()
+        most = limit if self._keep_bytes is None else self._keep_bytes
+        if limit < self._max_bytes:
+            most = min(most, limit // 2)
         for _, digest, size in kept:
-            if self._keep_bytes is None or self.kept_bytes <= self._keep_bytes:
+            if self.kept_bytes <= most:
                 break
             with contextlib.suppress(OSError):
                 self._used(digest, now)

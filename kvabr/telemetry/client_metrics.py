@@ -20,7 +20,9 @@ class ClientMetrics(MetricSet):
         """Create the metrics, in ``registry`` or in a registry of their own."""
         super().__init__(registry)
         self.plays_total = self.counter(
-            "kvabr_client_plays_total", "Plays that are over: met, late, nothing, failed, refused or aborted.", "result"
+            "kvabr_client_plays_total",
+            "Plays that are over: met, late, nothing, failed, refused or aborted; and hints, however they ended.",
+            "result",
         )
         self.plays_in_flight = self.gauge("kvabr_client_plays_in_flight", "Plays under way.")
         self.plays_waiting = self.gauge("kvabr_client_plays_waiting", "Plays that wait for their turn.")

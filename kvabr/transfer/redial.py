@@ -44,7 +44,7 @@ _FORGOTTEN_S, _FORGOTTEN_SIGNS = 3.0, 4.0
 dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
 origin."""
 _OUTAGE_S = 1.0
-"""Seconds of silence since something in flight was given up, or a probe not answered, that are taken for an outage."""
+"""Seconds since a probe was not answered, without a byte of any group, that are taken for an outage."""
 _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
 retries, so a fresh dial reaches a peer that comes back sooner."""
@@ -110,11 +110,15 @@ class RedialledConnection(PeerConnection):
         """Set when something is requested, which is reason to look sooner."""
         self._doubted: PeerConnection | None = None
         """The connection whose peer did not answer the last probe, or that brings nothing."""
+        self._brought = first.stats().bytes_received
+        """Bytes that the current connection had brought when it was last looked at."""
         self._quiet_s = 0.0
         """Seconds for which requests have waited since anything came, while the peer answered probes."""
         self._forgotten_s = _FORGOTTEN_S
         self._silent: tuple[PeerConnection, int, float] | None = None
         """The connection that may have lost what was in flight, what it had brought by then, and when that was."""
+        self._given_up: int | None = None
+        """What had come when something in flight was given up, maybe in an outage; None: it has been found out."""
         self._answer_s = 0.0
         """Seconds that the peer took for its last answer to a probe or a dial, or to requests since."""
         self._answered_s = float("-inf")
@@ -211,46 +215,63 @@ class RedialledConnection(PeerConnection):
         self._begun_s.pop(transfer, None)
         self._forgotten.discard(transfer)
         used = self._using.pop(transfer, None)
-        if used is self._current and not transfer.complete and not transfer.unanswered:
-            self._fell_silent(used)
+        if used is self._current and not (transfer.complete or transfer.unanswered or transfer.readers):
+            self._given_up = used.stats().bytes_received
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
 
     async def _watch(self) -> None:
-        """While transfers are in flight and nothing arrives, probe the peer, and dial if it does not answer."""
+        """While transfers are in flight and nothing arrives, probe the peer, and dial if it does not answer.
+
+        What is given up before anything arrives has it probed once more, to know of an outage.
+        """
         try:
-            while self._using:
-                connection, before = self._current, self._current.stats().bytes_received
+            while self._using or (self._given_up is not None and self._usable()):
+                connection, before = self._current, self._brought
                 since_s = asyncio.get_running_loop().time()
                 self._asked.clear()
+                asked = False
                 with contextlib.suppress(TimeoutError):
                     if self._look_s > _LOOK_S:
-                        await asyncio.wait_for(self._asked.wait(), self._look_s)
-                        continue
-                    await asyncio.sleep(self._look_s)
-                if connection is not self._current or connection.stats().bytes_received != before:
-                    self._heard()
+                        asked = await asyncio.wait_for(self._asked.wait(), self._look_s)
+                    else:
+                        await asyncio.sleep(self._look_s)
+                if connection is not self._current:
                     self._look_s = _LOOK_S
-                elif self._usable() and connection in self._using.values():
-                    dialling = self._dialling
-                    if await self._lives(connection):
-                        self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
-                        if self._awaited(connection):
-                            self._quiet_s += asyncio.get_running_loop().time() - since_s
-                        if self._quiet_s < self._patient_s(connection):
-                            self._well()
-                        elif connection is self._current and self._usable():
-                            self._doubted, self._barren = connection, True
-                            self.trouble = "the peer answers probes, but no request"
-                            self._redial()
-                    elif connection is self._current and self._usable() and dialling is self._dialling:
-                        # A dial that has ended meanwhile knows better.
-                        self._doubted = connection
-                        self._fell_silent(connection)
-                        self.trouble = self.trouble or "the peer has fallen silent"
-                        self._redial()
+                elif (brought := connection.stats().bytes_received) != before:
+                    self._heard()
+                    self._look_s, self._brought = _LOOK_S, brought
+                    if self._given_up != brought:
+                        self._given_up = None
+                elif not asked and self._usable():
+                    await self._look_after(connection, since_s)
         finally:
             self._watching = None
+
+    async def _look_after(self, connection: PeerConnection, since_s: float) -> None:
+        """Probe a connection that has brought nothing since ``since_s``, if something may be missing."""
+        if self._given_up is None and connection not in self._using.values():
+            return
+        dialling, self._given_up = self._dialling, None
+        if await self._lives(connection):
+            if connection.stats().bytes_received != self._brought:
+                return  # it has answered more than the probe
+            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+            if self._awaited(connection):
+                self._quiet_s += asyncio.get_running_loop().time() - since_s
+            if self._quiet_s < self._patient_s(connection):
+                self._well()
+            elif connection is self._current and self._usable():
+                self._doubted, self._barren = connection, True
+                self.trouble = "the peer answers probes, but no request"
+                self._redial()
+        elif connection is self._current and self._usable() and dialling is self._dialling:
+            # A dial that has ended meanwhile knows better.
+            self._fell_silent(connection)
+            if connection in self._using.values():
+                self._doubted = connection
+                self.trouble = self.trouble or "the peer has fallen silent"
+                self._redial()
 
     def _well(self) -> None:
         """Note that the peer answers."""
@@ -366,6 +387,8 @@ class RedialledConnection(PeerConnection):
         self.dials += 1
         self._adopted_s = asyncio.get_running_loop().time()
         old, self._current = self._current, made
+        self._brought, self._quiet_s = made.stats().bytes_received, 0.0
+        self._given_up = self._silent = None
         self.backend, self.protocol = made.backend, made.protocol
         self.peer = made.peer or self.peer
         self._leaving.append(old)
@@ -377,7 +400,7 @@ class RedialledConnection(PeerConnection):
             self._retire(old)
         self._well()
         if self._barren:
-            self._quiet_s, self._barren = 0.0, False
+            self._barren = False
             self._forgotten_s *= 2
         self._tell(None)
 

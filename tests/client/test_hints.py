@@ -10,7 +10,9 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.client.runner import Clock
 from kvabr.data import default_catalog
+from kvabr.player.requests import LEAST_URGENT
 from kvabr.publish.publisher import Publisher
 from kvabr.store.group_store import FolderGroupStore
 from kvabr.store.lru import ByteLru
@@ -52,6 +54,39 @@ async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
         with pytest.raises(UsageError, match="positive number of seconds"):
             await client.hint(TOKENS, within_s=0.0)
         await client.close()
+
+
+@virtual
+async def test_a_hint_takes_no_turn_of_a_play(origin, long, short):
+    async with origin(short.track("Int4").total_bytes, folder=".") as link:
+        client = AsyncClient(link, model=SPEC, limits=Limits(plays=1))
+        found, ours = [await client.find_asset(one.namespace, within_s=9.0) for one in (long, short)]
+        hint = asyncio.create_task(client.hint_asset(found, within_s=30.0, options=PlayOptions(policy="fixed:FP16")))
+        await asyncio.sleep(0.1)
+        played = await client.play_asset(ours, deadline=4.0, options=PlayOptions(policy="fixed:Int4"))
+        assert played.ttft_s < 1.5  # alone: 1.02
+        assert not hint.done()
+        assert (await hint).tokens == 160
+        assert [client.metrics.value("kvabr_client_plays_total", result=one) for one in ("met", "hint")] == [1, 1]
+        await client.close()
+
+
+@virtual
+async def test_a_hint_that_is_due_sooner_than_a_play_leaves_it_the_link(origin):
+    client = AsyncClient(origin(), model=SPEC)
+    runner, peers = client._runner, client.origins
+    async with (
+        runner._connected(peers, Clock(1.0), ahead=True) as hint,
+        runner._connected(peers, Clock(60.0), ahead=False) as play,
+    ):
+        assert runner._under_way() == 1
+        needed = [runner._place(hint, priority) for priority in range(LEAST_URGENT)]
+        assert needed == sorted(needed)
+        assert runner._place(play, LEAST_URGENT - 1) < needed[0] < needed[-1] < LEAST_URGENT
+        assert runner._place(hint, LEAST_URGENT) == 255
+        await asyncio.sleep(90.0)  # late plays, too
+        assert runner._place(play, LEAST_URGENT - 1) < runner._place(hint, 0)
+    await client.close()
 
 
 @virtual

@@ -10,7 +10,8 @@ from kvabr.transfer.interface import read_all, read_view
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
+from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, TransportError
+from kvabr.types.hints import HintRequest
 from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
 from tests.client.playing import play
 from tests.client.test_play import close
@@ -258,6 +259,36 @@ async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_f
         assert link.dials == 1
 
 
+@virtual
+async def test_a_store_that_is_slow_and_answers_every_request_is_not_dialled_anew(origin, short):
+    peer = Peer(origin, faults=lambda _: Fault(first_byte_s=1.0))
+    async with await peer.connection() as link:
+        for _ in range(12):
+            assert await read_all(link.fetch(short.namespace, "FP16", 1, limit=1 << 20))
+        assert link.dials == 0
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+@virtual
+async def test_what_was_given_up_or_not_there_is_no_outage_when_probes_are_answered(origin, short, given_up):
+    """Then nothing is asked for a minute, and the next answer takes a second."""
+    peer, takes_s = Peer(origin), 0.0
+    peer._options["faults"] = lambda _: Fault(first_byte_s=takes_s) if takes_s else None
+    async with await peer.connection() as link:
+        assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
+        if given_up:
+            asked = link.fetch(short.namespace, "FP16", 1, limit=1 << 20)
+            await asyncio.sleep(0.001)
+            asked.cancel()
+        else:
+            with pytest.raises(NotFoundError):
+                await read_all(link.fetch(TrackNamespace("m", "0" * 64), "FP16", 1, limit=1 << 20))
+        await asyncio.sleep(60.0)
+        takes_s = 1.0
+        assert await read_all(link.fetch(short.namespace, "FP16", 1, limit=1 << 20))
+        assert link.dials == 0
+
+
 class BusyPeer(Peer):
     """A peer that is alive, but takes most of a second for everything."""
 
@@ -364,11 +395,12 @@ async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(ori
             assert loop.time() - begun_s < 0.1
 
 
+@pytest.mark.parametrize("track", [f"{CHANGES_TRACK}1", HintRequest(60.0, 0.0, 0).track])
 @virtual
-async def test_a_request_that_may_wait_for_ever_is_no_reason_to_dial(origin, short):
+async def test_a_request_that_may_wait_for_long_is_no_reason_to_dial(origin, short, track):
     peer = Peer(origin, faults=lambda _: SILENT)
     async with await peer.connection() as link:
-        asked = link.request(GroupRequest(MODELS_NAMESPACE, f"{CHANGES_TRACK}1", 0, 1 << 20), 0)
+        asked = link.request(GroupRequest(MODELS_NAMESPACE, track, 0, 1 << 20), 0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked.read(), 60.0)
         assert len(peer.made) == 1

@@ -407,6 +407,22 @@ def test_urls():
             shared_path(wrong)
 
 
+async def test_shared_memory_keeps_half_of_what_it_has_room_for_the_first_groups_last(shm, monkeypatch):
+    """However much the settings allow, there is room for what is played now."""
+    store = SharedGroupStore(shm, 1 << 40, keep_bytes=1 << 39)
+    monkeypatch.setattr(store.folder, "_limits", lambda: (1000, 1000))
+    digests = [f"{number * 7 % 10:064x}" for number in range(8)]
+    for digest in digests:
+        claim = store.folder.claim(digest, 100)
+        assert claim.write(memoryview(bytes(100)))
+        assert store.folder.publish(claim)
+    store.keep(digests, time.monotonic() + 600.0)
+    now = time.time_ns()
+    assert {digest for used, digest, _ in store.folder.groups() if used > now} == set(digests[:5])
+    assert (store.kept_bytes, store.released) == (500, 3)
+    await store.close()
+
+
 async def test_shared_memory_keeps_what_any_process_wants_kept(shm):
     stores = [SharedGroupStore(shm, 1000, keep_bytes=400) for _ in range(2)]
     here, there = (store.folder for store in stores)

@@ -84,7 +84,7 @@ class RequestHints:
             self._counts.add("params_ignored")
             self._trouble.tell(f"kv_transfer_params: {what}", "the hint is ignored")
             return 0.0
-        return min(float(given), most)
+        return float(min(given, most))
 
     def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
         """Follow the hint of a request that ends, if it has one: at once, or when it is published."""

@@ -73,6 +73,10 @@ def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path, mode):
         served.close()
 
 
+def test_more_than_the_longest_time_is_the_longest_time(bench):
+    assert [bench.scheduler._hints.seconds(asking(keep_s=long)) for long in (1e300, 10**400)] == [3600.0, 3600.0]
+
+
 @pytest.mark.parametrize("said", [{"keep_s": 0}, {"keep_s": "long"}, {"keep_s": True}, {"keep_s": float("nan")}])
 def test_what_is_no_number_of_seconds_is_refused_in_words(bench, caplog, said):
     bench.scheduler.finished(asking(**said), [[]])

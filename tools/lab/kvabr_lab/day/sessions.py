@@ -153,6 +153,8 @@ def read_sessions(path: Path) -> tuple[SessionTurn, ...]:
         raise FormatError(
             f"{path}: not a trace of requests with timestamp, output_length and hash_ids ({error!r})"
         ) from error
+    if not rows:
+        raise FormatError(f"{path}: there is no request in it")
     behind: defaultdict[int, set[int]] = defaultdict(set)
     for _, blocks, _ in rows:
         for block, after in pairwise(blocks):
