@@ -309,7 +309,7 @@ def served_model(
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     quantisation = _quantisation(cache, caches, settings, kept_as)
-    packs, groups = bool(quantisation.packing), caches.kv_cache_groups
+    packs = bool(quantisation.packing)
     prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
@@ -323,7 +323,8 @@ def served_model(
     draft = draft_of(config)
     facts = facts_of(config) | {"draft": list(draft.told) or None}
     if packs:  # in the name, so that engines that pack differently publish side by side
-        facts["cache"] = [quantisation.packing, *sorted({int(each.kv_cache_spec.block_size) for each in groups})]
+        blocks = {int(each.kv_cache_spec.block_size) for each in caches.kv_cache_groups}
+        facts["cache"] = [quantisation.packing, *sorted(blocks)]
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
     if packs and ranks > 1:  # which bytes are those of which head only vLLM knows
@@ -369,7 +370,7 @@ def served_model(
         )
     shares = 1 if packs else ranks
     heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
-    waits = len(groups) > 1 or bool(kept.passing) or not blocks_may_fail
+    waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * prefill * int(parallel.pipeline_parallel_size)
     return ServedModel(
