@@ -588,8 +588,15 @@ class Assembler:
         current = self._tracks[group]
         if current is None:
             return None
-        worse = current != RECOMPUTED and self._catalog.track(current).loss[group] > offer.loss[group]
-        return None if worse else Placement.STALE
+        if current == RECOMPUTED:
+            return Placement.STALE
+        if self._catalog.track(current).loss[group] > offer.loss[group]:
+            return None
+        while offer.refines is not None:  # a layer may lose more than the one below, and still be what the next refines
+            if offer.refines == current:
+                return None
+            offer = self._catalog.track(offer.refines)
+        return Placement.STALE
 
     def _write(self, group: int, layers: Sequence[Layer], coded: CodedGroup, decoded: torch.Tensor | None) -> Placement:
         """Copy a decoded group into place, unless it was decoded there; the caller holds the lock."""

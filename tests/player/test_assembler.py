@@ -157,6 +157,15 @@ def test_better_replaces_worse_and_nothing_else_does():
     assert play.coverage == (None, "Int8", None, None)
 
 
+def test_a_layer_that_loses_more_than_the_one_below_is_taken_for_the_sake_of_those_above():
+    tracks = [dataclasses.replace(each, loss=(0.1,) * 4) if each.refines else each for each in CATALOG.tracks]
+    play = Assembler(dataclasses.replace(CATALOG, tracks=tuple(tracks)), SIDE, dtype=torch.float32)
+    assert play.put(1, "Int4", FRAMES[1, "Int4"]) is Placement.PLACED
+    assert play.put(1, "residual", FRAMES[1, "residual"]) is Placement.REPLACED
+    assert play.put(1, "residual", FRAMES[1, "residual"]) is Placement.STALE
+    assert play.coverage == (None, "residual", None, None)
+
+
 def mutilated():
     frame = FRAMES[1, "Int8"]
     flipped = bytearray(frame)
