@@ -1,7 +1,7 @@
 """A node's neighbours, routers and agents say what will be played there next: it is fetched before it is.
 
-They show the token of neighbours. What they make the node do is bounded: so many fetches at a time, each for a minute
-at most; what is kept for them is kept for a bounded time, and within `Limits.keep_bytes` (`kvabr.client.options`).
+They show the token of neighbours. What they make the node do is bounded: fetches at a time, the minute that each may
+take, for how long what is kept is kept, and how much that is (`Limits.keep_bytes`, `kvabr.client.options`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ with the times at which groups should appear. *Edge messages* follow. The first 
 say how large the frames are that ended with it, and their digests. They may come when only the base is encoded; then
 they say so, and further news of the group name the rest. The last message says that the cache is complete, or why its
 producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix. Of a sealed
-asset, whoever has its key can tell that times, sizes and digests are its publisher's (`kvabr.types.sealing`); an end
+asset, who has its key can tell that times, sizes and digests are its publisher's (`kvabr.types.sealing`); an end
 needs no proof, since a relay can withhold the rest anyway.
 """
 

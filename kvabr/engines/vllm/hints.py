@@ -100,7 +100,7 @@ class RequestHints:
             self._follow(hint)
 
     def published(self, request: str, tokens: int) -> None:
-        """Note that a worker has published so many tokens of a request, or nothing."""
+        """Note that a worker has published this many tokens of a request, or nothing."""
         if request not in self._publishing:
             return
         hint, ranks = self._publishing.pop(request)

@@ -354,7 +354,7 @@ class SchedulerHalf:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def published(self, request: str, tokens: int) -> None:
-        """Note that a worker has published so many tokens of a request, or nothing."""
+        """Note that a worker has published this many tokens of a request, or nothing."""
         self._hints.published(request, tokens)
         if self.told is not None:
             self.told.published(request, tokens)

@@ -259,7 +259,7 @@ class StoreIndex:
             await self._read_offers()
             more = [offer for offer in self._fitting(spec, any_dtype=any_dtype, sealed=sealed) if offer not in tried]
             best = await self._best(more, digests, keys)
-        if best is None:  # whoever cannot play what there is hears why
+        if best is None:  # say why what there is cannot be played
             best = await self._best(self._fitting(spec, any_dtype=any_dtype, sealed=not sealed), digests)
         elif best is not None and (best.catalog is None or len(best.catalog.chunks) < len(digests)):
             self._read_if_old()
