@@ -23,12 +23,13 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.locations import open_store
 from kvabr.store.objects import spans
 from kvabr.store.objects.bucket import Bucket
+from kvabr.store.objects.layout import StoredWraps
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError, SealedError
 from kvabr.types.naming import TrackNamespace, prefix_track
 from kvabr.types.passage import Exact, Passage
-from kvabr.types.sealing import KeyRing, new_key
+from kvabr.types.sealing import MAX_KEYS, KeyRing, Wrap, new_key
 from tests.client.classes import HYBRID, SLIDING, numbers, published
 from tests.client.playing import connection
 from tests.client.sealed import READER, RING, STRANGER, TOKENS, played
@@ -182,6 +183,15 @@ def test_who_was_left_out_while_a_publisher_began_does_not_come_back(both, monke
     wraps = {wrap["key"] for wrap in json.loads(objects_of(bucket, "k/")[key])["wraps"]}
     assert seen
     assert wraps == {key.id for key in (*left.keys, more.keys[1])}
+
+
+def test_no_reader_is_left_out_in_silence():
+    asset = RING.asset_key("0" * 64)
+    wraps = [asset.wraps[0], *(Wrap(f"{number:016x}", asset.wraps[0].wrapped) for number in range(1, MAX_KEYS))]
+    full, another = StoredWraps(tuple(wraps)), StoredWraps((Wrap("f" * 16, asset.wraps[0].wrapped),))
+    assert full.joined(StoredWraps(full.wraps[:2])) == full
+    with pytest.raises(SealedError, match=r"at most 64 open one beginning.*kvabr keys rewrap"):
+        full.joined(another)
 
 
 def test_a_cache_whose_keys_an_older_version_rotated_keeps_no_publisher_out(tmp_path):

@@ -252,15 +252,20 @@ class StoredWraps:
         return decode(data, cls, "wrapped keys")
 
     def joined(self, other: StoredWraps) -> StoredWraps:
-        """Return this with the readers that another has besides, as long as there is room.
+        """Return this with the readers that another has besides.
 
-        Raises `SealedError` if the two are of different assets' keys.
+        Raises `SealedError` if the two are of different assets' keys, or there are more readers than there is room for.
         """
         ours = {wrap.key: wrap for wrap in self.wraps}
         if any(ours.get(wrap.key, wrap) != wrap for wrap in other.wraps):
             raise SealedError("wrapped keys: they are of another asset; `kvabr keys rewrap` writes them again")
         more = tuple(wrap for wrap in other.wraps if wrap.key not in ours)
-        return StoredWraps((*self.wraps, *more)[:MAX_KEYS])
+        if len(self.wraps) + len(more) > MAX_KEYS:
+            raise SealedError(
+                f"wrapped keys: at most {MAX_KEYS} open one beginning, and {len(self.wraps)} do: "
+                "`kvabr keys rewrap` with the keys that should"
+            )
+        return StoredWraps((*self.wraps, *more))
 
 
 # ------------------------------------------------------- catalogs
