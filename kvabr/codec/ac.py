@@ -16,15 +16,20 @@ A payload with references begins with them (`kvabr.codec.referring`). Where the 
 (`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else, and frames have version 7.
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
-    codes:  8 bits, [token, layer, K/V, head, dim], in units of the scale
+    codes:  [token, layer, K/V, head, dim], in units of the scale, see `kvabr.codec.stored`
     far:    FP16, [token, layer, K/V, head, dim]
     biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
 
 Of a chain of layers the biases of the last one count. Frames of payloads with biases have version 5.
 
-Eight bits suffice: at every depth the loss is the same as with exact sinks. Of a state, columns stand for tokens
-(`kvabr.codec.columns`). Payloads of unusual groups are different (`kvabr.codec.unusual`): no finite cache is refused,
-and no payload, with those below it, is more than a hundredth larger than the group in FP16.
+Of codes AC-L0 has the coarse parts. AC-L1 and AC-L2 add fine ones: number of tokens 4 | fine, behind the list. AC-5x
+has the coarse ones and those of both layers, one behind the other. The number 0xFFFFFFFA precedes all else of such a
+payload, and frames have version 8. Of few numbers, and in frames up to version 7, a code is a byte, in units of the
+scale, and layers add nothing.
+
+Of a state, columns stand for tokens (`kvabr.codec.columns`). Payloads of unusual groups are different
+(`kvabr.codec.unusual`): no finite cache is refused, and no payload, with those below it, is more than a hundredth
+larger than the group in FP16.
 """
 
 from __future__ import annotations
@@ -56,6 +61,23 @@ from kvabr.codec.quantiser import RATIO, SINGLE
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.referring import MARK, checked_refers, choose_references, telling_rows
 from kvabr.codec.rope import rope_tables, rotate_by
+from kvabr.codec.stored import (
+    FINE_LAYERS,
+    LARGEST,
+    LEAST_NUMBERS,
+    Codes,
+    coarse_of,
+    coarse_size,
+    fine_size,
+    join_coarse,
+    join_fine,
+    meant,
+    split_coarse,
+    split_fine,
+)
+from kvabr.codec.stored import (
+    UNITS as CODES,
+)
 from kvabr.codec.unusual import (
     CENTRED_VERSION,
     COARSE,
@@ -132,6 +154,8 @@ class Ac(Codec):
         chain = read_chain((self.name,), (payload,))
         if chain.other is not None and chain.other[0].endswith(CENTRED):
             return CENTRED_VERSION
+        if any(map(_is_parted, chain.payloads)):
+            return PARTED_VERSION
         if any(map(_is_streamed, chain.payloads)):
             return STREAMED_VERSION
         if any(map(_is_newer, chain.payloads)):
@@ -197,6 +221,8 @@ class _Made:
     index: NDArray[np.int16] | None
     """None if equal to `_Work.indices`."""
     references: References | None
+    near: NearTokens | None
+    """Of a base, the tokens to whose numbers the layers above add."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,8 +430,10 @@ def _layer(track: str, work: _Work, context: GroupContext, below: Sequence[bytes
         return None
     tokens, sinks = np.flatnonzero(plan.new), 0 if refines is not None else _sinks(profile, context)
     head = payload_head(coded, references if refines is None else None)
-    payload = head + join_payload(work.group, tokens, plan.far[tokens], sinks, coded, work.biases(track, outliers))
-    work.made[track] = _Made(payload, outliers, index, references)
+    below_near = _near_below(track, work, context, below)
+    far, bias = plan.far[tokens], work.biases(track, outliers)
+    payload, near = join_payload(track, head, work.group, tokens, far, sinks, coded, bias, below_near)
+    work.made[track] = _Made(payload, outliers, index, references, near)
     return payload
 
 
@@ -478,6 +506,16 @@ def _lower(
     return index, outliers, parts[0].references
 
 
+def _near_below(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]) -> NearTokens | None:
+    """Return the stored tokens of the base to which a layer adds; None if it adds to none."""
+    if track not in LAYERS[1 : 1 + FINE_LAYERS] or not all(_is_parted(memoryview(each)) for each in below):
+        return None
+    made = work.made.get(LAYERS[0])
+    if made is not None and made.payload == below[0]:
+        return made.near
+    return split_payload(below[0], context, _sinks(work.profile, context), LAYERS[0]).near
+
+
 def _rotated_at(context: GroupContext) -> int | None:
     """Return the position by which keys that are encoded are rotated; None if they are not."""
     return None if context.free else _coded(context).first_token
@@ -513,7 +551,11 @@ def _read_chain(track: str, payloads: Sequence[memoryview | bytes]) -> Chain:
 def _split_chain(profile: ClassProfile, context: GroupContext, chain: Chain) -> list[Parts]:
     """Parse the ordinary payloads of a chain."""
     sinks = [_sinks(profile, context), *[0] * (len(chain.tracks) - 1)]
-    return [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
+    parts = [split_payload(*each) for each in zip(chain.payloads, repeat(context), sinks, chain.tracks, strict=False)]
+    for track, part in zip(chain.tracks[1:], parts[1:], strict=True):
+        if part.fine is not None:
+            parts[0] = parts[0].finer(part.fine, LAYERS.index(track))
+    return parts
 
 
 def _decoding(
@@ -550,6 +592,13 @@ NEWER_VERSION = 5
 STREAMED = _COUNT.pack(0xFFFFFFFB)
 STREAMED_VERSION = 7
 """Version of the frame of a payload whose coded part is cut into streams."""
+PARTED = _COUNT.pack(0xFFFFFFFA)
+PARTED_VERSION = 8
+"""Version of the frame of a payload with codes in parts (`kvabr.codec.stored`)."""
+
+
+def _is_parted(payload: memoryview) -> bool:
+    return payload[: len(PARTED)] == PARTED
 
 
 def _is_streamed(payload: memoryview) -> bool:
@@ -559,6 +608,26 @@ def _is_streamed(payload: memoryview) -> bool:
 def _is_newer(payload: memoryview) -> bool:
     """Return whether the first number has its highest bit set: that of the listed tokens, or the mark of references."""
     return len(payload) >= _COUNT.size and bool(_COUNT.unpack_from(payload)[0] & _HAS_BIASES)
+
+
+class NearTokens(NamedTuple):
+    """Stored tokens that are not far, as far as they are known (`kvabr.codec.stored`)."""
+
+    tokens: NDArray[np.int64]
+    """Their offsets in the group."""
+    which: torch.Tensor
+    """[stored token] bool: which they are."""
+    scale: torch.Tensor
+    """[token, layer, K/V] float32."""
+    coarse: Codes
+    """[token, layer, K/V, head, dim]."""
+    fine: tuple[Codes, ...] = ()
+    """Of the layers, from the first one on."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[token, layer, K/V, head, dim] float32, within FP16's range."""
+        return _scaled(torch.from_numpy(meant(self.coarse, self.fine)), self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -575,6 +644,19 @@ class Parts:
     references: References | None = None
     biases: NDArray[np.int16] | None = None
     """See `kvabr.codec.bias`; None: none."""
+    near: NearTokens | None = None
+    """Of a base, those of the stored tokens that are not far; None: there are none, or they are known already."""
+    fine: memoryview | None = None
+    """Of a layer, what it adds to those."""
+
+    def finer(self, fine: memoryview, layer: int) -> Parts:
+        """Return the parts of a base with what a layer adds; a `FormatError` if it does not follow on what is there."""
+        if self.near is None or len(self.near.fine) != layer - 1:
+            raise FormatError(f"{LAYERS[layer]}: adds to numbers that are not below; the payload is corrupt")
+        near, values = self.near, self.values.clone()
+        near = near._replace(fine=(*near.fine, split_fine(fine, near.coarse.shape, LAYERS[layer])))
+        values[near.which] = near.values
+        return replace(self, values=values, near=near)
 
     def place(self, out: torch.Tensor, context: GroupContext) -> None:
         """Write the stored tokens to their places in a group; if it is position-free, rotate their keys."""
@@ -601,31 +683,74 @@ def payload_head(coded: bytes, references: References | None = None) -> bytes:
 
 
 def join_payload(
+    track: str,
+    head: bytes,
     group: torch.Tensor,
     tokens: NDArray[np.int64],
     far: NDArray[np.bool_],
     sinks: int,
     coded: bytes,
     biases: NDArray[np.int16] | None = None,
-) -> bytes:
-    """Build a payload, after its head, from a group, the offsets of the tokens to store, which are far, and the rest.
+    base: NearTokens | None = None,
+) -> tuple[bytes, NearTokens | None]:
+    """Build a payload from its head, a group, the offsets of the tokens to store, which of them are far, and the rest.
 
-    The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far.
+    The offsets ascend; the first ``sinks`` of them are the sinks, and these are never far. ``base`` is what a layer
+    adds to. Also return the stored tokens to which layers above this payload may add.
     """
     listed = (tokens + np.where(far, _FAR, 0))[sinks:].astype("<u4")
     biased = biases is not None and bool(biases.any())
-    parts = [_COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
+    parts = [head, _COUNT.pack(len(listed) | (_HAS_BIASES if biased else 0)), listed.tobytes()]
+    near: NearTokens | None = None
+    if parted := base is not None:
+        codes = _codes(_taken(group, base.tokens), base.scale)
+        parts += [_COUNT.pack(len(codes)), join_fine(codes, base.coarse, LAYERS.index(track))]
     if len(tokens):
-        chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
-        outliers = chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
-        near = outliers[torch.from_numpy(~far)]
-        scale = (near.abs().amax(dim=(3, 4)) / 127).clamp(min=2.0**-24).half()
-        codes = (near / scale.float()[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
-        parts += [raw(part) for part in (scale, codes, outliers[torch.from_numpy(far)].half()) if part.numel()]
+        values = _taken(group, tokens)
+        own = values[torch.from_numpy(~far)]
+        if len(own):
+            parted = own.numel() >= LEAST_NUMBERS
+            unit = CODES / LARGEST if parted else 1 / 127
+            scale = (own.abs().amax(dim=(3, 4)) * unit).clamp(min=2.0**-24).half()
+            parts.append(raw(scale))
+            if parted:
+                codes = _codes(own, scale.float())
+                coarse = coarse_of(codes)
+                parts.append(join_coarse(coarse.reshape(scale.numel(), -1)))
+                parts += [join_fine(codes, coarse, layer) for layer in _layers_in(track)]
+                near = NearTokens(tokens[~far], torch.from_numpy(~far), scale.float(), coarse)
+            else:
+                bytewise = (own / scale.float()[..., None, None]).round_().clamp_(-127, 127)
+                parts.append(raw(bytewise.to(torch.int8)))
+        if far.any():
+            parts.append(raw(values[torch.from_numpy(far)].half()))
     if biased and biases is not None:
         bits = join_biases(biases)
         parts += [_COUNT.pack(len(bits)), bits]
-    return b"".join((*parts, coded))
+    return b"".join((PARTED if parted else b"", *parts, coded)), near
+
+
+def _layers_in(track: str) -> range:
+    """Return the layers whose fine parts a self-contained track has with the coarse ones."""
+    return range(1, 1 + FINE_LAYERS) if track == SINGLE else range(0)
+
+
+def _codes(values: torch.Tensor, scale: torch.Tensor) -> Codes:
+    """Return the codes of numbers, [token, layer, K/V, head, dim], given their scales, [token, layer, K/V]."""
+    exact = values / (scale[..., None, None] / CODES)
+    codes: Codes = exact.round_().clamp_(-LARGEST, LARGEST).numpy().astype(np.int16)
+    return codes
+
+
+def _scaled(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return numbers in units of their scales as they are, within FP16's range."""
+    return (numbers.float() * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX)
+
+
+def _taken(group: torch.Tensor, tokens: NDArray[np.int64]) -> torch.Tensor:
+    """Return some tokens of a group, [token, layer, K/V, head, dim] float32 within FP16's range."""
+    chosen = group[:, :, :, torch.from_numpy(tokens).to(group.device)].permute(3, 0, 1, 2, 4)
+    return chosen.float().clamp(-FP16_MAX, FP16_MAX).cpu()
 
 
 class _Head(NamedTuple):
@@ -640,10 +765,13 @@ class _Head(NamedTuple):
     """[token] bool: which of these are far."""
     biased: bool
     streamed: bool
+    parted: bool
 
 
 def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> _Head:
     payload = memoryview(payload)
+    parted = _is_parted(payload)
+    payload = payload[len(PARTED) * parted :]
     streamed = _is_streamed(payload)
     payload = payload[len(STREAMED) * streamed :]
     reader = PayloadReader(payload, what)
@@ -660,21 +788,36 @@ def _split_head(payload: memoryview | bytes, context: GroupContext, sinks: int, 
     far = torch.from_numpy(np.concatenate([np.zeros(sinks, dtype=bool), offsets >= _FAR]))
     if listed and (bool((np.diff(tokens) <= 0).any()) or int(tokens[-1]) >= context.tokens):
         raise FormatError(f"{what}: the listed tokens are not in ascending order; the payload is corrupt")
-    return _Head(reader, references, listed, tokens, far, biased, streamed)
+    return _Head(reader, references, listed, tokens, far, biased, streamed, parted)
 
 
 def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int, what: str) -> Parts:
     """Parse an untrusted payload of a group, of which ``sinks`` tokens are stored without being listed."""
-    reader, references, listed, tokens, far, biased, streamed = _split_head(payload, context, sinks, what)
+    reader, references, listed, tokens, far, biased, streamed, parted = _split_head(payload, context, sinks, what)
     layers, halves, heads, _, dim = context.spec.shape(1)
     values = torch.empty((len(tokens), layers, halves, heads, dim))
+    near: NearTokens | None = None
+    fine: memoryview | None = None
+    if parted and what in LAYERS[1 : 1 + FINE_LAYERS]:
+        count = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
+        fine, parted = reader.bytes(fine_size(count * layers * halves * heads * dim)), False
     if len(tokens):  # of most groups there are none
         count = int(far.sum())
-        near = (len(tokens) - count, layers, halves)
-        scale = finite(reader.tensor(torch.float16, near), what).float()
-        codes = reader.tensor(torch.int8, (*near, heads, dim)).float()
-        whole = finite(reader.tensor(torch.float16, (count, *values.shape[1:])), what).float()
-        values[~far], values[far] = (codes * scale[..., None, None]).clamp_(-FP16_MAX, FP16_MAX), whole
+        shape = (len(tokens) - count, layers, halves)
+        scale = finite(reader.tensor(torch.float16, shape), what).float()
+        if parted and len(scale) and track_below(what) is None:
+            parted, full = False, (*shape, heads, dim)
+            size = coarse_size(reader.bytes(_COUNT.size))
+            coarse = split_coarse(reader.bytes(size), scale.numel(), heads * dim, what).reshape(full)
+            two = (reader.bytes(fine_size(coarse.size)) for _ in _layers_in(what))
+            fines = tuple(split_fine(each, full, what) for each in two)
+            near = NearTokens(tokens[~far.numpy()], ~far, scale, coarse, fines)
+            values[~far] = near.values
+        else:
+            values[~far] = _scaled(reader.tensor(torch.int8, (*shape, heads, dim)), scale)
+        values[far] = finite(reader.tensor(torch.float16, (count, *values.shape[1:])), what).float()
+    if parted:
+        raise FormatError(f"{what}: parts of no numbers; the payload is corrupt")
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
@@ -683,4 +826,4 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     coded = reader.rest()
     if has_streams(coded) != streamed:
         raise FormatError(f"{what}: streams that it does not announce, or the reverse; the payload is corrupt")
-    return Parts(tokens, listed, values, coded, references, biases)
+    return Parts(tokens, listed, values, coded, references, biases, near, fine)

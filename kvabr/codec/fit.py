@@ -83,7 +83,7 @@ class FitConfig:
     transform: bool = True
     """False for no transform at all, for small profiles."""
     sinks: int = 1
-    """Tokens at the beginning of a prompt that are stored separately, in 8 bits."""
+    """Tokens at the beginning of a prompt that are stored separately."""
     outliers: float = 0.005
     """Share of the other tokens that are also stored separately: those whose keys stand out most. Models use a few
     tokens of every text as further sinks, and are a hundred times more sensitive to errors in them. 0 for none."""

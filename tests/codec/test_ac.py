@@ -76,10 +76,10 @@ def outliers_of(payload, context, track):
     return codec(track).outliers(memoryview(payload), context)
 
 
-def near(out, kv):
-    """Return whether all errors are within 8 bits, with a scale per token, layer and K/V."""
+def near(out, kv, bits=8):
+    """Return whether all errors are within so many bits, with a scale per token, layer and K/V."""
     largest = kv.abs().amax(dim=(2, 4) if kv.dim() == 5 else (2, 3), keepdim=True)
-    return bool(((out - kv).abs() <= largest / 127 * 0.51).all())
+    return bool(((out - kv).abs() <= largest / (2 ** (bits - 1) - 1) * 0.51).all())
 
 
 def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
@@ -162,15 +162,17 @@ def test_the_last_tokens_of_a_prompt_are_stored_finer_and_no_reader_needs_to_kno
     payloads: list[bytes] = []
     for name in chain_of(track):
         payloads.append(codec(name).encode(kv, context, payloads))
-        assert codec(name).frame_version(payloads[-1]) in {3, 5}
+        parted = finer == 70 and name != "AC-L3"  # fewer tokens of so few numbers are not in parts
+        assert codec(name).frame_version(payloads[-1]) in ({8} if parted else {3, 5})
         assert outliers_of(payloads[-1], context, name) == 0  # they do not stand out
     plain = decode(encode(kv, fitted(), track), fitted(), 70, track)
     out = decode(payloads, fitted(), 70, track)
     last, rest = slice(70 - finer, 70), slice(0, 70 - finer)
-    assert near(out[:, :, :, last], kv[:, :, :, last])
-    assert not near(plain[:, :, :, last], kv[:, :, :, last])
+    bits = {"AC-L0": 6, "AC-L1": 8}.get(track, 10) if finer == 70 else 8
+    assert near(out[:, :, :, last], kv[:, :, :, last], bits)
+    assert not near(plain[:, :, :, last], kv[:, :, :, last], bits)
     assert float(off_by(kv, out, fitted())[:, rest].sum()) <= 1.05 * float(off_by(kv, plain, fitted())[:, rest].sum())
-    each = SHAPE.elements_per_token + 2 * SHAPE.layers * 2 + 4  # codes, scales, and an offset
+    each = bits / 8 * SHAPE.elements_per_token + 2 * SHAPE.layers * 2 + 4  # codes, scales, and an offset
     assert sum(map(len, payloads)) <= sum(map(len, encode(kv, fitted(), track))) + finer * each
 
 
@@ -367,8 +369,8 @@ def test_lists_of_outliers_of_that_no_encoder_writes():
         bad = payload[:4] + np.array(changed, "<u4").tobytes() + payload[12:]
         with pytest.raises(FormatError, match="not in ascending order"):
             decode([bad], fitted(), 60, "AC-5x")
-    with pytest.raises(FormatError, match="2147483642 listed tokens"):
-        decode([b"\xfa" + b"\xff" * 3 + payload[4:]], fitted(), 60, "AC-5x")
+    with pytest.raises(FormatError, match="2147483641 listed tokens"):
+        decode([b"\xf9" + b"\xff" * 3 + payload[4:]], fitted(), 60, "AC-5x")
     nan = payload[:12] + b"\xff\xff" + payload[14:]
     with pytest.raises(FormatError, match="not finite"):
         decode([nan], fitted(), 60, "AC-5x")

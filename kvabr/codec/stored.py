@@ -1,0 +1,134 @@
+"""The numbers of tokens that AC's tracks store separately: six bits in a base, and two more in each of two layers.
+
+Those tokens are one in a hundred, but with 8 bits a number they take a fifth of a base, which loses no more with six.
+AC-L3 and AC-5x, whose steps are far smaller, lose a tenth to a third less with ten bits than with eight.
+
+A number is a code from -511 to 511, in units of a sixteenth of a scale that its token, layer and K/V have for
+themselves. The coarse part is a sixteenth of it, rounded, from -32 to 32; each of the two layers above a base adds two
+bits. What is known of a number stands for the middle of the codes that it may be.
+
+Coarse parts are coded like coefficients (`kvabr.codec.native.reference`): tokens, layers and K/V are the rows, their
+numbers the tokens, and all rows are live. The table is one of eight, all with two-sided geometric distributions.
+
+    coarse: size of what follows 4 | table 1 | coded
+    fine:  of each number the higher two bits of the code less 16 times the coarse part, plus 8, or in the second layer
+           the lower two; four numbers in a byte, the first one the lowest
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvabr.codec.native import coder
+from kvabr.codec.native.coder_model import TOTAL, CoderModel
+from kvabr.types.errors import FormatError
+
+Codes = NDArray[np.int16]
+
+_SIZE, _HEAD = struct.Struct("<I"), struct.Struct("<IB")
+LARGEST = 511
+"""The largest code."""
+LEAST_NUMBERS = 8192
+"""Of fewer numbers, the states of the coder would cost more than parts save."""
+UNITS = 16
+"""Codes to a scale, and to a coarse part."""
+FINE_LAYERS = 2
+"""Layers above a base that add to its coarse parts."""
+_AT_ONCE = 4
+"""Numbers whose fine parts are a byte."""
+_MOST = 32
+"""The largest coarse part."""
+_OF = 64
+_FALLS = (2, 3, 4, 6, 8, 12, 16, 24)
+"""By table, by how many 64ths a number is less likely than the one that is less by one."""
+
+
+@lru_cache(maxsize=256)
+def _model(table: int, rows: int) -> CoderModel:
+    """Return what codes so many rows. Tables are made of integers: they are the same on every machine."""
+    likely = [1 << 40]
+    for _ in range(_MOST):
+        likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
+    both = [likely[abs(number)] for number in range(-_MOST, _MOST + 1)]
+    room = TOTAL - len(both) - 1
+    freqs = [1 + room * each // sum(both) for each in both] + [1]  # the last one is the escape's
+    freqs[_MOST] += TOTAL - sum(freqs)
+    return CoderModel(
+        row_class=np.zeros(rows, np.uint8),
+        radius=np.array([_MOST], np.uint8),
+        freqs=np.array([[freqs]], np.uint16),
+        flag_freq=np.full((1, rows), TOTAL - 1, np.uint16),
+        delta=np.zeros(1, np.uint8),
+    )
+
+
+def coarse_of(codes: Codes) -> Codes:
+    """Return the coarse parts of codes."""
+    return (codes + UNITS // 2) >> 4
+
+
+def meant(coarse: Codes, fine: Sequence[Codes]) -> NDArray[np.float32]:
+    """Return the numbers that coarse parts and those of no, one or several layers stand for, in units of a scale."""
+    codes = UNITS * coarse.astype(np.int32) - UNITS // 2
+    unknown = UNITS
+    for two in fine:
+        unknown >>= 2
+        codes += unknown * two.astype(np.int32)
+    out: NDArray[np.float32] = (codes.astype(np.float32) + np.float32((unknown - 1) / 2)) / np.float32(UNITS)
+    return out
+
+
+def join_coarse(coarse: Codes) -> bytes:
+    """Code the coarse parts of rows, [row, number]."""
+    total = int(np.abs(coarse).sum(dtype=np.int64))
+    # The mean magnitude of numbers that fall by f / 64 is about 64 / f.
+    table = min(range(len(_FALLS)), key=lambda each: abs(total * _FALLS[each] - _OF * coarse.size))
+    coded = coder.encode_indices(_model(table, len(coarse)), coarse, streams=1)
+    return _HEAD.pack(1 + len(coded), table) + coded
+
+
+def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
+    """Decode untrusted bytes, without their size; raise a `FormatError` if they are not what an encoder writes.
+
+    Returns:
+        [row, number]. There is at least one of each.
+    """
+    if len(data) and data[0] < len(_FALLS):
+        out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
+        if max(int(out.max()), -int(out.min())) <= _MOST:
+            return out
+    raise FormatError(f"{what}: the {rows * width} coarse numbers of the stored tokens are corrupt")
+
+
+def coarse_size(head: memoryview) -> int:
+    """Return the bytes that follow the size at the beginning of the coarse parts."""
+    return int(_SIZE.unpack(head)[0])
+
+
+def fine_size(numbers: int) -> int:
+    """Return the bytes of the fine parts of so many numbers."""
+    return -(-numbers // _AT_ONCE)
+
+
+def join_fine(codes: Codes, coarse: Codes, layer: int) -> bytes:
+    """Return the fine parts of codes that layer 1 or 2 adds; what the coarse ones do not reach is cut."""
+    rest = np.clip(codes - UNITS * coarse + UNITS // 2, 0, UNITS - 1).astype(np.uint8).reshape(-1)
+    rest = rest >> 2 * (FINE_LAYERS - layer) & 3
+    four = np.append(rest, np.zeros(-len(rest) % _AT_ONCE, np.uint8)).reshape(-1, _AT_ONCE)
+    return bytes((four << np.arange(0, 8, 2, dtype=np.uint8)).sum(axis=1, dtype=np.uint8))
+
+
+def split_fine(data: memoryview, shape: tuple[int, ...], what: str) -> Codes:
+    """Return the fine parts of numbers of a shape; a `FormatError` if it is not what an encoder writes."""
+    packed, count = np.frombuffer(data, np.uint8), math.prod(shape)
+    fine = (packed[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1)
+    if len(packed) != fine_size(count) or fine[count:].any():
+        raise FormatError(f"{what}: the fine numbers of the stored tokens are corrupt")
+    out: Codes = fine[:count].reshape(shape).astype(np.int16)
+    return out

@@ -1,0 +1,160 @@
+"""Tokens that AC's tracks store separately: their numbers come in parts, layer by layer; hostile ones are refused."""
+
+import contextlib
+import struct
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from kvabr.codec.ac import PARTED, split_payload
+from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.stored import (
+    LARGEST,
+    coarse_of,
+    coarse_size,
+    fine_size,
+    join_coarse,
+    join_fine,
+    meant,
+    split_coarse,
+    split_fine,
+)
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import LAYERS
+from tests import kvdata
+
+SHAPE = kvdata.spec(2, 1, 64, group_tokens=128)
+SINKS = 40
+SIDE = replace(kvdata.profile(SHAPE), sinks=SINKS)
+CODES = arrays.arrays(
+    np.int16,
+    arrays.array_shapes(min_dims=2, max_dims=2, max_side=16),
+    elements=st.integers(-LARGEST, LARGEST),
+)
+
+
+def chain(kv, upto):
+    payloads: list[bytes] = []
+    for track in LAYERS[: upto + 1]:
+        payloads.append(codec(track).encode(kv, GroupContext(SHAPE, 0, kv.shape[3], SIDE), payloads))
+    return payloads
+
+
+@cache
+def whole():
+    return tuple(chain(kvdata.cache(SHAPE, 128, 5), 2))
+
+
+def decoded(payloads, track, tokens):
+    out = torch.empty(SHAPE.shape(tokens))
+    *below, last = map(memoryview, payloads)
+    codec(track).decode(last, GroupContext(SHAPE, 0, tokens, SIDE), out, below)
+    return out
+
+
+@given(CODES)
+def test_numbers_survive_and_every_layer_halves_their_error_twice(codes):
+    coarse = coarse_of(codes)
+    data = join_coarse(coarse)
+    size = coarse_size(memoryview(data[:4]))
+    assert size == len(data) - 4
+    assert np.array_equal(split_coarse(memoryview(data[4:]), *codes.shape, "AC-L0"), coarse)
+    fine = []
+    for layer in range(3):
+        most = (2 ** (4 - 2 * layer) - 1) / 2
+        assert np.abs(16 * meant(coarse, fine) - codes).max() <= most
+        if layer < 2:
+            packed = join_fine(codes, coarse, layer + 1)
+            assert len(packed) == fine_size(codes.size)
+            fine.append(split_fine(memoryview(packed), codes.shape, "AC-L1"))
+
+
+def test_usual_numbers_take_little_more_than_five_bits():
+    values = np.random.default_rng(0).laplace(size=(60, 192))
+    codes = np.rint(values / np.abs(values).max(axis=1, keepdims=True) * LARGEST).astype(np.int16)
+    assert 8 * len(join_coarse(coarse_of(codes))) < 5.2 * codes.size
+
+
+@given(st.binary(max_size=60), st.integers(1, 5), st.integers(1, 9))
+def test_any_bytes_are_read_or_refused(data, rows, width):
+    with contextlib.suppress(FormatError):
+        assert abs(split_coarse(memoryview(data), rows, width, "AC-L0")).max() <= 32
+    with contextlib.suppress(FormatError):
+        assert split_fine(memoryview(data), (rows, width), "AC-L1").max() <= 3
+
+
+@given(CODES, st.data())
+def test_bytes_that_are_cut_or_too_many_are_refused(codes, data):
+    coarse = coarse_of(codes)
+    whole = join_coarse(coarse)[4:]
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for bad in (whole[:cut], whole + b"\0"):
+        with pytest.raises(FormatError, match=r"coarse numbers|entropy coded part"):
+            split_coarse(memoryview(bad), *codes.shape, "AC-L0")
+    fine = join_fine(codes, coarse, 1)
+    for bad in (fine[:-1], fine + b"\0"):
+        with pytest.raises(FormatError, match="fine numbers"):
+            split_fine(memoryview(bad), codes.shape, "AC-L1")
+
+
+def test_each_layer_knows_a_sink_better_and_the_last_adds_nothing():
+    kv = kvdata.cache(SHAPE, 128, 1)
+    payloads = chain(kv, 3)
+    assert [payload[:4] == PARTED for payload in payloads] == [True, True, True, False]
+    errors = [
+        float((decoded(payloads[: at + 1], track, 128) - kv)[:, :, :, :SINKS].square().mean()) ** 0.5
+        for at, track in enumerate(LAYERS)
+    ]
+    assert errors[1] < errors[0] / 3
+    assert errors[2] < errors[1] / 3
+    assert errors[3] == errors[2]
+    alone = codec("AC-5x").encode(kv, GroupContext(SHAPE, 0, 128, SIDE))
+    assert torch.equal(
+        decoded([alone], "AC-5x", 128)[:, :, :, :SINKS], decoded(payloads, "AC-L3", 128)[:, :, :, :SINKS]
+    )
+
+
+def test_payloads_of_earlier_versions_are_read():
+    kv = kvdata.cache(SHAPE, 128, 2)
+    context = GroupContext(SHAPE, 0, 128, SIDE)
+    parts = split_payload(codec("AC-L0").encode(kv, context), context, SINKS, "AC-L0")
+    assert parts.references is None
+    codes = np.random.default_rng(3).integers(-127, 128, (SINKS, *SHAPE.shape(1)[:3], 64)).astype(np.int8)
+    scale = torch.full((SINKS, 2, 2), 0.25, dtype=torch.float16)
+    old = struct.pack("<I", 0) + scale.numpy().tobytes() + codes.tobytes() + bytes(parts.coded)
+    out = decoded([old], "AC-L0", 128)
+    assert torch.equal(out[:, :, :, :SINKS], torch.from_numpy(codes).permute(1, 2, 3, 0, 4).float() / 4)
+    above = codec("AC-L1").encode(kv, context, [old])
+    assert above[:4] != PARTED
+    assert torch.equal(decoded([old, above], "AC-L1", 128)[:, :, :, :SINKS], out[:, :, :, :SINKS])
+
+
+def test_parts_that_do_not_fit_together_are_refused():
+    payloads = chain(kvdata.cache(SHAPE, 128, 4), 2)
+    first, second, third = payloads
+    for bad, why in (
+        ([first, third, second], "AC-L2: |entropy coded part"),
+        ([first, second[4:], third], "AC-L1: |AC-L2: "),
+        ([first, PARTED + struct.pack("<I", 2) + second[8:], third], "AC-L1: "),
+        ([PARTED + first], "AC-L0: "),
+    ):
+        with pytest.raises(FormatError, match=why):
+            decoded(bad, LAYERS[len(bad) - 1], 128)
+
+
+@given(st.data())
+def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(data):
+    payloads = list(whole())
+    which = data.draw(st.integers(0, 2))
+    at = data.draw(st.integers(0, min(3000, len(payloads[which]) - 1)))
+    changed = bytearray(payloads[which])
+    changed[at] ^= data.draw(st.integers(1, 255))
+    payloads[which] = bytes(changed)
+    with contextlib.suppress(FormatError):
+        assert bool(torch.isfinite(decoded(payloads, "AC-L2", 128)).all())
