@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import MISS_PENALTY
-from kvabr.types.loss import factors_behind
+from kvabr.types.loss import factors_behind, inherited_behind
 
 Array = npt.NDArray[np.float64]
 
@@ -84,17 +84,6 @@ class _Picked(NamedTuple):
     loss: Array
 
 
-class Divisions(NamedTuple):
-    """What divisions of the work between network and engine come to."""
-
-    objective: Array
-    """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
-    network_s: Array
-    """Seconds until the network has brought its part."""
-    late: npt.NDArray[np.bool_]
-    """Whether the deadline is missed."""
-
-
 class TimePlanner:
     """Plans one play. The play tells it of every change to a group."""
 
@@ -144,11 +133,18 @@ class TimePlanner:
         """See `View.added`."""
         self._left_out = frozenset(catalog.computed)
         """Groups that no asset has: they are the engine's from the beginning."""
-        self._behind: Array | None = None
-        """What each of the first groups loses if an engine computes all behind them: over what it loses otherwise, and
-        besides that, by track."""
-        if view.front_first and view.cost is not None:
-            self._behind = np.array([factors_behind(catalog, name) for name in self.names]).swapaxes(0, 1)
+        self._behind, self._on_base = self._behind_engine(view)
+
+    def _behind_engine(self, view: View) -> tuple[Array | None, Array | None]:
+        """Return what is lost if an engine that needs the first groups computes all behind them.
+
+        What each of the first loses then: over what it loses otherwise, and besides that, by track. And what the others
+        inherit if the engine begins on the base, in the middle of a play. None: no such engine.
+        """
+        if not view.front_first or view.cost is None:
+            return None, None
+        behind: Array = np.array([factors_behind(view.catalog, name) for name in self.names]).swapaxes(0, 1)
+        return behind, None if view.prefix else inherited_behind(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -421,47 +417,35 @@ class TimePlanner:
         edges, apart = np.arange(groups + 1), groups // _MOST_PARTS
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
-        ends = np.searchsorted(edges, stops)
-        begin = int(np.searchsorted(edges, first))
         options, share, held = self._parts(view, starts := edges[edges < groups])
-        lacking, ready_s = stops > view.solid if view.front_first else stops < groups, self._ready_s(view, stops)
-        batch_s = max(map(view.decode_latency_s, self.names))
-        decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
-
-        def brought(each: Array) -> Array:
-            """Return the sums over the groups that the network brings, by prices and stop."""
-            sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
-            each.cumsum(axis=-1, out=sums[..., 1:])
-            behind = sums[..., ends]
-            return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
-
-        flying, requests = brought(held)
-        behind, counts = self._behind, np.diff(np.append(starts, groups))
+        work = SharedWork(view, rate, ramp, stops, engine_s, inherited, np.searchsorted(edges, [first, *stops]))
+        flying, requests = work.brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
+        ready_s, begun = self._ready_s(view, stops), None
+        if self._on_base is not None:
+            base = self._number[view.ladder.cheapest]
+            lacks = np.add.reduceat(np.where(self._missing, self._bytes[base], 0.0), starts)
+            begun = work.carried_s(work.brought(lacks) + flying) + work.lacking * work.first_s, self._on_base[stops]
+        behind, counts = self._behind, np.diff(np.append(starts, groups))
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
             """Return the best divisions with what groups get at some prices of time and shares of the link in them."""
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, rate, link, decoding, options, share)
-            works, nbytes, lost = brought(np.array((picked.work, picked.bytes, picked.loss)))
+            sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
             if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = brought(np.array((on * picked.loss[:, None], on * counts))) * behind[:, None, used][..., stops]
-                lost = parts.sum(axis=0).sum(axis=1)
-            wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
-            arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
-            last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-            network_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + works) + batch_s * (works > 0)
-            network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
-            network_s = np.maximum(network_s, ready_s)
-            together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
-            late_s = together_s - view.time_left
-            missed = (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
-            objective = lost + inherited + view.time_price * together_s + missed
-            best, columns = objective.argmin(axis=0), np.arange(len(stops))
-            return Divisions(objective[best, columns], network_s[best, columns], late_s[best, columns] > 0)
+                parts = work.brought(np.array((on * picked.loss[:, None], on * counts)))
+                sums[2] = (parts * behind[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
+            if not view.decodes_last:
+                ahead_s = queue_s + sums[0] - work.carried_s(sums[1] + flying)
+                sums = with_mixtures(sums, ahead_s, np.flatnonzero(decoding[1:] > decoding[:-1]))
+            works, nbytes, lost = sums
+            network_s = work.network_s(works, nbytes, flying, queue_s)
+            network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
+            return work.least(lost, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less
@@ -469,9 +453,7 @@ class TimePlanner:
         found = divided(prices)
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher price of time the network may be in time
             least = max(view.time_price, _LEAST_PRICE)
-            sooner = divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS])
-            better = sooner.objective < found.objective
-            found = Divisions(*(np.where(better, *pair) for pair in zip(sooner, found, strict=True)))
+            found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found
 
     def bytes_to(self, group: int, number: int) -> float:
@@ -481,13 +463,3 @@ class TimePlanner:
     def stays(self, group: int, number: int) -> bool:
         """Return whether a track is the one that a group has."""
         return not self._moves[number, group]
-
-
-def _carried_s(nbytes: Array, rate: float, ramp: tuple[float, float] | None) -> Array:
-    """Return the seconds that a link needs for some bytes; ``ramp``: see `TimePlanner.divide`."""
-    if ramp is None or rate <= ramp[0]:
-        return nbytes / rate
-    begins, doubles_s = ramp[0], ramp[1] / math.log(2.0)
-    grown_s, grown = doubles_s * math.log(rate / begins), doubles_s * (rate - begins)
-    early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
-    return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / rate)

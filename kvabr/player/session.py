@@ -166,6 +166,10 @@ class Session:
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
         """Whether the policy wanted nothing more when it was last asked."""
+        self._engine_due = True
+        """Whether the engine is to compute something, as far as the policy says."""
+        self._computed_on = 0
+        """How many steps of the record the engine knows of in what it computes."""
         self._more_s = math.inf
         """When the policy was not asked for all that it wants; infinite if it was."""
         self.over = self.closed = False
@@ -333,7 +337,10 @@ class Session:
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
-        self.record.steps.append(("compute", first, last))
+        # What has come since the engine began is of no use to what it computed, and nothing if it computed that, too.
+        since = self.record.steps[self._computed_on :]
+        since = [step for step in since if not first <= step[1] < last]
+        self.record.steps[self._computed_on :] = [("compute", first, last), *since]
         for group in range(first, last):
             record = self.record.groups[group]
             if record.ready_s is None:
@@ -506,7 +513,9 @@ class Session:
                 break
             asked += 1
             decision = self.guard.ask()
-            self.events.divided(self.guard.division(), self.record, now)
+            division = self.guard.division()
+            self._engine_due = division is None or division.first < division.last
+            self.events.divided(division, self.record, now)
             self.obey(decision, now)
         self.decode(now)
         self.aim.conclude(now, complete=complete)
@@ -629,6 +638,7 @@ class Session:
         for transfer in sorted(flying, key=lambda one: one.request):
             self.cancel(transfer, "the engine computes this group", now)
         lane.start(first, last, now)
+        self._computed_on = len(self.record.steps)
         self.groups.restage(range(first, last))
         for group in range(first, last):
             self.view.track_of[group] = RECOMPUTED
@@ -685,7 +695,7 @@ class Session:
         queue, view = self._decoders, self.view
         while not queue.busy:
             hurry = now + view.decode_backlog_s + _HURRY_TICKS * self.tick_s >= view.deadline_s
-            engine = self.engine is not None
+            engine = self.engine is not None and self._engine_due
             group = queue.next(now, hurry=hurry, engine=engine, will_replace=self.guard.will_replace)
             if group is None:
                 break

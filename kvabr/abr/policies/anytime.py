@@ -237,6 +237,8 @@ class Anytime(Policy):
         if view.prefix and self._saver is not None and self._saver.enough(view):
             return Decision.wait("enough is in flight, and the play may be cut before the rest")
         missing, order = view.missing_groups, self._order
+        if view.front_first and len(missing) == 1 and (found := self._last_with_more(view)) is not None:
+            return found
         if self._planner is not None and view.in_order and not self._planner.reserved:
             return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
         if self._planner is not None and self._planner.advances and not view.front_first:
@@ -252,6 +254,20 @@ class Anytime(Policy):
                 group = order[self._asked - 1]
                 break
         return Decision.fetch(group, name, "the base of every group comes first")
+
+    def _last_with_more(self, view: View) -> Decision | None:
+        """Request the last missing group with its next layer at once, if no upgrade on offer saves more per byte.
+
+        An upgrade is on offer once its group is in place, which may be too late for a group that comes last.
+        """
+        group = next(iter(view.missing_groups))
+        if view.rate <= 0 or (more := self._best(view, group, self._base.name)) is None or more.replaces:
+            return None
+        nbytes = more.track.bytes[group]
+        if (self._offers and self._offers[0].rank <= more.rank) or nbytes > view.lower_bound * view.slack_s():
+            return None
+        self._spent += nbytes
+        return Decision.fetch(group, more.track.name, "the last base, with the layer that saves most per byte")
 
     def _hasten(self, view: View) -> Decision | None:
         """Replace what waits to be decoded by what is decoded sooner, if all of it would take too long."""
