@@ -1,9 +1,10 @@
 """Which track each group should get if time has a price: the cheapest in two resources, the link and the decoders.
 
-A plan minimises loss + time price x T, where T is when the link or the decoders will be done, whichever is later. Each
-resource gets a share of the price of time, and each group the track that is cheapest at these prices. The shares of the
-best plan are what a byte and a second of decoding cost: all the link's where decoding keeps up, all the decoders' on a
-link so fast that they do not. A group's options are every track above the one that it has; layers count once.
+A plan minimises loss + time price x T + the price of the bytes, where T is when the link or the decoders will be done,
+whichever is later. Each resource gets a share of the price of time, and each group the track that is cheapest at these
+prices. The shares of the best plan are what a byte and a second of decoding cost: all the link's where decoding keeps
+up, all the decoders' on a link so fast that they do not. A group's options are every track above the one that it has;
+layers count once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TimePlan(NamedTuple):
     targets: list[int]
     """Number of each group's track in the catalog."""
     objective: float
-    """Loss plus priced time from now, nats per generated token."""
+    """Loss plus priced time from now and priced bytes, nats per generated token."""
     idle_objective: float
     """The same if nothing more is requested; infinite if groups are missing."""
     bytes: float
@@ -88,7 +89,7 @@ class Divisions(NamedTuple):
     """What divisions of the work between network and engine come to."""
 
     objective: Array
-    """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
+    """Loss, priced time and bytes, and penalty, nats per generated token, without the price of the engine's time."""
     network_s: Array
     """Seconds until the network has brought its part."""
     late: npt.NDArray[np.bool_]
@@ -234,19 +235,20 @@ class TimePlanner:
         return self._lost + self._unplayed * _NEVER
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
+        """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
 
         None if nothing can be improved.
         """
         savings = np.where(self._moves > 0.0, self._stay - self._loss, -_NEVER)
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
-        gains = savings - view.time_price * seconds
+        prices = view.time_price * seconds + view.byte_price * self._bytes
+        gains = savings - prices
         track, group = np.unravel_index(int(gains.argmax()), gains.shape)
         saving = float(savings[track, group])
         if saving <= 0:
             return None
-        return int(group), self.names[track], saving, view.time_price * float(seconds[track, group])
+        return int(group), self.names[track], saving, float(prices[track, group])
 
     def without(self, group: int, track: str) -> None:
         """Note that a group cannot be had on a track, nor on what builds on it, unless it is there already."""
@@ -300,7 +302,7 @@ class TimePlanner:
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
         ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
-        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
+        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s) + view.byte_price * nbytes
         best = int(totals.argmin())
         idle = np.inf
         if not (self._missing * outside).any():
@@ -310,7 +312,7 @@ class TimePlanner:
         paid = price * float(level[best])
         return TimePlan(
             picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
+            paid * float(share[best]) / rate + view.byte_price, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
@@ -342,7 +344,7 @@ class TimePlanner:
         link = link[:, None, None] / rate
         cost = (
             options.loss
-            + link * options.bytes
+            + (link + view.byte_price) * options.bytes
             + np.maximum(_WASTE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
@@ -459,7 +461,7 @@ class TimePlanner:
             together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
             late_s = together_s - view.time_left
             missed = (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
-            objective = lost + inherited + view.time_price * together_s + missed
+            objective = lost + inherited + view.time_price * together_s + missed + view.byte_price * (nbytes + flying)
             best, columns = objective.argmin(axis=0), np.arange(len(stops))
             return Divisions(objective[best, columns], network_s[best, columns], late_s[best, columns] > 0)
 

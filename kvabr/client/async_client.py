@@ -66,7 +66,7 @@ from kvabr.transfer.interface import Connection, PeerConnection, read_all
 from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import PrefillCost, per_byte
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
@@ -116,6 +116,7 @@ class AsyncClient:
         metrics: ClientMetrics | None = None,
         steering: bool = False,
         keys: str | os.PathLike[str] | Keys | None = None,
+        price_per_gb: float | Sequence[float] = 0.0,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -145,6 +146,9 @@ class AsyncClient:
                 plays take groups from these as well. They are shown the same token, and trusted alike.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
                 (`kvabr.types.sealing`). Others are not played then.
+            price_per_gb: price of a GB from the origins, nats per generated token, as `PlayOptions.time_price` is of a
+                second; or one for each, in their order. A play takes groups from a dearer origin only as far as the
+                time or the loss that this saves is worth more.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -190,7 +194,9 @@ class AsyncClient:
         )  # fmt: skip
         self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
         self._asking_sources: set[asyncio.Task[None]] = set()
-        named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
+        named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
+        for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
+            one.price_per_gb = price
         self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
@@ -208,10 +214,11 @@ class AsyncClient:
         quic: Quic = "auto",
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
+        price_per_gb: float | None = None,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
 
-        The arguments are those of the client. Nothing is dialled.
+        The arguments are those of the client; ``price_per_gb``: None: as it is. Nothing is dialled.
 
         Raises:
             UsageError: the URL or an option is wrong.
@@ -224,6 +231,8 @@ class AsyncClient:
         if key not in self._peers:
             dialled = dialling(url, known=self._history.rate, **how)
             self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
+        if price_per_gb is not None:
+            self._peers[key].price_per_gb = price_per_gb
         return self._peers[key]
 
     @property
@@ -632,7 +641,7 @@ class AsyncClient:
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
-                decoders=decoder_threads(),
+                decoders=decoder_threads(), byte_price=per_byte(min(one.price_per_gb for one in some)),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
@@ -911,6 +920,14 @@ class AsyncClient:
                 asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
                 self._asking_sources.add(asking)
                 asking.add_done_callback(self._asking_sources.discard)
+
+
+def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:
+    """Return a price for each of ``count`` sources; raise `UsageError` if others were given."""
+    prices = [price_per_gb] * count if isinstance(price_per_gb, int | float) else list(price_per_gb)
+    if len(prices) != count:
+        raise UsageError(f"{len(prices)} prices of a GB for {count} sources; give one for each, or one for all")
+    return prices
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:
