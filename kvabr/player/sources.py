@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 
-from kvabr.abr.tail import TailOffer
+from kvabr.abr.tail import LOADS, TailOffer
 from kvabr.abr.view import SourceView, Transfer, View
 from kvabr.player.requests import LEAST_SILENCE_S
 from kvabr.player.throughput_sampler import SourceSamplers
-from kvabr.types.cost import per_byte
+from kvabr.types.cost import MISS_PENALTY, per_byte
 from kvabr.types.errors import UsageError
 
 Offer = Container[str] | None
@@ -36,7 +36,7 @@ NOT_KNOWN: Container[str] = _NotKnown()
 """The offer of a source that has not answered yet."""
 
 _SURE = 0.8
-"""Share of what sources should bring in the time left that may be needed, or dearer ones are asked as well."""
+"""Share of what sources should bring in the time left that may be needed, or they are taken to miss the deadline."""
 _SILENT_TTFB = 4.0
 """A source is silent after this multiple of its time to first byte, or `LEAST_SILENCE_S`."""
 _UNKNOWN_TTFB_S = 0.25
@@ -109,7 +109,7 @@ class Sources:
             return False
         view, before = self._view, self.used
         if before is None or known:
-            self.used = self._worth_asking(computed_s, known=known)
+            self.used = self._worth_asking(computed_s)
         used = self.used or ()
         rates = [self._samplers[source].estimates()[0] for source in range(len(self._offers))]
         view.byte_price = self._mean_price(used, rates)
@@ -124,30 +124,34 @@ class Sources:
             return min((self._prices[source] for source in sources), default=0.0)
         return sum(rates[source] * self._prices[source] for source in sources) / total
 
-    def _worth_asking(self, computed_s: float, *, known: bool) -> Sequence[int]:
+    def _worth_asking(self, computed_s: float) -> Sequence[int]:
         """Return the sources with which a play should cost least."""
         view = self._view
         there = [source for name in view.ladder.names for source in self._having(name)]
         there = [source for source in sorted({*there}) if source not in self._silent] or list(range(len(self._offers)))
         levels = sorted({self._prices[source] for source in there})
-        cheapest = [source for source in there if self._prices[source] == levels[0]]
         rates = [self._samplers[source].estimates()[0] for source in range(len(self._offers))]
-        if not known or not any(rates) or len(levels) == 1:
-            return cheapest
-        slowest = min(rate for rate in rates if rate > 0)
-        guessed = [rate or slowest * (source not in self._in_flight.asked) for source, rate in enumerate(rates)]
+        if any(rates):
+            slowest = min(rate for rate in rates if rate > 0)
+            guesses = [[rate or slowest * (one not in self._in_flight.asked) for one, rate in enumerate(rates)]]
+        else:
+            guesses = [[load * view.catalog.fp16_bytes / view.deadline_s] * len(rates) for load in LOADS]
         needed = view.in_flight.required_bytes + view.floor_bytes()
         best, least = there, math.inf
         for level in levels:
             some = [source for source in there if self._prices[source] <= level]
-            rate = sum(guessed[source] for source in some)
-            if rate <= 0 or (view.cost is None and needed > _SURE * rate * view.time_left and level < levels[-1]):
+            brought = [sum(rates[source] for source in some) for rates in guesses]
+            if not all(brought):
                 continue
-            cost = self._whole.objective(
-                rate, view.deadline_s, time_price=view.time_price, gpu_price=view.gpu_price, decoders=view.decoders,
-                computed_s=computed_s, byte_price=self._mean_price(some, guessed),
+            late = view.cost is None and needed > _SURE * max(brought) * view.time_left
+            costs = (
+                self._whole.objective(
+                    rate, view.deadline_s, time_price=view.time_price, gpu_price=view.gpu_price, decoders=view.decoders,
+                    computed_s=computed_s, byte_price=self._mean_price(some, guessed),
+                )
+                for rate, guessed in zip(brought, guesses, strict=True)
             )  # fmt: skip
-            if cost < least:
+            if (cost := sum(costs) / len(guesses) + MISS_PENALTY * late) < least:
                 best, least = some, cost
         return best
 
