@@ -103,13 +103,17 @@ class Sources:
 
         Args:
             computed_s: seconds in which an engine computes everything, if it may; infinite: it may not.
-            known: the rates are those that the links keep up, as far as they are known.
+            known: the rates are those that the links keep up, as far as they are known. While they still grow, sources
+                may turn out not to be worth their price, but no dearer ones are asked.
         """
         if not self._prices:
             return False
         view, before = self._view, self.used
+        found = self._worth_asking(computed_s)
         if before is None or known:
-            self.used = self._worth_asking(computed_s)
+            self.used = found
+        elif self._samplers.estimates()[0] > 0:
+            self.used = [source for source in before if source in found] or before
         used = self.used or ()
         rates = [self._samplers[source].estimates()[0] for source in range(len(self._offers))]
         view.byte_price = self._mean_price(used, rates)
