@@ -108,6 +108,7 @@ class AsyncClient:
         quic: Quic = "auto",
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
+        lanes: int = 1,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
         options: PlayOptions | None = None,
@@ -134,6 +135,8 @@ class AsyncClient:
             transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
                 origin must allow, and which exposes the token and the cache; or ``auto``.
             timeout_s: seconds that connecting may take.
+            lanes: most connections to a peer: further ones are opened where one connection, or one core, carries less
+                than the path.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
             engine: computes what would be late, and what is not cached. What its prefill costs is learnt as it does.
@@ -190,7 +193,7 @@ class AsyncClient:
         self._origins: tuple[ClientPeer, ...] = ()
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
         self._asking_sources: set[asyncio.Task[None]] = set()
@@ -214,6 +217,7 @@ class AsyncClient:
         quic: Quic = "auto",
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
+        lanes: int = 1,
         price_per_gb: float | None = None,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
@@ -225,7 +229,7 @@ class AsyncClient:
         """
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:

@@ -36,6 +36,7 @@ class ClientArguments:
     insecure: bool
     quic: Quic
     transport: TransportChoice
+    lanes: int
     limits: Limits
     cache: Path | None
     keys: Path | None
@@ -65,6 +66,7 @@ class ClientArguments:
             settings.insecure,
             settings.quic,
             settings.transport,
+            settings.lanes,
             limits,
             _absolute(settings.cache),
             _absolute(settings.keys),
@@ -93,6 +95,7 @@ class ClientArguments:
             insecure=self.insecure,
             quic=self.quic,
             transport=self.transport,
+            lanes=self.lanes,
             limits=limits,
             cache=self.cache,
             keys=self.keys,

@@ -37,6 +37,7 @@ from kvabr.link.moqt.options import TransportChoice
 from kvabr.link.quic.backend import Quic
 from kvabr.player.session_types import TIME_PRICE
 from kvabr.store.eviction import DEFAULT_ORDER, Order
+from kvabr.transfer.lanes import MOST_LANES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
@@ -207,6 +208,9 @@ class EngineSettings(SettingsTable):
     """QUIC library."""
     transport: TransportChoice = "auto"
     """``quic``, ``tcp``, ``tcp-plain`` or ``auto``, as of `kvabr.AsyncClient`."""
+    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1
+    """Most connections to an origin: further ones are opened where one connection, or one core, carries less than the
+    path."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None

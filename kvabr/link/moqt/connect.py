@@ -35,6 +35,7 @@ from kvabr.link.tcp.tls import certificate_at, client_context
 from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.lanes import MOST_LANES, LanesConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -143,6 +144,9 @@ def connect(
         raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
     if transport == "tcp-plain" and (how["fingerprint"] is not None or how["ca"] is not None):
         raise UsageError("there is no certificate without TLS: leave out fingerprint= and ca=, or use transport='tcp'")
+    lanes = how["lanes"]
+    if not 1 <= lanes <= MOST_LANES:
+        raise UsageError(f"{lanes} lanes; give 1 to {MOST_LANES} connections to a peer")
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
@@ -150,7 +154,9 @@ def connect(
     token = read_token(secret) if secret is not None else token or os.environ.get("KVABR_TOKEN") or None
     pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
     roots = None if how["ca"] is None else Path(how["ca"])
-    options = DialOptions(host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names)
+    options = DialOptions(
+        host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names, lanes
+    )
     return Connecting(options, quic, transport, known, needed=needed)
 
 
@@ -169,7 +175,7 @@ class Connecting:
         self._known = known
         self._where = f"{options.host}:{options.port}"
         self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
-        self._connection: RedialledConnection | None = None
+        self._connection: PeerConnection | None = None
         self._works: TransportName | None = None
         """The transport that reached the peer."""
 
@@ -182,6 +188,8 @@ class Connecting:
                 raise
             first = UnreachedConnection(str(error))
         self._connection = RedialledConnection(first, self._dial, peer=self.peers[0])
+        if self._options.lanes > 1:
+            self._connection = LanesConnection(self._connection, self._another, self._options.lanes)
         return self._connection
 
     async def __aexit__(
@@ -189,6 +197,9 @@ class Connecting:
     ) -> None:
         if self._connection is not None:
             await self._connection.close()
+
+    async def _another(self) -> PeerConnection:
+        return RedialledConnection(await self._dial(), self._dial, peer=self.peers[0])
 
     async def _auto(self) -> PeerConnection:
         """Dial over TCP where the path is short, or TCP was better before; else over QUIC, and TCP if that is silent.
@@ -381,7 +392,7 @@ async def _dial_tcp(
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
         connection = MoqtConnection("tcp-plain" if plain else "tcp", options)
         security = TcpSecurity(context, plain, options.host)
-        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S)
+        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S, aside=options.lanes > 1)
     except TimeoutError as error:
         sock.close()
         raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
