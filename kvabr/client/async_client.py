@@ -52,6 +52,7 @@ from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
+from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -196,6 +197,8 @@ class AsyncClient:
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
+        self._transports = TransportComparison(self._history)
+        self._measuring: asyncio.Task[None] | None = None
         self._asking_sources: set[asyncio.Task[None]] = set()
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
         for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
@@ -761,7 +764,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
         await self._runner.close()
-        await cancel_all(self._asking_sources)
+        await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -916,14 +919,26 @@ class AsyncClient:
         ahead: bool = False,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
+        if self._measuring is not None:
+            self._measuring.cancel()  # plays come first
+        some = self._some(peer)
         try:
-            async with self._runner.play(self._some(peer), deadline, options, ahead=ahead) as turn:
+            async with self._runner.play(some, deadline, options, ahead=ahead) as turn:
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
+            if any(map(self._transports.due, some)):
+                self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
             if self._steering is not None:
                 asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
                 self._asking_sources.add(asking)
                 asking.add_done_callback(self._asking_sources.discard)
+
+    async def _measure(self, peers: Sequence[ClientPeer]) -> None:
+        """Compare the transports to some peers once nothing is played."""
+        await asyncio.sleep(IDLE_S)
+        for peer in filter(self._transports.due, peers):
+            if self._runner.idle:
+                await self._transports.measure(peer)
 
 
 def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:

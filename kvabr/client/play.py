@@ -39,6 +39,7 @@ from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, n
 from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating
 from kvabr.client.token_recompute import TokenRecompute
+from kvabr.client.transports import measured
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
@@ -477,7 +478,9 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace=connection.backend,
+                    trace="; ".join(
+                        filter(None, (connection.backend, measured(self.history, connection.shared[0].source)))
+                    ),
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -41,6 +42,8 @@ TURN_S = 0.25
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
 _CLOSED = "the client was closed"
+_RECENT = 32
+"""Requests that a peer's transfers remember."""
 _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a transfer waits for its turn."""
 
@@ -114,6 +117,8 @@ class SharedTransfers:
         checked.
         """
         self.store, self.metrics = store, metrics
+        self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
+        """What has come over its connection last."""
         self.price_per_gb = 0.0
         """Of what comes from this peer, nats per generated token."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
@@ -155,6 +160,11 @@ class SharedTransfers:
     def reached(self) -> bool:
         """Whether there is a connection; `connection` stands for one before."""
         return self._source is None or not isinstance(self.connection, UnreachedConnection)
+
+    @property
+    def source(self) -> Dialling | None:
+        """What dials; None for a connection that was open before."""
+        return self._source
 
     @property
     def names(self) -> Sequence[str]:
@@ -221,6 +231,8 @@ class SharedTransfers:
     def settled(self, transfer: SharedTransfer) -> None:
         """Note that a transfer is over; check what has come if its digest is known."""
         if transfer.complete and transfer.request.digest is not None:
+            if transfer.limit != "kept" and transfer.request.exact and not transfer.from_host:
+                self.recent.append(transfer.request)
             loop = asyncio.get_running_loop()
             transfer.checked = loop.create_future()
             self._track(loop.create_task(self._check(transfer, transfer.request.digest, transfer.checked)))

@@ -129,7 +129,7 @@ async def test_what_a_thread_reads_is_what_was_sent(asset, tls, over):  # noqa: 
 @pytest.mark.process
 async def test_lanes_of_a_client(asset, tls):  # noqa: F811
     async with served(asset, tls) as server:
-        url = "moqt://localhost:%d/" % server.address[1]
+        url = f"moqt://localhost:{server.address[1]}/"
         async with connect(url, transport="tcp", lanes=3, fingerprint=check(tls).fingerprint) as connection:
             assert isinstance(connection, LanesConnection)
             connection._most, connection._before = 2, 0.0

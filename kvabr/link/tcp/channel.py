@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import threading
 from collections import deque
 from itertools import islice
 
@@ -78,8 +77,6 @@ class TlsChannel(SocketChannel):
         self._tls = context.wrap_bio(self._came, self._sealed, server_side=server, server_hostname=host)
         self._cipher = memoryview(bytearray(_RECORD if server else _CIPHER_BYTES))
         self._waiting = memoryview(b"")
-        self._lock = threading.Lock()
-        """For what OpenSSL keeps of the connection, if a thread receives."""
 
     def shake(self) -> bool:
         """See `SocketChannel.shake`."""
@@ -100,10 +97,6 @@ class TlsChannel(SocketChannel):
 
     def receive(self, into: list[memoryview]) -> int:
         """See `SocketChannel.receive`."""
-        with self._lock:
-            return self._receive(into)
-
-    def _receive(self, into: list[memoryview]) -> int:
         count = 0
         for buffer in into:
             at, size = 0, len(buffer)
@@ -142,8 +135,7 @@ class TlsChannel(SocketChannel):
         while out and taken < _SEALED_BYTES:
             if len(out) > 1 and len(out[0]) < _RECORD // 2:
                 _join(out)
-            with self._lock:
-                count = self._tls.write(out[0])
+            count = self._tls.write(out[0])
             _remove(out, count)
             taken += count
         self.push()
@@ -161,7 +153,7 @@ class TlsChannel(SocketChannel):
 
     def finish(self) -> None:
         """See `SocketChannel.finish`."""
-        with contextlib.suppress(ssl.SSLError), self._lock:
+        with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):
             self.push()

@@ -1,25 +1,21 @@
 """QMux on a TCP socket as a `StreamTransport`, with TLS or without.
 
-The payload of a group is read straight into the buffer of its transfer (`Endpoint.room`). All of it runs in the event
-loop, in short turns. Of connections that share their work with others (`aside`), the payload is read and decrypted in a
-thread, without the interpreter's lock, while the loop turns to the others.
+All of it runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload
+of a group is read straight into the buffer of its transfer (`Endpoint.room`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import socket
 import ssl
 import struct
 import termios
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.tcp.channel import SocketChannel, TlsChannel
@@ -53,9 +49,6 @@ _TURN_BYTES = 1 << 20
 """Bytes that one turn of the event loop reads or writes, about."""
 _DIRECT_BYTES = 16 << 10
 """Payload for which reading to where it stays is worth a system call."""
-_ASIDE_BYTES = 128 << 10
-"""Payload for which a thread is worth waking."""
-_READERS = 16
 _SCRATCH_BYTES = 512 << 10
 _REQUESTS_BYTES = 16 << 10
 """The same of a server, which receives nothing but requests."""
@@ -130,12 +123,8 @@ class QmuxTransport(StreamTransport):
         client: bool,
         idle_s: float,
         windows: tuple[int, int] = (STREAM_WINDOW, CONNECTION_WINDOW),
-        aside: bool = False,
     ) -> None:
-        """Take a connected socket, non-blocking; `start` begins.
-
-        ``windows`` are those of a stream and of all; ``aside``: a thread reads what is large.
-        """
+        """Take a connected socket, non-blocking; `start` begins. ``windows`` are those of a stream and of all."""
         self._loop = asyncio.get_running_loop()
         self._sock, self._endpoint, self._security, self._client = sock, endpoint, security, client
         self._drafts = tuple(drafts)
@@ -163,8 +152,6 @@ class QmuxTransport(StreamTransport):
         """Whether it is known if the peer speaks TLS."""
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
         """Bytes that one turn of the event loop reads."""
-        self._aside, self._reading = aside, False
-        """Whether a thread may read, and does."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
         self._out: deque[Buffer] = deque()
         """What goes out next."""
@@ -241,10 +228,6 @@ class QmuxTransport(StreamTransport):
             stop(self._sock.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        if not self._reading:  # or the thread might read from whatever gets its number next
-            self._gone_now()
-
-    def _gone_now(self) -> None:
         self._sock.close()
         if not self._gone.done():
             self._gone.set_result(None)
@@ -398,8 +381,6 @@ class QmuxTransport(StreamTransport):
     def _read(self, conn: QmuxConnection) -> None:
         left, ended = self._turn, False
         while left > 0 and not self._closed:
-            if self._reading or (self._aside and self._read_aside(conn)):
-                break
             try:
                 count = self._read_some(conn)
             except (BlockingIOError, InterruptedError):
@@ -413,72 +394,16 @@ class QmuxTransport(StreamTransport):
                 ended = True
                 break
             left -= count
-        self._read_so_far(conn)
-        if self._closed:
-            return
-        if ended:
-            self._finish("")
-        elif left <= 0 and not self._reading and self._channel.pending:
-            self._loop.call_soon(self._ready)  # the socket would not say so
-
-    def _read_so_far(self, conn: QmuxConnection) -> None:
         if self._closed:
             return
         self._active_s = self._loop.time()
         self._handle(conn)
         self._endpoint.settle()
         self.flush()
-
-    def _read_aside(self, conn: QmuxConnection) -> bool:
-        """Have a thread read if much payload comes next; return whether it does."""
-        into = self._room(conn)
-        if into is None or len(into) < _ASIDE_BYTES:
-            return False
-        self._reading = True
-        self._loop.remove_reader(self._sock.fileno())
-        came = _readers().submit(_received, self._channel, [into[:_TURN_BYTES], self._scratch])
-        came.add_done_callback(lambda _: self._tell_loop(partial(self._came, conn, into, came.result())))
-        return True
-
-    def _tell_loop(self, call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self._loop.call_soon_threadsafe(self._endpoint.safely, call)
-
-    def _came(self, conn: QmuxConnection, into: memoryview, found: int | OSError) -> None:
-        """Go on with what a thread has read."""
-        self._reading = False
-        if self._closed:
-            self._gone_now()
-            return
-        self._loop.add_reader(self._sock.fileno(), self._ready)
-        if isinstance(found, OSError):
-            if not isinstance(found, BlockingIOError | InterruptedError):
-                conn.lost(_why(found))
-                self._handle(conn)
-                self._finish("")
-            return
-        if not found:
-            self._read(conn)  # which finds the end as well
-            return
-        direct, again = min(found, len(into[:_TURN_BYTES])), self._room(conn)
-        if again is not None and _address(again) == _address(into):
-            self._took(conn, direct)
-        else:  # its transfer has ended meanwhile
-            conn.receive(into[:direct])
-            self._handle(conn)
-        if found > direct:
-            conn.receive(self._scratch[: found - direct])
-            self._handle(conn)
-        if found > direct and self._channel.pending:
-            self._read(conn)  # the socket would not say so
-        else:
-            self._read_so_far(conn)
-
-    def _took(self, conn: QmuxConnection, count: int) -> None:
-        assert conn.expected is not None  # noqa: S101  # there was room
-        stream = conn.expected[0]
-        conn.took(count)
-        self._endpoint.took(stream, count)
+        if ended:
+            self._finish("")
+        elif left <= 0 and self._channel.pending:
+            self._loop.call_soon(self._ready)  # the socket would not say so
 
     def _read_some(self, conn: QmuxConnection) -> int:
         """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
@@ -486,7 +411,10 @@ class QmuxTransport(StreamTransport):
         count = self._channel.receive([scratch] if into is None else [into, scratch])
         direct = 0 if into is None else min(count, len(into))
         if direct:
-            self._took(conn, direct)
+            assert conn.expected is not None  # noqa: S101  # there was room
+            stream = conn.expected[0]
+            conn.took(direct)
+            self._endpoint.took(stream, direct)
         if count > direct:
             conn.receive(scratch[: count - direct])
             self._handle(conn)
@@ -637,24 +565,6 @@ class QmuxTransport(StreamTransport):
         if not self._ended:
             self._ended = True
             self._endpoint.ended(reason, code)
-
-
-@cache
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_READERS, thread_name_prefix="kvabr-read")
-
-
-def _received(channel: SocketChannel, into: list[memoryview]) -> int | OSError:
-    try:
-        return channel.receive(into)
-    except OSError as error:
-        return error
-    except ValueError as error:  # TLS has ended
-        return OSError(str(error))
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _why(error: Exception) -> str:
