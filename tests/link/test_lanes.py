@@ -1,25 +1,22 @@
-"""Several connections to one peer: how many are worth it, and threads that read them."""
+"""Several connections to one peer: how many are worth it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 from functools import partial
 
 import pytest
 
-from kvabr.link.moqt.connect import connect, dial
+from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import check
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.lanes import LanesConnection
-from kvabr.types.digests import digest_of
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 from tests.client.virtual import virtual
-from tests.link.test_tcp import asset, options, served, tls  # noqa: F401  # fixtures
+from tests.link.test_tcp import asset, served, tls  # noqa: F401  # fixtures
 from tests.memory_transport import MemoryConnection, MemoryLink
 
 MOST = 4
@@ -96,34 +93,6 @@ async def test_a_peer_that_allows_no_more_connections_goes_on_with_one(large):
     async with LanesConnection(MemoryConnection(find, MemoryLink(1e8, 0.001)), another, MOST) as lanes:
         await all_of(lanes, catalog, 6)
     assert asked == 1
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("over", ["tcp", "tcp-plain"])
-async def test_what_a_thread_reads_is_what_was_sent(asset, tls, over):  # noqa: F811
-    """Also if transfers end while it reads: nobody gets another's bytes, and the connection goes on."""
-    trusted = {} if over == "tcp" else {"fingerprint": None}
-    dice = random.Random(0)
-    sizes, digests = asset.catalog.track("FP16").bytes, asset.catalog.track("FP16").digests
-    async with served(asset, tls) as server, await dial(options(server, tls, lanes=2, **trusted), over) as connection:
-        for _ in range(6):
-            readers = [
-                connection.fetch(asset.catalog.namespace, "FP16", group, limit=sizes[group], exact=True)
-                for group in range(asset.catalog.groups)
-            ]
-            dropped = set(dice.sample(range(len(readers)), 4))
-            for group in dropped:
-                if dice.random() < 0.5:
-                    await readers[group].read()
-                readers[group].cancel()
-            for group, reader in enumerate(readers):
-                if group not in dropped:
-                    assert digest_of(await read_all(reader)) == digests[group]
-        reader = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=sizes[0], exact=True)
-        await reader.read()
-        await connection.close()  # while a thread may read
-        with contextlib.suppress(TransportError):
-            await read_all(reader)
 
 
 @pytest.mark.process

@@ -416,7 +416,7 @@ async def _dial_tcp(
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
         connection = MoqtConnection("tcp-plain" if plain else "tcp", options)
         security = TcpSecurity(context, plain, options.host)
-        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S, aside=options.lanes > 1)
+        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S)
     except TimeoutError as error:
         sock.close()
         raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
