@@ -478,9 +478,7 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace="; ".join(
-                        filter(None, (connection.backend, measured(self.history, connection.shared[0].source)))
-                    ),
+                    trace=connection.backend + measured(self.history, connection.shared[0].source),
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,

@@ -76,7 +76,7 @@ def measured(history: PeerHistory, source: Dialling | None) -> str:
     """Return what is known of the transports to a peer that ``source`` dials, in words; empty unless of two."""
     rates = [(name, history.rate(name)) for name in (() if source is None else source.peers)]
     known = [f"{name.partition(' ')[2] or 'quic'} {8e-6 * rate:.3g} Mbit/s" for name, rate in rates if rate > 0]
-    return "measured: " + ", ".join(known) if len(known) > 1 else ""
+    return f" ({', '.join(known)})" if len(known) > 1 else ""
 
 
 async def _seconds(connection: PeerConnection, wanted: Sequence[GroupRequest]) -> float:
