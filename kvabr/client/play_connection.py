@@ -491,6 +491,12 @@ class PlayConnection(Connection):
         self.due_s = 0.0
         """When it is due, on the event loop's clock."""
 
+    def like(self, shared: SharedTransfers) -> PlayConnection:
+        """Return the connection of the same play to another peer."""
+        other = PlayConnection(shared, self._place)
+        other.due_s = self.due_s
+        return other
+
     @property
     def shared(self) -> SharedTransfers:
         """What all plays to this peer share."""
@@ -590,6 +596,7 @@ class PlaySources(Connection):
         self._chosen = False
         """Whether the first answers requests other than for groups."""
         self._offers: list[Offer] = [None] * len(sources)
+        self._alone = False
         self._asking: set[asyncio.Task[None]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
         """Told of sources that the play does without, and why."""
@@ -597,6 +604,8 @@ class PlaySources(Connection):
         """Whether the play's deadline has passed."""
         self.kept = False
         """Whether upgrades go on after the play has returned."""
+        self.grows = False
+        """Whether sources may join after the lookup, before groups are asked for."""
 
     @property
     def sources(self) -> Sequence[PlayConnection]:
@@ -638,9 +647,16 @@ class PlaySources(Connection):
         """The price of a GB from each source, nats per generated token."""
         return [shared.price_per_gb for shared in self.shared]
 
+    def join(self, shared: SharedTransfers) -> int:
+        """Add a source, of which it is not known yet what it has; return its number."""
+        self._sources = (*self._sources, self._first.like(shared))
+        self._offers.append(NOT_KNOWN)
+        return len(self._sources) - 1
+
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
-        self._offers[source] = tracks
+        if not self._alone:
+            self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
         """Have a source answer other requests than those for groups."""
@@ -674,6 +690,7 @@ class PlaySources(Connection):
 
     def alone(self) -> None:
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
+        self._alone = True
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
     def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
