@@ -110,7 +110,8 @@ async def test_an_origin_leads_to_nothing_nearer_than_itself(origin, told, follo
 
 
 async def test_tokens_are_shown_over_tls_to_what_an_origin_tells_of():
-    async with AsyncClient("moqt://127.0.0.1:1/", transport="tcp-plain", token="t", steering=True) as playing:
+    how = {"transport": "tcp-plain", "token": "t", "steering": True}
+    async with AsyncClient("moqt://127.0.0.1:1/", **how) as playing:
         told = playing._steering._peer("moqt://127.0.0.1:2/")
         assert playing.origins[0].transfers.source._transport == "tcp-plain"
         assert told.transfers.source._transport == "tcp"
