@@ -43,7 +43,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import Answered, ClientPeer, PeerLike, PeersLike, first_found, joined
+from kvabr.client.peers import Answered, ClientPeer, PeerLike, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -88,8 +88,6 @@ from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
-_STEERED_S = 0.02
-"""Seconds that a play waits for what its origins tell of, once its lookup is over; they were asked with it."""
 _LEAST_S = 1e-3
 _WAIT_SHARE = 0.9
 """Part of a lookup's time for which a producer is waited for; the rest is for the answers."""
@@ -882,10 +880,11 @@ class AsyncClient:
             return one.find(source, tokens, model, **how)
 
         some = self._some(peers)
-        steering = self._steered(connection)
+        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
         lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        await self._join(connection, some, found, lookup, steering)
+        if steering is not None and isinstance(found, Found):
+            await steering.join(some, found, lookup)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
             catalog, shared = found.catalog, tokens[: found.catalog.tokens]
             if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
@@ -901,41 +900,13 @@ class AsyncClient:
             return one.catalog(source, name, live=live)
 
         some = self._some(peers)
-        steering = self._steered(connection)
+        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
         lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
         found, _ = await first_found(connection, lookups, within_s=within_s)
-        await self._join(connection, some, found, lookup, steering)
+        if steering is not None and isinstance(found, Found):
+            await steering.join(some, found, lookup)
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
-
-    def _steered(self, connection: PlaySources) -> asyncio.Task[None] | None:
-        """Begin to ask the origins of a play for further sources, beside its lookup."""
-        if self._steering is None or not connection.grows:
-            return None
-        steering, origins = self._steering, self._origins
-
-        async def ask() -> None:
-            await asyncio.gather(*(one.transfers.connected() for one in origins), return_exceptions=True)
-            await steering.ask(origins)
-
-        return connection.meanwhile(ask())
-
-    async def _join(
-        self,
-        connection: PlaySources,
-        some: Sequence[ClientPeer],
-        found: Found | Unplayable | None,
-        lookup: Callable[[ClientPeer, Connection], Coroutine[Any, Any, Answered]],
-        asking: asyncio.Task[None] | None,
-    ) -> None:
-        """Have what origins have told of since the play began join it."""
-        if asking is None or self._steering is None or not isinstance(found, Found) or found.live is not None:
-            return
-        await asyncio.wait({asking}, timeout=_STEERED_S)
-        for one in self._steering.peers(self._origins):
-            if one not in some:
-                source = connection.join(one.transfers)
-                joined(connection, source, lookup(one, connection.sources[source]), found)
 
     async def _forget(self, peer: ClientPeer) -> None:
         """End a peer that was told of, and is not any more."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 
-from kvabr.client.lookup import fetch_view
-from kvabr.client.peers import ClientPeer
-from kvabr.client.play_connection import PlayConnection
+from kvabr.client.lookup import Found, fetch_view
+from kvabr.client.peers import Answered, ClientPeer, joined
+from kvabr.client.play_connection import PlayConnection, PlaySources
 from kvabr.link.moqt.connect import parse_url
 from kvabr.link.moqt.names import addresses_of
+from kvabr.transfer.interface import Connection
 from kvabr.types.errors import FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE, STEERING_TRACK
 from kvabr.types.steering import MAX_STEERING_BYTES, STEERING_TTL_S, SteeringManifest
@@ -27,6 +29,8 @@ _ASK_S = 2.0
 """Most seconds for an answer."""
 _AGAIN_S = 60.0
 """Seconds after which an origin is asked again that did not answer."""
+_BESIDE_S = 0.02
+"""Seconds that a play waits for what its origins tell of, once its lookup is over; they were asked with it."""
 _MOST_PEERS = 64
 """Sources of all origins that a client knows at a time; those that no origin tells of any more make room."""
 
@@ -46,6 +50,10 @@ class Steering:
         """Return origins, and behind them what they have told of."""
         told = (other for origin in origins for other in self._told.get(origin, ()))
         return tuple(dict.fromkeys((*origins, *told)))
+
+    def beside(self, connection: PlaySources, origins: Sequence[ClientPeer]) -> JoiningSources | None:
+        """Begin to ask the origins of a play, beside its lookup; None if no source may join it."""
+        return JoiningSources(self, connection, origins) if connection.grows else None
 
     async def ask(self, origins: Sequence[ClientPeer]) -> None:
         """Ask those of some origins that are connected, unless their last answer is still good; never raises."""
@@ -90,6 +98,33 @@ class Steering:
             if peer not in told:
                 del self._known[url]
                 await self._forget(peer)
+
+
+class JoiningSources:
+    """The sources that join a play under way, as its origins tell of them."""
+
+    def __init__(self, steering: Steering, connection: PlaySources, origins: Sequence[ClientPeer]) -> None:
+        self._steering, self._connection, self._origins = steering, connection, origins
+        self._asking = connection.meanwhile(self._ask())
+
+    async def _ask(self) -> None:
+        await asyncio.gather(*(one.transfers.connected() for one in self._origins), return_exceptions=True)
+        await self._steering.ask(self._origins)
+
+    async def join(
+        self,
+        some: Sequence[ClientPeer],
+        found: Found,
+        lookup: Callable[[ClientPeer, Connection], Coroutine[Any, Any, Answered]],
+    ) -> None:
+        """Have those join that are not among the play's sources yet, once they say that they have what was found."""
+        if found.live is not None:
+            return
+        await asyncio.wait({self._asking}, timeout=_BESIDE_S)
+        for one in self._steering.peers(self._origins):
+            if one not in some:
+                source = self._connection.join(one.transfers)
+                joined(self._connection, source, lookup(one, self._connection.sources[source]), found)
 
 
 async def _nearness(url: str) -> int:

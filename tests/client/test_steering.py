@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.client import async_client
+from kvabr.client import steering
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.steering import _nearness
@@ -55,7 +55,7 @@ async def test_plays_after_connecting_take_groups_from_what_the_origin_tells_of(
 
 
 async def test_a_play_asks_for_the_next_one(serve, monkeypatch):
-    monkeypatch.setattr(async_client, "_STEERED_S", 0.0)
+    monkeypatch.setattr(steering, "_BESIDE_S", 0.0)
     origin, sent = serve(sources=(serve().url,)), []
     async with client(origin, sent, steering=True) as playing:
         assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
@@ -65,7 +65,7 @@ async def test_a_play_asks_for_the_next_one(serve, monkeypatch):
 
 async def test_what_an_origin_tells_of_joins_the_play_that_is_under_way(serve, monkeypatch):
     """The origin dies as soon as it was asked for a group of the first play."""
-    monkeypatch.setattr(async_client, "_STEERED_S", LIMIT_S)
+    monkeypatch.setattr(steering, "_BESIDE_S", LIMIT_S)
     origin, sent = serve(sources=(serve().url,)), []
     killed = False
 
