@@ -86,6 +86,7 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
+from kvabr.types.words import counted
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -969,7 +970,7 @@ def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float
     """Return a price for each of ``count`` sources; raise `UsageError` if others were given."""
     prices = [price_per_gb] * count if isinstance(price_per_gb, int | float) else list(price_per_gb)
     if len(prices) != count:
-        raise UsageError(f"{len(prices)} prices of a GB for {count} sources; give one for each, or one for all")
+        raise UsageError(f"{counted(len(prices), 'price')} of a GB for {counted(count, 'source')}; give one for each")
     return prices
 
 

@@ -49,6 +49,7 @@ from kvabr.types.cost import PrefillCost, objective, per_byte
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
+from kvabr.types.words import counted
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
@@ -185,7 +186,8 @@ class ReplayOptions:
                 raise UsageError(f"a {what} of {getattr(self, what):,} tokens; give 0 to {MAX_TAIL:,}")
         alone = self.producer is None and self.blend is None and self.sharing is None
         if self.prices and len(self.prices) != 1 + len(self.links):
-            raise UsageError(f"{len(self.prices)} prices of a GB for {1 + len(self.links)} sources; give one for each")
+            sources = counted(1 + len(self.links), "source")
+            raise UsageError(f"{counted(len(self.prices), 'price')} of a GB for {sources}; give one for each")
         for price in self.prices:
             per_byte(price)
         given_alone = (
