@@ -21,8 +21,8 @@ from kvabr.types.errors import TransportError
 
 IDLE_S = 0.5
 """Seconds without a play after which a peer is measured."""
-_MOST_S, _MOST_BYTES, _LEAST_BYTES = 0.25, 4 << 20, 64 << 10
-"""Most that one of the four fetches should take, by what is known; fewer bytes say nothing."""
+_MOST_S, _MOST_BYTES, _LEAST_BYTES = 0.25, 4 << 20, 1 << 20
+"""Most that one of the four fetches should take, by what is known; fewer bytes say nothing, and are soon there."""
 _PATIENCE_S = 3.0
 """Most seconds for all of it."""
 _AGAIN_S = 3600.0
@@ -47,7 +47,8 @@ class TransportComparison:
         if transfers.connection.trouble is not None or now < self._tried_s.get(peer, -_AGAIN_S) + _AGAIN_S:
             return False
         here, there = source.name_of(source.other[0]), source.name_of(source.other[1])
-        return bool(transfers.recent) and self._history.rate(here) > 0 and not self._history.rate(there)
+        enough = sum(request.limit for request in self._wanted(peer, self._history.rate(here))) >= _LEAST_BYTES
+        return enough and not self._history.rate(there)
 
     async def measure(self, peer: ClientPeer) -> None:
         """Measure both transports to a peer; raises nothing."""
@@ -56,13 +57,7 @@ class TransportComparison:
         assert isinstance(source, Connecting)  # noqa: S101  # as `due` says
         assert source.other is not None  # noqa: S101  # as above
         (used, other), rate = source.other, self._history.rate(source.name_of(source.other[0]))
-        wanted, left = list[GroupRequest](), min(_MOST_BYTES, _MOST_S * rate)
-        for request in reversed(peer.transfers.recent):
-            if request.limit <= left:
-                wanted.append(request)
-                left -= request.limit
-        if sum(request.limit for request in wanted) < _LEAST_BYTES:
-            return
+        wanted = self._wanted(peer, rate)
         with suppress(TransportError, TimeoutError):
             async with asyncio.timeout(_PATIENCE_S), await source.dial_over(other) as there:
                 took = [[await _seconds(one, wanted) for one in (here, there)] for _ in range(2)][-1]
@@ -70,6 +65,16 @@ class TransportComparison:
             self._history.heard(source.name_of(other), ratio * rate, here.stats().rtt_s or 0.0)
             if ratio > CLEARLY and peer.transfers.connection is here and source.other[0] == used:
                 await here.renew()
+
+    @staticmethod
+    def _wanted(peer: ClientPeer, rate: float) -> Sequence[GroupRequest]:
+        """Return what is fetched to measure: what came last, as much as takes no long time at a rate."""
+        wanted, left = list[GroupRequest](), min(_MOST_BYTES, _MOST_S * rate)
+        for request in reversed(peer.transfers.recent):
+            if request.limit <= left:
+                wanted.append(request)
+                left -= request.limit
+        return wanted
 
 
 def measured(history: PeerHistory, source: Dialling | None) -> str:

@@ -22,6 +22,7 @@ def served(root, tmp_path, monkeypatch):
     monkeypatch.setattr(async_client, "IDLE_S", 0.0)
     monkeypatch.setattr("kvabr.client.transports._PATIENCE_S", LIMIT_S)
     monkeypatch.setattr("kvabr.client.transports._MOST_S", LIMIT_S)
+    monkeypatch.setattr("kvabr.client.transports._LEAST_BYTES", 1)
     made = Served(root / "long", tmp_path)
     yield made
     made.close()
