@@ -1,12 +1,13 @@
 """The sources of a play: which is asked for a group, and what is moved from one to another.
 
 Groups are named by content, so any source that has an asset serves any of its groups. A group is asked of the source
-that should deliver it first: its time to first byte, and then what it has still to bring, at its rate. Where sources
-have prices, the cheapest are asked, and dearer ones as far as a play with them should cost less: they save time or loss
-worth more than their bytes, or the cheaper ones would not bring everything in time. What waits at a
+that should deliver it first: its time to first byte, and then what it has still to bring, at its rate. What waits at a
 source longer than another would take is asked there instead, and so is everything of a source that falls silent. What a
 source refuses or loses is asked of the others before it counts as an attempt; one that sends something else than the
 catalog names is dropped for the play.
+
+Where sources have prices, the cheapest are asked, and dearer ones as well if a play with them should cost less: they
+save time or loss that is worth more than their bytes, or the others would not bring everything in time.
 """
 
 from __future__ import annotations
