@@ -27,7 +27,7 @@ class Divisions(NamedTuple):
     """What divisions of the work between network and engine come to."""
 
     objective: Array
-    """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
+    """Loss, priced time and bytes, and penalty, nats per generated token, without the price of the engine's time."""
     network_s: Array
     """Seconds until the network has brought its part."""
     late: npt.NDArray[np.bool_]
@@ -93,7 +93,7 @@ class SharedWork:
         """Return what costs least, of some choices for what the network brings and of mixtures of them.
 
         Args:
-            lost: of the groups that the network brings, by choice and stop.
+            lost: of the groups that the network brings, with the price of its bytes, by choice and stop.
             network_s: until it has brought them, alike.
             begun: when an engine in the middle of a play may begin on the base, and what it inherits then, more than
                 behind what comes later; None: it begins after the network, or beside it.

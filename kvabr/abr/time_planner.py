@@ -1,9 +1,10 @@
 """Which track each group should get if time has a price: the cheapest in two resources, the link and the decoders.
 
-A plan minimises loss + time price x T, where T is when the link or the decoders will be done, whichever is later. Each
-resource gets a share of the price of time, and each group the track that is cheapest at these prices. The shares of the
-best plan are what a byte and a second of decoding cost: all the link's where decoding keeps up, all the decoders' on a
-link so fast that they do not. A group's options are every track above the one that it has; layers count once.
+A plan minimises loss + time price x T + the price of the bytes, where T is when the link or the decoders will be done,
+whichever is later. Each resource gets a share of the price of time, and each group the track that is cheapest at these
+prices. The shares of the best plan are what a byte and a second of decoding cost: all the link's where decoding keeps
+up, all the decoders' on a link so fast that they do not. A group's options are every track above the one that it has;
+layers count once.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TimePlan(NamedTuple):
     targets: list[int]
     """Number of each group's track in the catalog."""
     objective: float
-    """Loss plus priced time from now, nats per generated token."""
+    """Loss plus priced time from now and priced bytes, nats per generated token."""
     idle_objective: float
     """The same if nothing more is requested; infinite if groups are missing."""
     bytes: float
@@ -230,19 +231,20 @@ class TimePlanner:
         return self._lost + self._unplayed * _NEVER
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
+        """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
 
         None if nothing can be improved.
         """
         savings = np.where(self._moves > 0.0, self._stay - self._loss, -_NEVER)
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
-        gains = savings - view.time_price * seconds
+        prices = view.time_price * seconds + view.byte_price * self._bytes
+        gains = savings - prices
         track, group = np.unravel_index(int(gains.argmax()), gains.shape)
         saving = float(savings[track, group])
         if saving <= 0:
             return None
-        return int(group), self.names[track], saving, view.time_price * float(seconds[track, group])
+        return int(group), self.names[track], saving, float(prices[track, group])
 
     def without(self, group: int, track: str) -> None:
         """Note that a group cannot be had on a track, nor on what builds on it, unless it is there already."""
@@ -296,7 +298,7 @@ class TimePlanner:
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
         ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
-        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
+        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s) + view.byte_price * nbytes
         best = int(totals.argmin())
         idle = np.inf
         if not (self._missing * outside).any():
@@ -306,7 +308,7 @@ class TimePlanner:
         paid = price * float(level[best])
         return TimePlan(
             picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
+            paid * float(share[best]) / rate + view.byte_price, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
@@ -338,7 +340,7 @@ class TimePlanner:
         link = link[:, None, None] / rate
         cost = (
             options.loss
-            + link * options.bytes
+            + (link + view.byte_price) * options.bytes
             + np.maximum(_WASTE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
@@ -445,7 +447,8 @@ class TimePlanner:
             works, nbytes, lost = sums
             network_s = work.network_s(works, nbytes, flying, queue_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
-            return work.least(lost, np.maximum(network_s, ready_s), begun)
+            paid = lost + view.byte_price * (nbytes + flying)
+            return work.least(paid, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less

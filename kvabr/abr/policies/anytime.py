@@ -180,7 +180,7 @@ class Anytime(Policy):
         missing, saver = bool(view.missing_groups), self._saver
         if (planner := self._planner) is not None:
             spend = self._to_spend(view, view.rate, planner.reserved) if view.rate else _BLIND * self._base.total_bytes
-            self._byte_price = view.ladder.price(spend)
+            self._byte_price = max(view.byte_price, view.ladder.price(spend))
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
@@ -322,12 +322,7 @@ class Anytime(Policy):
         if blind:
             rate = float("inf")
         offer = self._in_time(view, rate, staking=enough)
-        if (
-            offer is not None
-            and self._saver is not None
-            and not view.coming
-            and not self._saver.pays(view, offer.track, offer.group, -offer.rank)
-        ):
+        if offer is not None and not self._pays(view, offer):
             heappush(self._offers, offer)
             return Decision.wait("no upgrade is worth its wait")
         if offer is None:
@@ -339,6 +334,12 @@ class Anytime(Policy):
         kilobytes = offer.track.bytes[offer.group] / 1e3
         reason = f"saves {offer.saving:.2e} nats with {kilobytes:.0f} kB, the most per byte"
         return Decision.upgrade(offer.group, offer.track.name, reason)
+
+    def _pays(self, view: View, offer: _Offer) -> bool:
+        """Return whether an upgrade is worth its bytes, and its time if that costs anything."""
+        if self._saver is None or view.coming:
+            return -offer.rank >= view.byte_price
+        return self._saver.pays(view, offer.track, offer.group, -offer.rank)
 
     def _instead(self, view: View, offer: _Offer) -> _Offer:
         """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
@@ -352,6 +353,7 @@ class Anytime(Policy):
             price = self._price_left(view, most - offer.track.bytes[group])
         else:
             price = view.ladder.price(self._to_spend(view, rate))
+        price = max(price, view.byte_price)
         least, best = self._layered(group, offer.track, price), offer.track
         for track in self._alone:
             total = price * track.bytes[group] + track.loss[group]
