@@ -259,16 +259,18 @@ class WorkerHalf:
                 if shard is None or len(shard.catalog.chunks) <= skip:
                     raise PlayError(f"another rank's part is published, {own.model} is not")
                 found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
+            cost = settings.prefill_cost or self._times.cost(load.found.catalog.prefill)
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
-                cost=(settings.prefill_cost or self._times.cost(load.found.catalog.prefill)).scaled(playing),
+                cost=cost if load.shared else cost.scaled(playing),
                 skip=skip,
                 behind=load.behind,
                 block=self._model.block,
                 options=PlayOptions(
                     policy=settings.policy,
                     time_price=settings.time_price,
+                    gpu_price=load.engine_price,
                     estimator=settings.estimator,
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,

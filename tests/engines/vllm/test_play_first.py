@@ -201,6 +201,8 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
             bench.step()
         assert len(bench.worker._plays) == 1
         bench.scheduler._lookups["b"].due_s = time.monotonic()
+        assert bench.scheduler.matched(b, 0) == (None, False)
+        bench.step()
         assert bench.scheduler.matched(b, 0) == (0, False)
         bench.step()
         assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
