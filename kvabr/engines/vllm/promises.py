@@ -39,7 +39,7 @@ _SHARE = 4
 """Of what is free, a play gets one in so many parts, so that others find room after it."""
 _BLIND = 8
 """Plays under way at once while nothing is known of the link."""
-_AHEAD_S, _AHEAD_TTFB = 0.1, 4.0
+_AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
 """Seconds, and times to first byte, of the link's work that is begun ahead."""
 _BUSY = 0.5
 """Share of the time until the engine must begin with it that a play on its cheapest track may take for the link to have
@@ -316,7 +316,8 @@ class Promises:
                 break
             going += load.bytes
         self._compute([load.request for load in divided.computed], divided.played, now)
-        self._compute(late, divided.played, now, late=True)
+        if not any(load.begun for load in divided.late):  # which may be in time yet
+            self._compute(late, divided.played, now, late=True)
 
     def _advance(self, came: float) -> list[Load]:
         """Return what plays under way still take, now that the link has brought so many bytes more."""
@@ -380,7 +381,8 @@ class Promises:
         if (size := self._fitting(waiting.terms.sizes[-1:] if least else waiting.terms.sizes)) is None:
             return False
         del self._waiting[request]
-        price = MISS_PENALTY / load.computed_s if scarce and load.computed_s > 0 else GPU_PRICE
+        # Another request would be late, perhaps by its whole deadline.
+        price = (MISS_PENALTY + 1.0) / load.computed_s if scarce and load.computed_s > 0 else GPU_PRICE
         due_s = waiting.due_s if end_s is None else end_s
         begun = Begun(next(self._numbers), request, waiting.first, waiting.last, due_s, size, price)
         load.begun = True

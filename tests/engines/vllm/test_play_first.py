@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvabr.codec.container import pack, unpack
+from kvabr.engines.layouts import BlockLayout
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -285,3 +286,13 @@ def test_a_request_waits_for_another_that_loads_what_both_begin_with(served):
         assert bench.scheduler.matched(other, 64) == (0, False)  # vLLM has it now
     finally:
         bench.close()
+
+
+def test_what_another_connector_would_keep_is_not_lossy(served):
+    for limit, told in ((1.0, 64), (1e-9, 0)):
+        bench = Bench(served, policy="fixed:Int4", keep_loss=limit)
+        try:
+            bench.worker.register(bench.named, lambda _: BlockLayout.TRANSPOSED, keepers=["OtherConnector"])
+            assert bench.matched(request("a")) == (told, bool(told))
+        finally:
+            bench.close()
