@@ -390,8 +390,11 @@ class SchedulerHalf:
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
         try:
+            lookup = self._lookups.get(request.request_id)
             publishing = self._finish(request, blocks)
             if self._name(request).unfit is None:
+                if lookup is not None and lookup.worst > self._settings.keep_loss:
+                    self._hints.refine(self._name_of(request))
                 self._hints.ended(request, self._name_of(request), publishing=publishing)
             return publishing
         finally:
@@ -718,10 +721,9 @@ class SchedulerHalf:
             return
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
-            _log.warning(
-                "kvabr: no answer from the origin (%s); requests are computed until it answers, for %.1f s at least",
-                why,
-                pause_s,
+            self._trouble.tell(
+                "no answer from the origin",
+                f"{why}; requests are computed until it answers, for {pause_s:.1f} s at least",
             )
 
     def _salt_of(self, request: Any) -> bytes:
