@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvabr.engines.layouts import whole_blocks
-from kvabr.engines.vllm.shares import Load, divide
+from kvabr.engines.vllm.shares import Demand, divide
 from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.cost import MISS_PENALTY
 
@@ -101,7 +101,7 @@ class _Held:
     """A play and its memory."""
 
     begun: Begun
-    load: Load
+    load: Demand
     terms: Terms
     bytes: int
     came: int = 0
@@ -291,7 +291,7 @@ class Promises:
         passed_s, self._looked_s, self._changed = now - self._looked_s, now, False
         late = [name for name, each in self._waiting.items() if now >= each.due_s]
         order = sorted((name for name in self._waiting if name not in late), key=lambda name: self._waiting[name].due_s)
-        if not self._rate:
+        if not self._rate or len(self._waiting) + len(self._under_way()) == 1:  # it has link and engine for itself
             self._begin_blindly(order)
             self._compute(late, [], now, late=True)
             return
@@ -302,13 +302,14 @@ class Promises:
         full = bool(divided.computed or divided.late)
         least = full or any(load.here_s - now > _BUSY * (load.by_s - now) for load in divided.played)
         spare_s = min((load.by_s for load in divided.played), default=math.inf) - max(now, self._engine_s)
-        for load in divided.played:
+        for load in (*divided.played, *divided.late):  # a part of what is late is better than nothing of it
             if load.begun:
                 continue
             if going > self._rate * max(_AHEAD_S, _AHEAD_TTFB * self._ttfb_s):
                 break
             scarce = load.computed_s * len(loads) > spare_s
-            if not self._begin(load.request, load, self._end_s(load, now), least=least, scarce=scarce):
+            end_s = None if load in divided.late else self._end_s(load, now)
+            if not self._begin(load.request, load, end_s, least=least, scarce=scarce):
                 if self._holds_nobody_up(load.request, now):
                     continue
                 break
@@ -317,14 +318,14 @@ class Promises:
         if not any(load.begun for load in divided.late):  # which may be in time yet
             self._compute(late, divided.played, now, late=True)
 
-    def _advance(self, came: float) -> list[Load]:
+    def _advance(self, came: float) -> list[Demand]:
         """Return what plays under way still take, now that the link has brought so many bytes more."""
         loads = sorted((held.load for held in self._under_way()), key=lambda load: load.due_s)
         for load in loads:
             came, load.bytes = max(0.0, came - load.bytes), max(0.0, load.bytes - came)
         return loads
 
-    def _loads(self, order: Sequence[str]) -> list[Load]:
+    def _loads(self, order: Sequence[str]) -> list[Demand]:
         """Return what waiting requests would take, groups that come for another not counted."""
         loads, coming = [], {chunk for held in self._under_way() for chunk in held.terms.chunks}
         for name in order:
@@ -336,7 +337,7 @@ class Promises:
         return loads
 
     def _begin_blindly(self, order: Sequence[str]) -> None:
-        """Begin a few plays, in this order, although nothing is known of the link."""
+        """Begin a few plays, in this order, which have no turns."""
         scarce = len(self._waiting) + len(self._held) > 1
         for name in order:
             load = _load(name, self._waiting[name])
@@ -352,11 +353,11 @@ class Promises:
     def _under_way(self) -> list[_Held]:
         return [held for held in self._held.values() if len(held.ends) < self._ranks]
 
-    def _end_s(self, load: Load, now: float) -> float:
+    def _end_s(self, load: Demand, now: float) -> float:
         """Return when a play must end, so that the engine can begin with its prompt, and with those behind it."""
         return min(load.due_s, max(load.by_s, now + _SLACK * (load.here_s - now)) + load.played_s)
 
-    def _compute(self, requests: Sequence[str], played: Sequence[Load], now: float, *, late: bool = False) -> None:
+    def _compute(self, requests: Sequence[str], played: Sequence[Demand], now: float, *, late: bool = False) -> None:
         """Have requests computed for which the engine has time before it must begin with what is played."""
         for name in requests:
             held, waiting = self._held.get(name), self._waiting.get(name)
@@ -378,7 +379,7 @@ class Promises:
         self._engine_s = max(now, self._engine_s) + seconds
 
     def _begin(
-        self, request: str, load: Load, end_s: float | None = None, *, least: bool = False, scarce: bool = False
+        self, request: str, load: Demand, end_s: float | None = None, *, least: bool = False, scarce: bool = False
     ) -> bool:
         """Begin a play if there is room for it, and return whether there is.
 
@@ -417,6 +418,6 @@ class Promises:
         self._changed = True
 
 
-def _load(request: str, waiting: _Waiting) -> Load:
+def _load(request: str, waiting: _Waiting) -> Demand:
     terms = waiting.terms
-    return Load(request, waiting.due_s, terms.link_bytes, terms.played_s, terms.computed_s, terms.loss)
+    return Demand(request, waiting.due_s, terms.link_bytes, terms.played_s, terms.computed_s, terms.loss)

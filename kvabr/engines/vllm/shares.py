@@ -22,7 +22,7 @@ _ENGINE_MARGIN = 1.1
 
 
 @dataclass(slots=True)
-class Load:
+class Demand:
     """What one request would take."""
 
     request: str
@@ -44,15 +44,15 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Assignment:
     """What becomes of some requests, each in the order of their deadlines."""
 
-    played: Sequence[Load]
-    computed: Sequence[Load]
-    late: Sequence[Load]
+    played: Sequence[Demand]
+    computed: Sequence[Demand]
+    late: Sequence[Demand]
 
 
-def divide(loads: Iterable[Load], rate: float, *, now: float, ttfb_s: float, engine_s: float) -> Division:
+def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, engine_s: float) -> Assignment:
     """Divide requests, and say when what is played should come.
 
     Args:
@@ -79,26 +79,26 @@ def divide(loads: Iterable[Load], rate: float, *, now: float, ttfb_s: float, eng
     for load in reversed(plays):
         end_s = load.by_s = min(load.due_s, end_s) - _ENGINE_MARGIN * load.played_s
     rest = [load for load in order if load.request not in played]
-    return Division(
+    return Assignment(
         plays,
         [load for load in rest if load.request in computed],
         [load for load in rest if load.request not in computed],
     )
 
 
-def _price(load: Load) -> tuple[bool, float, float, float]:
+def _price(load: Demand) -> tuple[bool, float, float, float]:
     """Return how dear it is to have a request computed; of equals those go first that are due last."""
     more_s = load.computed_s - load.played_s
     return load.begun, more_s / load.bytes if load.bytes > 0 else math.inf, -load.loss, -load.due_s
 
 
-def _relief(played: set[str], load: Load) -> tuple[bool, float, float]:
+def _relief(played: set[str], load: Demand) -> tuple[bool, float, float]:
     """Return what it spares the engine if a request is late."""
     return not load.begun, load.played_s if load.request in played else load.computed_s, load.due_s
 
 
 def _first_late(
-    order: Sequence[Load], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
+    order: Sequence[Demand], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
 ) -> tuple[int, bool] | None:
     """Return the first request that is late, and whether the link is why; None if none is."""
     here_s, jobs = begin_s, []

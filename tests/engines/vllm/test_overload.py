@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.engines.vllm.shares import Load, divide
+from kvabr.engines.vllm.shares import Demand, divide
 from tests.engines.vllm.overload import Asked, at_once, engine_of, feasible, published
 
 COUNT, TOKENS, DEADLINE_S = 24, 64, 2.0
@@ -30,7 +30,7 @@ def test_three_of_four_that_could_be_in_time_are(crowd, carried, computed, deadl
 
 
 def loads(*what, begun=False):
-    return [Load(f"r{n}", 2.0, nbytes, 0.01, computed_s, begun=begun) for n, (nbytes, computed_s) in enumerate(what)]
+    return [Demand(f"r{n}", 2.0, nbytes, 0.01, computed_s, begun=begun) for n, (nbytes, computed_s) in enumerate(what)]
 
 
 def divided(some, rate=100.0):
@@ -52,7 +52,7 @@ def test_what_the_engine_has_no_time_for_is_late_so_that_the_others_are_not():
 
 
 def test_plays_under_way_go_on():
-    some = [*loads((150, 0.1), begun=True), Load("new", 2.0, 150, 0.01, 1.5)]
+    some = [*loads((150, 0.1), begun=True), Demand("new", 2.0, 150, 0.01, 1.5)]
     assert divided(some) == [["r0"], ["new"], []]
 
 

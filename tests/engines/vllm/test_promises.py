@@ -214,6 +214,15 @@ def test_what_has_come_counts_with_what_it_is():
     assert table.promises.held_bytes == 120
 
 
+def test_what_can_only_come_in_part_is_played_if_the_link_is_free():
+    table = Table()
+    table.promises.link(10.0, 0.01)
+    slow = Terms([500], link_bytes=500, played_s=0.1, computed_s=50.0)
+    assert table.promises.ask("a", 0, 64, terms=lambda _: slow, due_s=10.0, now=0.0) is None
+    table.now = 0.0
+    assert table.begun() == [("a", 0, 64)]
+
+
 def test_plays_under_way_are_bounded_too():
     table = Table(max_plays=1)
     play = table.play("a")
