@@ -275,6 +275,16 @@ def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
     assert table.begun() == []
 
 
+def test_one_that_must_be_played_alone_lets_others_go_first_for_half_of_its_deadline():
+    table = Table(max_bytes=100)
+    table.play("a", last=16)
+    assert table.ask("large", last=640, due_s=20.0) is None
+    assert table.ask("b", last=16, due_s=30.0) is None
+    assert table.begun() == [("b", 0, 16)]
+    assert table.ask("c", last=16, due_s=30.0, now=12.0) is None
+    assert table.begun() == []
+
+
 def test_a_worker_that_never_reports_is_not_waited_for():
     table = Table(ranks=2)
     play = table.play()
