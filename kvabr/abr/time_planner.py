@@ -1,9 +1,10 @@
 """Which track each group should get if time has a price: the cheapest in two resources, the link and the decoders.
 
-A plan minimises loss + time price x T, where T is when the link or the decoders will be done, whichever is later. Each
-resource gets a share of the price of time, and each group the track that is cheapest at these prices. The shares of the
-best plan are what a byte and a second of decoding cost: all the link's where decoding keeps up, all the decoders' on a
-link so fast that they do not. A group's options are every track above the one that it has; layers count once.
+A plan minimises loss + time price x T + the price of the bytes, where T is when the link or the decoders will be done,
+whichever is later. Each resource gets a share of the price of time, and each group the track that is cheapest at these
+prices. The shares of the best plan are what a byte and a second of decoding cost: all the link's where decoding keeps
+up, all the decoders' on a link so fast that they do not. A group's options are every track above the one that it has;
+layers count once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvabr.abr.shared_work import Divisions, SharedWork, better, with_mixtures
 from kvabr.abr.view import Transfer, View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import MISS_PENALTY
-from kvabr.types.loss import factors_behind
+from kvabr.types.loss import factors_behind, inherited_behind
 
 Array = npt.NDArray[np.float64]
 
@@ -50,7 +51,7 @@ class TimePlan(NamedTuple):
     targets: list[int]
     """Number of each group's track in the catalog."""
     objective: float
-    """Loss plus priced time from now, nats per generated token."""
+    """Loss plus priced time from now and priced bytes, nats per generated token."""
     idle_objective: float
     """The same if nothing more is requested; infinite if groups are missing."""
     bytes: float
@@ -82,17 +83,6 @@ class _Picked(NamedTuple):
     work: Array
     """Seconds of decoding, with all decoders."""
     loss: Array
-
-
-class Divisions(NamedTuple):
-    """What divisions of the work between network and engine come to."""
-
-    objective: Array
-    """Loss, priced time and penalty, nats per generated token, without the price of the engine's time."""
-    network_s: Array
-    """Seconds until the network has brought its part."""
-    late: npt.NDArray[np.bool_]
-    """Whether the deadline is missed."""
 
 
 class TimePlanner:
@@ -144,11 +134,18 @@ class TimePlanner:
         """See `View.added`."""
         self._left_out = frozenset(catalog.computed)
         """Groups that no asset has: they are the engine's from the beginning."""
-        self._behind: Array | None = None
-        """What each of the first groups loses if an engine computes all behind them: over what it loses otherwise, and
-        besides that, by track."""
-        if view.front_first and view.cost is not None:
-            self._behind = np.array([factors_behind(catalog, name) for name in self.names]).swapaxes(0, 1)
+        self._behind, self._on_base = self._behind_engine(view)
+
+    def _behind_engine(self, view: View) -> tuple[Array | None, Array | None]:
+        """Return what is lost if an engine that needs the first groups computes all behind them.
+
+        What each of the first loses then: over what it loses otherwise, and besides that, by track. And what the others
+        inherit if the engine begins on the base, in the middle of a play. None: no such engine.
+        """
+        if not view.front_first or view.cost is None:
+            return None, None
+        behind: Array = np.array([factors_behind(view.catalog, name) for name in self.names]).swapaxes(0, 1)
+        return behind, None if view.prefix else inherited_behind(view.catalog, view.ladder.cheapest)
 
     def _weigh(self, view: View, states: list[str | None]) -> None:
         """Work out what each step costs and brings."""
@@ -234,19 +231,20 @@ class TimePlanner:
         return self._lost + self._unplayed * _NEVER
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
-        """Return the upgrade that pays best: its group and track, what it saves and what its time costs, in nats.
+        """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
 
         None if nothing can be improved.
         """
         savings = np.where(self._moves > 0.0, self._stay - self._loss, -_NEVER)
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
-        gains = savings - view.time_price * seconds
+        prices = view.time_price * seconds + view.byte_price * self._bytes
+        gains = savings - prices
         track, group = np.unravel_index(int(gains.argmax()), gains.shape)
         saving = float(savings[track, group])
         if saving <= 0:
             return None
-        return int(group), self.names[track], saving, view.time_price * float(seconds[track, group])
+        return int(group), self.names[track], saving, float(prices[track, group])
 
     def without(self, group: int, track: str) -> None:
         """Note that a group cannot be had on a track, nor on what builds on it, unless it is there already."""
@@ -300,7 +298,7 @@ class TimePlanner:
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
         ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
-        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
+        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s) + view.byte_price * nbytes
         best = int(totals.argmin())
         idle = np.inf
         if not (self._missing * outside).any():
@@ -310,7 +308,7 @@ class TimePlanner:
         paid = price * float(level[best])
         return TimePlan(
             picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
+            paid * float(share[best]) / rate + view.byte_price, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
@@ -342,7 +340,7 @@ class TimePlanner:
         link = link[:, None, None] / rate
         cost = (
             options.loss
-            + link * options.bytes
+            + (link + view.byte_price) * options.bytes
             + np.maximum(_WASTE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
@@ -421,47 +419,36 @@ class TimePlanner:
         edges, apart = np.arange(groups + 1), groups // _MOST_PARTS
         if apart > 1:
             edges = np.union1d(np.append(stops, first), edges[:groups:apart])
-        ends = np.searchsorted(edges, stops)
-        begin = int(np.searchsorted(edges, first))
         options, share, held = self._parts(view, starts := edges[edges < groups])
-        lacking, ready_s = stops > view.solid if view.front_first else stops < groups, self._ready_s(view, stops)
-        batch_s = max(map(view.decode_latency_s, self.names))
-        decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
-
-        def brought(each: Array) -> Array:
-            """Return the sums over the groups that the network brings, by prices and stop."""
-            sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
-            each.cumsum(axis=-1, out=sums[..., 1:])
-            behind = sums[..., ends]
-            return behind if view.front_first else sums[..., -1:] - behind + sums[..., begin : begin + 1]
-
-        flying, requests = brought(held)
-        behind, counts = self._behind, np.diff(np.append(starts, groups))
+        work = SharedWork(view, rate, ramp, stops, engine_s, inherited, np.searchsorted(edges, [first, *stops]))
+        flying, requests = work.brought(held)
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
+        ready_s, begun = self._ready_s(view, stops), None
+        if self._on_base is not None:
+            base = self._number[view.ladder.cheapest]
+            lacks = np.add.reduceat(np.where(self._missing, self._bytes[base], 0.0), starts)
+            begun = work.carried_s(work.brought(lacks) + flying) + work.lacking * work.first_s, self._on_base[stops]
+        behind, counts = self._behind, np.diff(np.append(starts, groups))
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:
             """Return the best divisions with what groups get at some prices of time and shares of the link in them."""
             link = np.concatenate([price * shares for price, shares in prices])
             decoding = np.concatenate([price * (1.0 - shares) for price, shares in prices])
             picked = self._pick(view, rate, link, decoding, options, share)
-            works, nbytes, lost = brought(np.array((picked.work, picked.bytes, picked.loss)))
+            sums = work.brought(np.array((picked.work, picked.bytes, picked.loss)))
             if behind is not None:
                 used = np.flatnonzero(np.bincount(picked.tracks.ravel()))
                 on = picked.tracks[:, None] == used[:, None]
-                parts = brought(np.array((on * picked.loss[:, None], on * counts))) * behind[:, None, used][..., stops]
-                lost = parts.sum(axis=0).sum(axis=1)
-            wait_s = (nbytes > 0) * (0.0 if view.in_flight else view.ttfb_s)
-            arrives_s = _carried_s(nbytes + flying, rate, ramp) + wait_s
-            last_s = arrives_s + (works if view.decodes_last else decode_s * (nbytes > 0))
-            network_s = np.maximum(last_s, np.maximum(wait_s, queue_s) + works) + batch_s * (works > 0)
-            network_s *= lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
-            network_s = np.maximum(network_s, ready_s)
-            together_s = network_s + engine_s if view.front_first else np.maximum(network_s, engine_s)
-            late_s = together_s - view.time_left
-            missed = (late_s > 0) * (MISS_PENALTY + late_s / view.deadline_s)
-            objective = lost + inherited + view.time_price * together_s + missed
-            best, columns = objective.argmin(axis=0), np.arange(len(stops))
-            return Divisions(objective[best, columns], network_s[best, columns], late_s[best, columns] > 0)
+                parts = work.brought(np.array((on * picked.loss[:, None], on * counts)))
+                sums[2] = (parts * behind[:, None, used][..., stops]).sum(axis=0).sum(axis=1)
+            if not view.decodes_last:
+                ahead_s = queue_s + sums[0] - work.carried_s(sums[1] + flying)
+                sums = with_mixtures(sums, ahead_s, np.flatnonzero(decoding[1:] > decoding[:-1]))
+            works, nbytes, lost = sums
+            network_s = work.network_s(works, nbytes, flying, queue_s)
+            network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
+            paid = lost + view.byte_price * (nbytes + flying)
+            return work.least(paid, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less
@@ -469,9 +456,7 @@ class TimePlanner:
         found = divided(prices)
         if (found.late & (engine_s <= view.time_left)).any():  # at a higher price of time the network may be in time
             least = max(view.time_price, _LEAST_PRICE)
-            sooner = divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS])
-            better = sooner.objective < found.objective
-            found = Divisions(*(np.where(better, *pair) for pair in zip(sooner, found, strict=True)))
+            found = better(divided([(level * least, _TWO_SHARES) for level in _DEADLINE_LEVELS]), found)
         return found
 
     def bytes_to(self, group: int, number: int) -> float:
@@ -481,13 +466,3 @@ class TimePlanner:
     def stays(self, group: int, number: int) -> bool:
         """Return whether a track is the one that a group has."""
         return not self._moves[number, group]
-
-
-def _carried_s(nbytes: Array, rate: float, ramp: tuple[float, float] | None) -> Array:
-    """Return the seconds that a link needs for some bytes; ``ramp``: see `TimePlanner.divide`."""
-    if ramp is None or rate <= ramp[0]:
-        return nbytes / rate
-    begins, doubles_s = ramp[0], ramp[1] / math.log(2.0)
-    grown_s, grown = doubles_s * math.log(rate / begins), doubles_s * (rate - begins)
-    early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
-    return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / rate)

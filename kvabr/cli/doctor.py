@@ -283,13 +283,17 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
 
 
 async def _transports(args: argparse.Namespace) -> list[Finding]:
-    """Say how long each transport takes to connect, if the choice between them is left open."""
+    """Say how long each transport takes to connect, and what it carried, if the choice between them is left open."""
+    from platformdirs import user_cache_path
+
     from kvabr.cli import network
+    from kvabr.client.shared_bandwidth import history_at
     from kvabr.link.moqt.connect import connect
 
     found: list[Finding] = []
     if args.transport != "auto" or args.quic != "auto":
         return found
+    history = history_at(user_cache_path("kvabr", appauthor=False) / "peers.json")
     for over in _OVER:
         began, how = time.monotonic(), network.options(args)
         how["transport"] = over
@@ -297,7 +301,9 @@ async def _transports(args: argparse.Namespace) -> list[Finding]:
             async with connect(args.url, **how) as connection:
                 took, trip = time.monotonic() - began, connection.stats().rtt_s
                 trips = "" if trip is None else f", round trip {1000 * trip:.2g} ms"
-                found.append(Finding(f"over {over}", "ok", f"connected in {1000 * took:.0f} ms{trips}"))
+                rate = history.rate(connection.peer or "")
+                seen = f", plays saw {8e-6 * rate:.3g} Mbit/s" if rate > 0 else ""
+                found.append(Finding(f"over {over}", "ok", f"connected in {1000 * took:.0f} ms{trips}{seen}"))
         except KvabrError as error:
             port = "UDP" if over == "quic" else "TCP (kvabr serve --tcp tls)"
             found.append(Finding(f"over {over}", "missing", str(error), f"let {port} pass"))

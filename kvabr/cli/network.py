@@ -44,6 +44,13 @@ def add_options(
     )
     if not prefix:
         network.add_argument(
+            "--lanes",
+            type=int,
+            default=1,
+            metavar="N",
+            help="most connections to an origin: further ones are opened where they bring more (default: 1)",
+        )
+        network.add_argument(
             "--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)"
         )
 
@@ -70,6 +77,7 @@ def options(args: argparse.Namespace, prefix: str = "") -> DialArguments:
         "quic": given["quic"],
         "transport": given["transport"],
         "timeout_s": given.get("timeout", 5.0),
+        "lanes": given.get("lanes", 1),
     }
 
 

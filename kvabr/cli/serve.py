@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.cli import kv_events, serving
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import add_old_name
+from kvabr.cli.options import add_old_name, parse_address
+from kvabr.cli.processes import MOST_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +65,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "store behind the folder, such as s3://BUCKET/PREFIX: what the folder drops goes there, what is used comes back"
     )
     parser.add_argument("--cold", metavar="URL", help=cold)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the address, where one core is too slow (default: 1): each has the limits for "
+        "itself, and its metrics on a port of its own, from that of --metrics on",
+    )
     warm = "with --cold: MiB of engines' caches that the folder keeps"
     parser.add_argument("--warm-mib", type=int, metavar="MIB", help=warm)
     grants = "who may read what, JSON (default: all read all)"
@@ -86,7 +96,31 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
     if (args.cold is None) != (args.warm_mib is None):
         raise UsageError("--cold and --warm-mib belong together: a store behind the folder, and the folder's size")
-    return run_async(_serve(args, args.root, serving.parse_limits(args.limit)))
+    limits = serving.parse_limits(args.limit)
+    if args.processes == 1:
+        return run_async(_serve(args, args.root, limits))
+    _check_processes(args)
+    return run_processes(args.processes, partial(_process, args, limits))
+
+
+def _check_processes(args: argparse.Namespace) -> None:
+    if not 1 <= args.processes <= MOST_PROCESSES:
+        raise UsageError(f"--processes {args.processes}: give 1 to {MOST_PROCESSES}")
+    if args.dev:
+        raise UsageError("--processes: give --cert and --key, as all of them need the same certificate")
+    if args.cold is not None or args.kv_events is not None:
+        raise UsageError("--processes: --cold and --kv-events are for one process")
+    for what, address in (("--bind", args.bind), ("--metrics", args.metrics)):
+        if address is not None and parse_address(address, what)[1] == 0:
+            raise UsageError(f"--processes: give a port with {what}, which they share or count from")
+
+
+def _process(args: argparse.Namespace, limits: ServerLimits, number: int) -> int:
+    """Serve as one of several processes."""
+    if args.metrics is not None:
+        host, port = parse_address(args.metrics, "--metrics")
+        args.metrics = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
+    return run_async(_serve(args, args.root, limits))
 
 
 def _new_token(days: float | None, file: Path | None) -> int:
@@ -128,7 +162,7 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
-            quic=args.quic, tcp=args.tcp, sources=args.advertise,
+            quic=args.quic, tcp=args.tcp, sources=args.advertise, shared=args.processes > 1,
         )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if args.grants is not None:

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
+from kvabr.client.peers import Answered, ClientPeer, PeerLike, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -52,6 +52,7 @@ from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
+from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -66,7 +67,7 @@ from kvabr.transfer.interface import Connection, PeerConnection, read_all
 from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import PrefillCost, per_byte
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
@@ -85,6 +86,7 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
+from kvabr.types.words import counted
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -108,6 +110,7 @@ class AsyncClient:
         quic: Quic = "auto",
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
+        lanes: int = 1,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
         options: PlayOptions | None = None,
@@ -116,6 +119,7 @@ class AsyncClient:
         metrics: ClientMetrics | None = None,
         steering: bool = False,
         keys: str | os.PathLike[str] | Keys | None = None,
+        price_per_gb: float | Sequence[float] = 0.0,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -133,6 +137,8 @@ class AsyncClient:
             transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
                 origin must allow, and which exposes the token and the cache; or ``auto``.
             timeout_s: seconds that connecting may take.
+            lanes: most connections to a peer: further ones are opened where one connection, or one core, carries less
+                than the path.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
             engine: computes what would be late, and what is not cached. What its prefill costs is learnt as it does.
@@ -145,6 +151,9 @@ class AsyncClient:
                 plays take groups from these as well. They are shown the same token, and trusted alike.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
                 (`kvabr.types.sealing`). Others are not played then.
+            price_per_gb: price of a GB from the origins, nats per generated token, as `PlayOptions.time_price` is of a
+                second; or one for each, in their order. A play takes groups from a dearer origin only as far as the
+                time or the loss that this saves is worth more.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -186,11 +195,17 @@ class AsyncClient:
         self._origins: tuple[ClientPeer, ...] = ()
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
-        self._steering = Steering(lambda url: self.peer(url, **how)) if steering else None
+        # Plain connections were asked for to the origins alone: on other paths they would expose the token.
+        told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
+        self._steering = Steering(lambda url: self.peer(url, **told), self._forget) if steering else None
+        self._transports = TransportComparison(self._history)
+        self._measuring: asyncio.Task[None] | None = None
         self._asking_sources: set[asyncio.Task[None]] = set()
-        named = (self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin))
+        named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
+        for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
+            one.price_per_gb = price
         self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
@@ -208,22 +223,26 @@ class AsyncClient:
         quic: Quic = "auto",
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
+        lanes: int = 1,
+        price_per_gb: float | None = None,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
 
-        The arguments are those of the client. Nothing is dialled.
+        The arguments are those of the client; ``price_per_gb``: None: as it is. Nothing is dialled.
 
         Raises:
             UsageError: the URL or an option is wrong.
         """
         how = DialArguments(
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s,
+            transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
             dialled = dialling(url, known=self._history.rate, **how)
             self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
+        if price_per_gb is not None:
+            self._peers[key].price_per_gb = price_per_gb
         return self._peers[key]
 
     @property
@@ -651,7 +670,7 @@ class AsyncClient:
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
-                decoders=decoder_threads(),
+                decoders=decoder_threads(), byte_price=per_byte(min(one.price_per_gb for one in some)),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
@@ -767,7 +786,7 @@ class AsyncClient:
     async def close(self) -> None:
         """End all plays and connections; plays that wait for their turn are refused."""
         await self._runner.close()
-        await cancel_all(self._asking_sources)
+        await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -876,9 +895,16 @@ class AsyncClient:
         **how: Any,
     ) -> tuple[Found | Unplayable | None, KVSpec | None]:
         """Do as `ClientPeer.find` at all sources."""
-        pairs = zip(self._some(peers), connection.sources, strict=True)
-        lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
+
+        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
+            return one.find(source, tokens, model, **how)
+
+        some = self._some(peers)
+        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
+        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
+        if steering is not None and isinstance(found, Found):
+            await steering.join(some, found, lookup)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
             catalog, shared = found.catalog, tokens[: found.catalog.tokens]
             if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
@@ -889,11 +915,25 @@ class AsyncClient:
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
     ) -> Found:
         """Do as `ClientPeer.catalog` at all sources."""
-        pairs = zip(self._some(peers), connection.sources, strict=True)
-        lookups = [one.catalog(source, name, live=live) for one, source in pairs]
+
+        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
+            return one.catalog(source, name, live=live)
+
+        some = self._some(peers)
+        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
+        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
         found, _ = await first_found(connection, lookups, within_s=within_s)
+        if steering is not None and isinstance(found, Found):
+            await steering.join(some, found, lookup)
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
+
+    async def _forget(self, peer: ClientPeer) -> None:
+        """End a peer that was told of, and is not any more."""
+        for key, each in list(self._peers.items()):
+            if each is peer and peer not in self._origins:
+                del self._peers[key]
+                await peer.close()
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
@@ -922,14 +962,35 @@ class AsyncClient:
         ahead: bool = False,
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
+        if self._measuring is not None:
+            self._measuring.cancel()  # plays come first
+        some = self._some(peer)
         try:
-            async with self._runner.play(self._some(peer), deadline, options, ahead=ahead) as turn:
+            async with self._runner.play(some, deadline, options, ahead=ahead) as turn:
+                turn.connection.grows = set(self._origins) <= set(some)
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
+            if any(map(self._transports.due, some)):
+                self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
             if self._steering is not None:
                 asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
                 self._asking_sources.add(asking)
                 asking.add_done_callback(self._asking_sources.discard)
+
+    async def _measure(self, peers: Sequence[ClientPeer]) -> None:
+        """Compare the transports to some peers once nothing is played."""
+        await asyncio.sleep(IDLE_S)
+        for peer in filter(self._transports.due, peers):
+            if self._runner.idle:
+                await self._transports.measure(peer)
+
+
+def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:
+    """Return a price for each of ``count`` sources; raise `UsageError` if others were given."""
+    prices = [price_per_gb] * count if isinstance(price_per_gb, int | float) else list(price_per_gb)
+    if len(prices) != count:
+        raise UsageError(f"{counted(len(prices), 'price')} of a GB for {counted(count, 'source')}; give one for each")
+    return prices
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:

@@ -17,6 +17,7 @@ from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
+from kvabr.types.cost import per_byte
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -35,6 +36,8 @@ _LEAST_WAIT_S = 0.02
 _AGAIN_S = 0.05
 """Pause before a prompt that nobody has begun to prefill is looked up again."""
 _Answer = Found | Unplayable | None
+Answered = tuple[_Answer, KVSpec | None]
+"""What a peer has of a prompt, and the spec of its model."""
 _Lookup = Callable[[Sequence[KVSpec]], Awaitable[_Answer]]
 
 
@@ -62,6 +65,16 @@ class ClientPeer:
         """When the peer was asked for its models, on the event loop's clock."""
 
     @property
+    def price_per_gb(self) -> float:
+        """Price of a GB that comes from it, nats per generated token; the next plays count it."""
+        return self.transfers.price_per_gb
+
+    @price_per_gb.setter
+    def price_per_gb(self, price: float) -> None:
+        per_byte(price)
+        self.transfers.price_per_gb = price
+
+    @property
     def trouble(self) -> str | None:
         """What keeps it out of reach at the moment, in words; None if nothing is known to."""
         return self.transfers.connection.trouble
@@ -77,7 +90,7 @@ class ClientPeer:
         any_dtype: bool = False,
         live: bool = False,
         wait_s: float = 0.0,
-    ) -> tuple[_Answer, KVSpec | None]:
+    ) -> Answered:
         """Return the longest cached prefix of a prompt, and the spec of its model; None for what is not there.
 
         The model is a spec, a name at the peer, or None for the only one that the peer has. Under a name, the prompt is
@@ -106,7 +119,7 @@ class ClientPeer:
         lookup: _Lookup,
         *,
         any_group_tokens: bool,
-    ) -> tuple[_Answer, KVSpec | None]:
+    ) -> Answered:
         if isinstance(model, KVSpec):
             found = await (
                 self._in_any_size(connection, tokens, model, lookup) if any_group_tokens else lookup([model])
@@ -124,9 +137,7 @@ class ClientPeer:
         found = found if specs == tried else await lookup(specs)
         return found, specs[0] if specs else None
 
-    async def catalog(
-        self, connection: Connection, name: TrackNamespace, *, live: bool
-    ) -> tuple[_Answer, KVSpec | None]:
+    async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
         """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
         await self.transfers.connected()
         return await fetch_catalog(connection, name, live=live, keys=self._keys), None
@@ -190,10 +201,10 @@ PeersLike = PeerLike | Sequence[PeerLike]
 
 async def first_found(
     connection: PlaySources,
-    lookups: Sequence[Coroutine[Any, Any, tuple[_Answer, KVSpec | None]]],
+    lookups: Sequence[Coroutine[Any, Any, Answered]],
     tokens: int = 1,
     within_s: float = math.inf,
-) -> tuple[_Answer, KVSpec | None]:
+) -> Answered:
     """Return what the sources of a play have by one lookup at each, all at once: the longest prefix is played.
 
     The play does not wait long for the last of them once something has all ``tokens`` that it may, nor at all for those
@@ -235,23 +246,26 @@ async def first_found(
     return await asked[best]
 
 
-async def _offered(
-    connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
-) -> None:
+def joined(connection: PlaySources, source: int, lookup: Coroutine[Any, Any, Answered], played: Found) -> None:
+    """Have a source that joined a play of something bring it as soon as it says that it has it."""
+    asked = asyncio.ensure_future(lookup)
+    late = connection.meanwhile(_offered(connection, source, asked, played))
+    late.add_done_callback(partial(_let_go, asked))
+
+
+async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
     """Have a source that answers late join a play of what another one has."""
     await asyncio.wait({asked})
     _offer(connection, source, asked, played)
 
 
-def _let_go(asked: asyncio.Future[tuple[_Answer, KVSpec | None]], _: object) -> None:
+def _let_go(asked: asyncio.Future[Answered], _: object) -> None:
     """End a lookup that nobody waits for any more; it may have failed at this very moment."""
     if not asked.cancel() and not asked.cancelled():
         asked.exception()
 
 
-def _offer(
-    connection: PlaySources, source: int, asked: asyncio.Future[tuple[_Answer, KVSpec | None]], played: Found
-) -> None:
+def _offer(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
     """Note on which tracks a source that has answered has the groups of what is played; say why not on all."""
     same: Collection[str] = frozenset()
     if (error := asked.exception()) is not None:
@@ -266,8 +280,8 @@ def _offer(
 
 
 async def _found_by(
-    asked: Sequence[asyncio.Future[tuple[_Answer, KVSpec | None]]],
-    doubted: AbstractSet[asyncio.Future[tuple[_Answer, KVSpec | None]]],
+    asked: Sequence[asyncio.Future[Answered]],
+    doubted: AbstractSet[asyncio.Future[Answered]],
     tokens: int,
     round_trip_s: float,
     within_s: float,
@@ -295,11 +309,11 @@ async def _found_by(
     return found
 
 
-def _answered(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> bool:
+def _answered(task: asyncio.Future[Answered]) -> bool:
     return task.done() and task.exception() is None
 
 
-def _found(task: asyncio.Future[tuple[_Answer, KVSpec | None]]) -> Found | None:
+def _found(task: asyncio.Future[Answered]) -> Found | None:
     answer = None if task.exception() is not None else task.result()[0]
     return answer if isinstance(answer, Found) else None
 

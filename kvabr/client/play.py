@@ -39,6 +39,7 @@ from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, n
 from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating
 from kvabr.client.token_recompute import TokenRecompute
+from kvabr.client.transports import measured
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
@@ -62,7 +63,7 @@ from kvabr.player.session_types import (
 from kvabr.store.memory import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import PrefillCost, per_byte
 from kvabr.types.engine import Engine, ResidentEngine, prefill_classes
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, SealedError, TransportError, UsageError
 from kvabr.types.events import (
@@ -234,6 +235,7 @@ class Play:
         choices = partial(
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
             decoders=self._decoders, divides=self.engine is not None and policy_class(self.options.policy).divides,
+            byte_price=per_byte(min(self.connection.prices)),
         )  # fmt: skip
         return choose_tail(self.options.policy, *await self._in_time(choices), self._limit)
 
@@ -381,6 +383,7 @@ class Play:
             coverage=coverage,
             loss=prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
+            paid=record.paid,
             bytes_wasted=record.bytes_wasted,
             seconds=self.clock.now(),
             cut=cut,
@@ -475,7 +478,7 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace=connection.backend,
+                    trace=connection.backend + measured(self.history, connection.shared[0].source),
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,
@@ -483,6 +486,7 @@ class Play:
                     rtt_s=connection.stats().rtt_s,
                     lookup_s=self.clock.now(),
                     tail_s=prepared.tail_s,
+                    prices=connection.prices,
                 )
             )
         with ExitStack() as links:
@@ -514,6 +518,7 @@ class Play:
                 limited=self._limit,
                 offers=connection.offers,
                 round_trips=connection.round_trips,
+                prices=connection.prices,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -587,6 +592,7 @@ class Play:
             limited=self._limit,
             offers=connection.offers,
             round_trips=connection.round_trips,
+            prices=connection.prices,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
@@ -718,6 +724,7 @@ def tail_choices(
     block: int = 1,
     decoders: int = 1,
     divides: bool = False,
+    byte_price: float = 0.0,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
 
@@ -732,6 +739,7 @@ def tail_choices(
         block: it takes whole blocks of this many tokens.
         decoders: groups that are decoded at once.
         divides: the play has the engine compute everything where that costs less.
+        byte_price: of a byte at the cheapest source, nats per token.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
@@ -743,7 +751,7 @@ def tail_choices(
             computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
         offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        computed_s=computed_s,
+        computed_s=computed_s, byte_price=byte_price,
     )  # fmt: skip
     return offers, costs
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -41,6 +42,8 @@ TURN_S = 0.25
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
 _CLOSED = "the client was closed"
+_RECENT = 32
+"""Requests that a peer's transfers remember."""
 _VOUCH_S = 0.05
 """Seconds after which other processes are told again that a transfer waits for its turn."""
 
@@ -114,6 +117,10 @@ class SharedTransfers:
         checked.
         """
         self.store, self.metrics = store, metrics
+        self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
+        """What has come over its connection last."""
+        self.price_per_gb = 0.0
+        """Of what comes from this peer, nats per generated token."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
         self._source = None if isinstance(source, PeerConnection) else source
         named = self.connection.peer if self._source is None else self._source.peers[0]
@@ -153,6 +160,11 @@ class SharedTransfers:
     def reached(self) -> bool:
         """Whether there is a connection; `connection` stands for one before."""
         return self._source is None or not isinstance(self.connection, UnreachedConnection)
+
+    @property
+    def source(self) -> Dialling | None:
+        """What dials; None for a connection that was open before."""
+        return self._source
 
     @property
     def names(self) -> Sequence[str]:
@@ -219,6 +231,8 @@ class SharedTransfers:
     def settled(self, transfer: SharedTransfer) -> None:
         """Note that a transfer is over; check what has come if its digest is known."""
         if transfer.complete and transfer.request.digest is not None:
+            if transfer.limit != "kept" and transfer.request.exact and not transfer.from_host:
+                self.recent.append(transfer.request)
             loop = asyncio.get_running_loop()
             transfer.checked = loop.create_future()
             self._track(loop.create_task(self._check(transfer, transfer.request.digest, transfer.checked)))
@@ -477,6 +491,12 @@ class PlayConnection(Connection):
         self.due_s = 0.0
         """When it is due, on the event loop's clock."""
 
+    def like(self, shared: SharedTransfers) -> PlayConnection:
+        """Return the connection of the same play to another peer."""
+        other = PlayConnection(shared, self._place)
+        other.due_s = self.due_s
+        return other
+
     @property
     def shared(self) -> SharedTransfers:
         """What all plays to this peer share."""
@@ -576,6 +596,7 @@ class PlaySources(Connection):
         self._chosen = False
         """Whether the first answers requests other than for groups."""
         self._offers: list[Offer] = [None] * len(sources)
+        self._alone = False
         self._asking: set[asyncio.Task[None]] = set()
         self.left_out: Callable[[int, str], None] = lambda *_: None
         """Told of sources that the play does without, and why."""
@@ -583,6 +604,8 @@ class PlaySources(Connection):
         """Whether the play's deadline has passed."""
         self.kept = False
         """Whether upgrades go on after the play has returned."""
+        self.grows = False
+        """Whether sources may join after the lookup, before groups are asked for."""
 
     @property
     def sources(self) -> Sequence[PlayConnection]:
@@ -619,9 +642,21 @@ class PlaySources(Connection):
         """The round trip to each source, seconds, as far as it is known."""
         return [source.stats().rtt_s for source in self._sources]
 
+    @property
+    def prices(self) -> Sequence[float]:
+        """The price of a GB from each source, nats per generated token."""
+        return [shared.price_per_gb for shared in self.shared]
+
+    def join(self, shared: SharedTransfers) -> int:
+        """Add a source, of which it is not known yet what it has; return its number."""
+        self._sources = (*self._sources, self._first.like(shared))
+        self._offers.append(NOT_KNOWN)
+        return len(self._sources) - 1
+
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
-        self._offers[source] = tracks
+        if not self._alone:
+            self._offers[source] = tracks
 
     def answered_by(self, source: int) -> None:
         """Have a source answer other requests than those for groups."""
@@ -655,6 +690,7 @@ class PlaySources(Connection):
 
     def alone(self) -> None:
         """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
+        self._alone = True
         self._offers = [None if source is self._first else frozenset() for source in self._sources]
 
     def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

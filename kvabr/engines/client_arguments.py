@@ -27,6 +27,7 @@ class ClientArguments:
     """What the settings of an engine say of its client. Engines with the same share one in a player process."""
 
     urls: tuple[str, ...]
+    prices: tuple[float, ...]
     steering: bool
     token: str | None
     token_file: Path | None
@@ -35,6 +36,7 @@ class ClientArguments:
     insecure: bool
     quic: Quic
     transport: TransportChoice
+    lanes: int
     limits: Limits
     cache: Path | None
     keys: Path | None
@@ -55,6 +57,7 @@ class ClientArguments:
             limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
         return cls(
             () if settings.url is None else (settings.url, *settings.sources),
+            settings.price_per_gb,
             settings.steering,
             token,
             _absolute(settings.token_file),
@@ -63,6 +66,7 @@ class ClientArguments:
             settings.insecure,
             settings.quic,
             settings.transport,
+            settings.lanes,
             limits,
             _absolute(settings.cache),
             _absolute(settings.keys),
@@ -82,6 +86,7 @@ class ClientArguments:
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
         return AsyncClient(
             self.urls,
+            price_per_gb=self.prices or 0.0,
             steering=self.steering,
             token=self.token,
             token_file=self.token_file,
@@ -90,6 +95,7 @@ class ClientArguments:
             insecure=self.insecure,
             quic=self.quic,
             transport=self.transport,
+            lanes=self.lanes,
             limits=limits,
             cache=self.cache,
             keys=self.keys,

@@ -39,6 +39,7 @@ def opening(
     start_s: float = 0.0,
     lookup_s: float | None = None,
     tail_s: float = 0.0,
+    prices: Sequence[float] = (),
 ) -> PlayStarted:
     """Return the first event of a play's log; see `PlayStarted` for the fields."""
     catalog = ladder.catalog
@@ -61,6 +62,7 @@ def opening(
         lookup_s=lookup_s,
         tail=catalog.tail,
         tail_s=tail_s,
+        prices_per_gb=tuple(prices) if any(prices) else (),
     )
 
 
@@ -99,6 +101,7 @@ def new_session(
     limited: CallLimit = at_once,
     offers: Sequence[Offer] | None = None,
     round_trips: Sequence[float | None] = (),
+    prices: Sequence[float] = (),
 ) -> Session:
     """Build the session of one play.
 
@@ -122,6 +125,7 @@ def new_session(
         limited: makes every call of a policy that is not kvabr's own.
         offers: of several sources, the tracks that each has, in their order; they may become more during the play.
         round_trips: to each of them, seconds, as far as they are known.
+        prices: of a GB from each of them, nats per generated token; empty: none costs anything.
 
     Raises:
         PolicyError: there is no such policy.
@@ -162,4 +166,5 @@ def new_session(
         limited=limited,
         offers=offers,
         round_trips=round_trips,
+        prices=prices,
     )

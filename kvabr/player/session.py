@@ -117,6 +117,7 @@ class Session:
         limited: CallLimit = at_once,
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
+        prices: Sequence[float] = (),
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -147,7 +148,7 @@ class Session:
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
         self._best_rate = 0.0
-        self.sources = Sources(self._sampler, self.view.in_flight, offers, round_trips)
+        self.sources = Sources(self._sampler, self.view, offers, round_trips, prices)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
@@ -166,6 +167,10 @@ class Session:
         self._priorities = RequestPriorities(self.catalog.groups)
         self.content = False
         """Whether the policy wanted nothing more when it was last asked."""
+        self._engine_due = True
+        """Whether the engine is to compute something, as far as the policy says."""
+        self._computed_on = 0
+        """How many steps of the record the engine knows of in what it computes."""
         self._more_s = math.inf
         """When the policy was not asked for all that it wants; infinite if it was."""
         self.over = self.closed = False
@@ -195,6 +200,7 @@ class Session:
         if not self.aim.start(now):
             return
         self.view.now = now
+        self.weigh(now, known=True)  # as earlier plays told
         self._leave_out(self.catalog.computed)
         self.guard.start()
         self.advance(now)
@@ -248,6 +254,7 @@ class Session:
             if limit == "kept":
                 self._store_s = now
             else:
+                self.record.paid += self.sources.price(transfer.source) * more
                 self.sources.heard(transfer.source, now)
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
@@ -333,7 +340,10 @@ class Session:
         self.record.tokens_recomputed += self.catalog.tokens_before(last) - self.catalog.tokens_before(first)
         if self.closed:
             return
-        self.record.steps.append(("compute", first, last))
+        # What has come since the engine began is of no use to what it computed, and nothing if it computed that, too.
+        since = self.record.steps[self._computed_on :]
+        since = [step for step in since if not first <= step[1] < last]
+        self.record.steps[self._computed_on :] = [("compute", first, last), *since]
         for group in range(first, last):
             record = self.record.groups[group]
             if record.ready_s is None:
@@ -391,6 +401,7 @@ class Session:
                 if now - transfer.requested_s >= LEAST_SILENCE_S:
                     self._not_local(transfer)
         self.look(now)
+        self.weigh(now)
         if self.guard.policy.abandons:
             self._abandon(now)
         for transfer, reason in self.sources.misplaced(now):
@@ -479,13 +490,23 @@ class Session:
         """Take in what time it is: estimates, and what follows from them."""
         view = self.view
         view.now = now
-        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
+        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates(self.sources.used)
         view.growing = self._sampler.growing
         if self._live is not None:
             self._live.look(now)
         if self.engine is not None:
             view.engine_backlog_s = self.engine.backlog_s(now)
         self.aim.look(now)
+
+    def weigh(self, now: float, *, known: bool = False) -> None:
+        """Work out which sources are worth their prices; ``known``: what is known of their rates can be relied on."""
+        policy, view = self.guard.policy, self.view
+        divides = policy.divides and view.cost is not None and math.isfinite(view.gpu_price)
+        # In slow start every link looks too slow.
+        after = _SLOW_START if self._sampler.growing else self.config.plan_after
+        known = known or now >= after * view.deadline_s
+        if self.sources.weigh(self.alone_s if divides and self.alone_s is not None else math.inf, known=known):
+            self.look(now)
 
     def advance(self, now: float) -> None:
         """Go on after an event."""
@@ -506,7 +527,9 @@ class Session:
                 break
             asked += 1
             decision = self.guard.ask()
-            self.events.divided(self.guard.division(), self.record, now)
+            division = self.guard.division()
+            self._engine_due = division is None or division.first < division.last
+            self.events.divided(division, self.record, now)
             self.obey(decision, now)
         self.decode(now)
         self.aim.conclude(now, complete=complete)
@@ -629,6 +652,7 @@ class Session:
         for transfer in sorted(flying, key=lambda one: one.request):
             self.cancel(transfer, "the engine computes this group", now)
         lane.start(first, last, now)
+        self._computed_on = len(self.record.steps)
         self.groups.restage(range(first, last))
         for group in range(first, last):
             self.view.track_of[group] = RECOMPUTED
@@ -685,7 +709,7 @@ class Session:
         queue, view = self._decoders, self.view
         while not queue.busy:
             hurry = now + view.decode_backlog_s + _HURRY_TICKS * self.tick_s >= view.deadline_s
-            engine = self.engine is not None
+            engine = self.engine is not None and self._engine_due
             group = queue.next(now, hurry=hurry, engine=engine, will_replace=self.guard.will_replace)
             if group is None:
                 break

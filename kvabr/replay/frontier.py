@@ -45,9 +45,39 @@ class Curve:
     decode_s: Array | None = None
     """Seconds of decoding at the breakpoints."""
 
-    def at(self, nbytes: Array) -> Array:
-        """Return the values at several numbers of bytes; infinite where not even the cheapest options fit."""
-        return np.where(nbytes < self.bytes[0], np.inf, np.interp(nbytes, self.bytes, self.loss))
+    def at(self, nbytes: Array, tolls: Tolls | None = None) -> Array:
+        """Return the least values within several numbers of bytes; infinite where not even the cheapest options fit."""
+        return np.where(nbytes < self.bytes[0], np.inf, self.least(nbytes, tolls))
+
+    def least(self, nbytes: Array, tolls: Tolls | None) -> Array:
+        """Return the same where they fit; with ``tolls``, the least sums of value and price within these bytes."""
+        if tolls is None:
+            return np.interp(nbytes, self.bytes, self.loss)
+        found, paid, below = np.full(len(nbytes), np.inf), np.zeros(len(nbytes)), np.zeros(len(nbytes))
+        for price, carried in zip(tolls.prices, tolls.carried, strict=True):
+            upto = np.minimum(carried, nbytes)
+            # Both are convex: of the bytes at this price the best are those that are best of all, or one of the ends.
+            best = self.bytes[int((self.loss + price * self.bytes).argmin())]
+            first = np.minimum(np.maximum(below, self.bytes[0]), nbytes)
+            taken = np.clip(best, first, np.maximum(first, upto))
+            value = np.interp(taken, self.bytes, self.loss) + price * (taken - below) + paid
+            found = np.where(first <= upto, np.minimum(found, value), found)
+            paid, below = paid + price * (upto - below), upto
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tolls:
+    """What bytes cost: those of the cheapest links first, as far as these carry."""
+
+    prices: tuple[float, ...]
+    """Nats per byte, ascending."""
+    carried: tuple[Array, ...]
+    """Bytes that all links up to each price carry by several ends."""
+
+    def at(self, places: Whole) -> Tolls:
+        """Return those of some of the ends."""
+        return Tolls(self.prices, tuple(each[places] for each in self.carried))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +128,14 @@ class Frontier:
         self._curves: dict[tuple[GroupSubset, int], Curve] = {}
 
     def loss(
-        self, part: GroupSubset, nbytes: Array, decode_s: Array, *, care: int = len(_STRIDES), hint: int = 0
+        self,
+        part: GroupSubset,
+        nbytes: Array,
+        decode_s: Array,
+        *,
+        care: int = len(_STRIDES),
+        hint: int = 0,
+        tolls: Tolls | None = None,
     ) -> Array:
         """Return lower bounds of the loss within several pairs of bytes and seconds; infinite where nothing fits.
 
@@ -108,11 +145,13 @@ class Frontier:
             decode_s: seconds of decoding.
             care: how closely the best price of decoding is searched, 0 (not at all) to 4.
             hint: index of a price that may be near the best ones; 0 for none.
+            tolls: what bytes cost, which is added to the loss; None: nothing.
         """
-        found, places = self._short(part, nbytes, decode_s)
+        found, places = self._short(part, nbytes, decode_s, tolls)
         if len(places) and (care or hint):
             nbytes, decode_s = nbytes[places], decode_s[places]
-            known = self._dual(part, nbytes, decode_s, found[places], care, hint)
+            some = None if tolls is None else tolls.at(places)
+            known = self._dual(part, nbytes, decode_s, found[places], care, hint, some)
             best = np.max(list(known.values()), axis=0)
             if care:
                 have = np.outer(self._mixes[:, 0], nbytes) + np.outer(self._mixes[:, 1], decode_s)
@@ -120,18 +159,18 @@ class Frontier:
             found[places] = best
         return found
 
-    def price(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> int:
+    def price(self, part: GroupSubset, nbytes: Array, decode_s: Array, tolls: Tolls | None = None) -> int:
         """Return the index of the price of decoding that bounds the loss best within one pair of bytes and seconds."""
-        found, places = self._short(part, nbytes, decode_s)
+        found, places = self._short(part, nbytes, decode_s, tolls)
         if not len(places):
             return 0
-        known = self._dual(part, nbytes, decode_s, found, 2, 0)
+        known = self._dual(part, nbytes, decode_s, found, 2, 0, tolls)
         return max(known, key=lambda index: float(known[index][0]))
 
-    def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
+    def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array, tolls: Tolls | None) -> tuple[Array, Whole]:
         """Return the losses within the bytes alone, and where decoding these options takes longer than there is."""
         curve = self.curve(part, 0)
-        found = curve.at(nbytes)
+        found = curve.at(nbytes, tolls)
         found[decode_s < 0] = np.inf
         short = np.isfinite(found)
         if curve.decode_s is not None:
@@ -139,7 +178,14 @@ class Frontier:
         return found, np.nonzero(short)[0]
 
     def _dual(
-        self, part: GroupSubset, nbytes: Array, decode_s: Array, free: Array, care: int, hint: int
+        self,
+        part: GroupSubset,
+        nbytes: Array,
+        decode_s: Array,
+        free: Array,
+        care: int,
+        hint: int,
+        tolls: Tolls | None,
     ) -> dict[int, Array]:
         """Return curve(B) - price x R by index of the price, searched for the largest; it is concave in the price.
 
@@ -150,6 +196,7 @@ class Frontier:
             free: the value at the price zero.
             care: number of strides.
             hint: index to search near to; 0 to search everywhere.
+            tolls: what bytes cost.
         """
         known = {0: free}
         top = len(self.prices)
@@ -157,8 +204,8 @@ class Frontier:
         def add(indices: Iterable[int]) -> None:
             for index in indices:
                 if 0 < index < top and index not in known:
-                    curve = self.curve(part, index)
-                    known[index] = np.interp(nbytes, curve.bytes, curve.loss) - self.prices[index] * decode_s
+                    least = self.curve(part, index).least(nbytes, tolls)
+                    known[index] = least - self.prices[index] * decode_s
 
         if hint:
             add(range(hint - _REACH, hint + _REACH + 1, _STRIDES[1]) if care > 1 else [hint])

@@ -72,6 +72,7 @@ class Capacity:
         slow_start: bool = True,
         window: float = INITIAL_WINDOW,
         sums: list[float] | None = None,
+        byte_price: float = 0.0,
     ) -> None:
         """Create the link of one play.
 
@@ -82,7 +83,9 @@ class Capacity:
             slow_start: False for a warm connection.
             window: bytes that may be in flight at the start.
             sums: `running_sums` of the trace, to share between plays.
+            byte_price: of a byte from its source, nats per generated token.
         """
+        self.byte_price = byte_price
         self._starts = trace.times
         self._rates = trace.rates
         self._period = trace.duration_s
@@ -228,8 +231,14 @@ class JointCapacity(Capacity):
         return max(t0, float(times[index - 1] + min(max(part, 0.0), 1.0) * (times[index] - times[index - 1])))
 
     def series(self, until_s: float) -> list[tuple[float, float]]:
-        times = sorted({time for link in self._links for time, _ in link.series(until_s)})
-        return [(time, self.rate(time)) for time in times]
+        times, carried = self.points(until_s)
+        return list(zip(times[:-1].tolist(), (np.diff(carried) / np.diff(times)).tolist(), strict=True))
+
+    def points(self, until_s: float) -> tuple[Array, Array]:
+        # Not from the rates: rounding must not decide which side of a step a time is on.
+        each = [link.points(until_s) for link in self._links]
+        times = np.unique(np.concatenate([times for times, _ in each]))
+        return times, np.sum([np.interp(times, *points) for points in each], axis=0)
 
     def wraps_within(self, seconds: float) -> bool:
         return any(link.wraps_within(seconds) for link in self._links)

@@ -77,6 +77,7 @@ class Server(Host[Peer]):
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
         sources: Sequence[str] = (),
+        shared: bool = False,
     ) -> None:
         """Prepare; nothing is bound before `start`.
 
@@ -94,6 +95,8 @@ class Server(Host[Peer]):
             drafts: drafts to speak, preferred first.
             sources: URLs of origins and relays with the same caches, of which players are told that ask (content
                 steering). `UsageError` if one is none, or there are too many.
+            shared: other processes of this user serve at the same address: the system gives each a part of the
+                connections.
         """
         super().__init__(source, limits, log, metrics)
         if len(sources) > MOST_SOURCES:
@@ -112,7 +115,7 @@ class Server(Host[Peer]):
         """``aioquic`` or ``qh3``."""
         self._lib = library(self.backend)
         self._drafts = drafts
-        self.tcp = tcp
+        self.tcp, self._shared = tcp, shared
         self._transport: asyncio.DatagramTransport | None = None
         self._listener: TcpListener | None = None
         self._security = TcpSecurity(None)
@@ -129,7 +132,7 @@ class Server(Host[Peer]):
         try:
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]
-            socks = _bound(family, address, tcp=self.tcp != "off")
+            socks = _bound(family, address, tcp=self.tcp != "off", shared=self._shared)
             cls = protocol_class(self._lib, lambda _: self._admit())
             self._transport, self._server = await self._lib.open_server(socks[0], configuration, cls)
             if self.tcp != "off":
@@ -279,16 +282,19 @@ class Server(Host[Peer]):
             self._lib.demand_proof(self._server, None)
 
 
-def _bound(family: int, address: Any, *, tcp: bool) -> list[socket.socket]:
+def _bound(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:
     """Return a socket for UDP, and one for TCP on the same port, bound; raises `OSError`."""
     for left in range(_TRIES - 1, -1, -1):
         socks = [socket.socket(family, socket.SOCK_DGRAM)]
         try:
             socks[0].setblocking(False)
+            if shared:
+                socks[0].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             socks[0].bind(address)
             if tcp:
                 socks.append(socket.socket(family, socket.SOCK_STREAM))
-                socks[1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                for option in (socket.SO_REUSEADDR, *([socket.SO_REUSEPORT] if shared else [])):
+                    socks[1].setsockopt(socket.SOL_SOCKET, option, 1)
                 socks[1].bind(socks[0].getsockname())
         except OSError:
             for sock in socks:

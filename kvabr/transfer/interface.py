@@ -36,6 +36,8 @@ class ConnectionStats:
     """Packets sent by this side that were lost."""
     rate: float | None = None
     """The transport's own estimate of what the path carries towards us, bytes per second."""
+    lanes: int = 1
+    """Connections that are in use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,8 +112,7 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     sums: npt.NDArray[np.float64] = np.append(0.0, np.cumsum(track.loss))
     factors = np.ones(sums.shape)
     if not (catalog.even and track.tails):
-        inherited = _inherited_behind(np.array(track.loss)) if catalog.every_token else np.zeros(sums.shape)
-        return factors, inherited / np.maximum(1, np.arange(len(sums)))
+        return factors, inherited_behind(catalog, name) / np.maximum(1, np.arange(len(sums)))
     behind = catalog.tokens - np.array([catalog.tokens_before(count) for count in range(catalog.groups + 1)])
     left = sums[-1] * np.exp(np.interp(np.log1p(behind), *share_points(track.tails)))
     longest = track.tails[-1].tokens
@@ -128,10 +127,16 @@ def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64]
     return (1.0 - even) * factors, even * factors * sums / np.maximum(1, np.arange(len(sums)))
 
 
-def _inherited_behind(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return what all groups behind the first n inherit if these are on one track, for n from 0 to all."""
+def inherited_behind(catalog: Catalog, name: str) -> npt.NDArray[np.float64]:
+    """Return what all groups behind the first n inherit if these are on one track, for n from 0 to all.
+
+    Where groups do not see all those before them, that is not known, and taken for nothing.
+    """
     import numpy as np  # noqa: PLC0415  # slow to load
 
+    losses = np.array(catalog.track(name).loss)
+    if not catalog.every_token:
+        return np.zeros(len(losses) + 1)
     near, size = np.append(0.0, np.cumsum(losses[::-1])), 2 * len(losses) + 2
     each = np.divide(losses, near[:-1], out=np.zeros(len(losses)), where=near[:-1] > 0)
     # Of a group's loss the groups behind the first n keep away a part: all its sums are one correlation.

@@ -350,7 +350,7 @@ def test_what_is_in_place_is_computed_if_that_gains_most():
 
 
 def test_a_suffix_engine_computes_a_tail_once_and_only_if_it_is_worth_it():
-    idle, busy = (beside_an_engine(0.08, price, "suffix") for price in (0.0, 1.0))
+    idle, busy = (beside_an_engine(0.12, price, "suffix") for price in (0.0, 1.0))
     assert idle["met"]
     assert busy["met"]
     tail = [group["source"] == "recomputed" for group in idle["groups"]]

@@ -11,6 +11,7 @@ from kvabr.abr.compute_planner import ComputePlanner
 from kvabr.abr.estimator import Prior
 from kvabr.abr.ladder import every_option, rank
 from kvabr.abr.time_planner import TimePlanner
+from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -18,6 +19,7 @@ from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.events import WorkDivided
+from kvabr.types.loss import predicted_loss
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
 
@@ -274,6 +276,67 @@ def test_an_engine_that_is_not_worth_its_time_makes_no_play_worse_on_a_link_that
     )
     assert run["recompute_s"] == 0.0
     assert run["objective"] <= 1.05 * alone["objective"]
+
+
+@pytest.mark.parametrize(("deadline", "load", "rate"), [(1.0, 3.0, 30_000), (1.0, 0.3, 300), (4.0, 3.0, 3000)])
+def test_on_a_known_link_an_engine_that_computes_nothing_changes_nothing(deadline, load, rate):
+    """Few choices of tracks make the network look slow, mixtures of them do not; groups wait for all their layers."""
+    offer = default_catalog()
+    prior = Prior(load * offer.fp16_bytes / deadline, 0.02)
+
+    def played(cost):
+        options = ReplayOptions(deadline, 0.02, load, cost, prior=prior)
+        return Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+
+    run, alone = played(PrefillCost.from_rate(float(rate))), played(None)
+    assert run["recompute_s"] == 0.0
+    assert (run["ttft_s"], run["loss"]) == (alone["ttft_s"], alone["loss"])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_some_groups_on_better_tracks_than_others_end_just_in_time(prefix):
+    """None of the tracks that are tried for all of them does."""
+    offer, groups = catalog(32, layered=True), 32
+    play = View(Ladder(offer), 4.0, cost=PrefillCost(0.0, 1e-3), front_first=prefix, prefix=prefix, time_price=1e-3)
+    play.rate = play.lower_bound = 1.6 * sum(offer.track("base").bytes) / 4.0
+    times = TimePlanner(play)
+    times.sync(play)
+    (objective,), (network_s,), (late,) = times.divide(
+        play, play.rate, 0, np.array([groups if prefix else 0]), np.zeros(1), np.zeros(1)
+    )
+    assert not late
+    assert network_s == pytest.approx(4.0)
+    assert offer.track("layer-1").total_loss < objective - 4e-3 < 0.9 * offer.track("base").total_loss
+
+
+def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
+    """The engine begins behind the base, whose layers come while it computes."""
+    offer = catalog(16, layered=True)
+    options = ReplayOptions(2.0, 0.05, 0.12, PrefillCost.from_rate(512.0), "suffix", config=PlayerConfig(gpu_price=0.0))
+    experiment = Experiment(offer, options)
+    link = world("steady", [1e6])
+    played = experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=False)
+    steps, tracks = played.record.steps, [group.track for group in played.record.groups]
+    began = next(index for index, step in enumerate(steps) if step[0] == "compute")
+    assert steps[began][1:] == (tracks.index("recomputed"), 16)
+    assert "base" not in tracks  # so all layers came later than that
+    assert all(step[0] == "fetch" and step[2] != "base" for step in steps[began + 1 :])
+    assert len(steps) > began + 8
+    assert played.run["loss"] > 1.2 * predicted_loss(offer, tracks)
+
+
+def test_the_last_group_of_a_prefix_comes_with_a_layer_as_it_carries_most_of_the_loss():
+    """Groups come in order. An upgrade is requested once its group is in place: too late on a link that slows down."""
+    offer = default_catalog()
+    prior = Prior(0.02 * offer.fp16_bytes, 0.02)
+
+    def played(cost, **options):
+        options = ReplayOptions(1.0, 0.02, 0.02, cost, prior=prior, **options)
+        return Experiment(offer, options).play(world("slower", [1e6, 0.3e6], step=0.125), 0.0, "anytime").run
+
+    prefix, alone = played(PrefillCost.from_rate(300.0), mode="suffix", prefix=True), played(None)
+    assert prefix["met"]
+    assert prefix["objective"] < 1.5 * alone["objective"]
 
 
 def test_slow_start_leaves_nothing_to_an_engine_that_no_division_gives_anything():

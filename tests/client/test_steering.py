@@ -8,8 +8,10 @@ import json
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.client import steering
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.client.steering import _nearness
 from kvabr.server.publication import BytesPublication
 from kvabr.types.errors import UsageError
 from kvabr.types.events import RequestSent
@@ -52,13 +54,67 @@ async def test_plays_after_connecting_take_groups_from_what_the_origin_tells_of(
     assert sources(sent) == {0, 1}
 
 
-async def test_a_play_asks_for_the_next_one(serve):
+async def test_a_play_asks_for_the_next_one(serve, monkeypatch):
+    monkeypatch.setattr(steering, "_BESIDE_S", 0.0)
     origin, sent = serve(sources=(serve().url,)), []
     async with client(origin, sent, steering=True) as playing:
         assert (await playing.play(TOKENS, deadline=LIMIT_S)).met
-        assert sources(sent) == {0}
         await asyncio.gather(*playing._asking_sources)
         assert len(playing._some(None)) == 2
+
+
+async def test_what_an_origin_tells_of_joins_the_play_that_is_under_way(serve, monkeypatch):
+    """The origin dies as soon as it was asked for a group of the first play."""
+    monkeypatch.setattr(steering, "_BESIDE_S", LIMIT_S)
+    origin, sent = serve(sources=(serve().url,)), []
+    killed = False
+
+    def log(event):
+        nonlocal killed
+        sent.append(event)
+        if isinstance(event, RequestSent) and not killed:
+            killed = True
+            origin.kill()
+
+    options = PlayOptions(policy="fixed:FP16", log=log)
+    async with AsyncClient(origin.url, insecure=True, timeout_s=LIMIT_S, options=options, steering=True) as playing:
+        assert (await playing.play(TOKENS, deadline=LIMIT_S)).coverage == ("FP16",) * 5
+    assert 1 in sources(sent)
+
+
+async def test_what_nobody_tells_of_any_more_makes_room(serve):
+    others = [serve() for _ in range(2)]
+    origin = serve()
+    async with client(origin, [], steering=True, price_per_gb=0.5) as playing:
+        for other in others:
+            origin._server.steering = BytesPublication(SteeringManifest(1, 60.0, (other.url,)).dumps())
+            playing._steering._until_s.clear()
+            await playing.connect()
+            assert [peer.name for peer in playing._some(None)] == [origin.url, other.url]
+            assert playing._some(None)[1].price_per_gb == 0.5
+        assert len(playing._peers) == len(playing._steering._known) + 1 == 2
+
+
+@pytest.mark.parametrize(
+    ("origin", "told", "follows"),
+    [
+        ("8.8.8.8", "1.1.1.1", True), ("8.8.8.8", "10.0.0.1", False), ("8.8.8.8", "127.0.0.1", False),
+        ("8.8.8.8", "169.254.169.254", False), ("8.8.8.8", "[::1]", False), ("8.8.8.8", "[::ffff:10.0.0.1]", False),
+        ("10.0.0.1", "192.168.1.1", True), ("10.0.0.1", "1.1.1.1", True), ("10.0.0.1", "169.254.169.254", False),
+        ("127.0.0.1", "10.0.0.1", True), ("127.0.0.1", "[fe80::1]", True), ("8.8.8.8", "[::]", False),
+    ],
+)  # fmt: skip
+async def test_an_origin_leads_to_nothing_nearer_than_itself(origin, told, follows):
+    near = [await _nearness(f"moqt://{host}:4443/") for host in (origin, told)]
+    assert (near[1] <= near[0]) == follows
+
+
+async def test_tokens_are_shown_over_tls_to_what_an_origin_tells_of():
+    how = {"transport": "tcp-plain", "token": "t", "steering": True}
+    async with AsyncClient("moqt://127.0.0.1:1/", **how) as playing:
+        told = playing._steering._peer("moqt://127.0.0.1:2/")
+        assert playing.origins[0].transfers.source._transport == "tcp-plain"
+        assert told.transfers.source._transport == "tcp"
 
 
 async def test_a_play_goes_on_with_what_an_origin_told_of_before_it_died(serve):

@@ -288,6 +288,9 @@ def test_a_prefix_ends_where_its_producer_stopped():
     pushed = of(play.actions(), FetchGroup)
     play.producer_stopped("killed", 1.1)
     ended = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Deliver)]
+    while not ended:  # what has arrived waits a moment for the layers that were asked for since
+        play.timer(play.next_timer())
+        ended = of(decode_all(play, play.actions(), play.next_timer()), Deliver)
     assert "then it stopped: killed" in ended[0].cut
     assert play.record.missing == (2, 3)
 

@@ -180,7 +180,7 @@ class Anytime(Policy):
         missing, saver = bool(view.missing_groups), self._saver
         if (planner := self._planner) is not None:
             spend = self._to_spend(view, view.rate, planner.reserved) if view.rate else _BLIND * self._base.total_bytes
-            self._byte_price = view.ladder.price(spend)
+            self._byte_price = max(view.byte_price, view.ladder.price(spend))
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
@@ -237,6 +237,8 @@ class Anytime(Policy):
         if view.prefix and self._saver is not None and self._saver.enough(view):
             return Decision.wait("enough is in flight, and the play may be cut before the rest")
         missing, order = view.missing_groups, self._order
+        if view.front_first and len(missing) == 1 and (found := self._last_with_more(view)) is not None:
+            return found
         if self._planner is not None and view.in_order and not self._planner.reserved:
             return Decision.fetch(next(iter(missing)), name, "the base comes first, in the order of the prompt")
         if self._planner is not None and self._planner.advances and not view.front_first:
@@ -252,6 +254,20 @@ class Anytime(Policy):
                 group = order[self._asked - 1]
                 break
         return Decision.fetch(group, name, "the base of every group comes first")
+
+    def _last_with_more(self, view: View) -> Decision | None:
+        """Request the last missing group with its next layer at once, if no upgrade on offer saves more per byte.
+
+        An upgrade is on offer once its group is in place, which may be too late for a group that comes last.
+        """
+        group = next(iter(view.missing_groups))
+        if view.rate <= 0 or (more := self._best(view, group, self._base.name)) is None or more.replaces:
+            return None
+        nbytes = more.track.bytes[group]
+        if (self._offers and self._offers[0].rank <= more.rank) or nbytes > view.lower_bound * view.slack_s():
+            return None
+        self._spent += nbytes
+        return Decision.fetch(group, more.track.name, "the last base, with the layer that saves most per byte")
 
     def _hasten(self, view: View) -> Decision | None:
         """Replace what waits to be decoded by what is decoded sooner, if all of it would take too long."""
@@ -306,12 +322,7 @@ class Anytime(Policy):
         if blind:
             rate = float("inf")
         offer = self._in_time(view, rate, staking=enough)
-        if (
-            offer is not None
-            and self._saver is not None
-            and not view.coming
-            and not self._saver.pays(view, offer.track, offer.group, -offer.rank)
-        ):
+        if offer is not None and not self._pays(view, offer):
             heappush(self._offers, offer)
             return Decision.wait("no upgrade is worth its wait")
         if offer is None:
@@ -323,6 +334,12 @@ class Anytime(Policy):
         kilobytes = offer.track.bytes[offer.group] / 1e3
         reason = f"saves {offer.saving:.2e} nats with {kilobytes:.0f} kB, the most per byte"
         return Decision.upgrade(offer.group, offer.track.name, reason)
+
+    def _pays(self, view: View, offer: _Offer) -> bool:
+        """Return whether an upgrade is worth its bytes, and its time if that costs anything."""
+        if self._saver is None or view.coming:
+            return -offer.rank >= view.byte_price
+        return self._saver.pays(view, offer.track, offer.group, -offer.rank)
 
     def _instead(self, view: View, offer: _Offer) -> _Offer:
         """Return a track that replaces the group instead, if the link should carry enough for it in the end."""
@@ -336,6 +353,7 @@ class Anytime(Policy):
             price = self._price_left(view, most - offer.track.bytes[group])
         else:
             price = view.ladder.price(self._to_spend(view, rate))
+        price = max(price, view.byte_price)
         least, best = self._layered(group, offer.track, price), offer.track
         for track in self._alone:
             total = price * track.bytes[group] + track.loss[group]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack, get_args
+from typing import Any, Literal, TypeVar, Unpack, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
@@ -35,6 +35,7 @@ from kvabr.link.tcp.tls import certificate_at, client_context
 from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.lanes import MOST_LANES, LanesConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -46,6 +47,8 @@ HEAD_START_S = 0.25
 """Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
 
+CLEARLY = 1.1
+"""How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
 SHORT_S = 0.005
 """Seconds within which a TCP connection must be there for the path to count as short."""
 Over = Literal["quic", "tcp", "tcp-plain"]
@@ -143,6 +146,9 @@ def connect(
         raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
     if transport == "tcp-plain" and (how["fingerprint"] is not None or how["ca"] is not None):
         raise UsageError("there is no certificate without TLS: leave out fingerprint= and ca=, or use transport='tcp'")
+    lanes = how["lanes"]
+    if not 1 <= lanes <= MOST_LANES:
+        raise UsageError(f"{lanes} lanes; give 1 to {MOST_LANES} connections to a peer")
     host, port, path = parse_url(url)
     if token is not None and token_file is not None:
         raise UsageError("give a token or a file with one, not both")
@@ -150,7 +156,9 @@ def connect(
     token = read_token(secret) if secret is not None else token or os.environ.get("KVABR_TOKEN") or None
     pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
     roots = None if how["ca"] is None else Path(how["ca"])
-    options = DialOptions(host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names)
+    options = DialOptions(
+        host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names, lanes
+    )
     return Connecting(options, quic, transport, known, needed=needed)
 
 
@@ -169,7 +177,7 @@ class Connecting:
         self._known = known
         self._where = f"{options.host}:{options.port}"
         self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
-        self._connection: RedialledConnection | None = None
+        self._connection: PeerConnection | None = None
         self._works: TransportName | None = None
         """The transport that reached the peer."""
 
@@ -182,6 +190,8 @@ class Connecting:
                 raise
             first = UnreachedConnection(str(error))
         self._connection = RedialledConnection(first, self._dial, peer=self.peers[0])
+        if self._options.lanes > 1:
+            self._connection = LanesConnection(self._connection, self._another, self._options.lanes)
         return self._connection
 
     async def __aexit__(
@@ -190,11 +200,15 @@ class Connecting:
         if self._connection is not None:
             await self._connection.close()
 
-    async def _auto(self) -> PeerConnection:
+    async def _another(self) -> PeerConnection:
+        return RedialledConnection(await self._dial(), self._dial, peer=self.peers[0])
+
+    async def _auto(self) -> MoqtConnection:
         """Dial over TCP where the path is short, or TCP was better before; else over QUIC, and TCP if that is silent.
 
         QUIC needs two round trips less until the first request, and a lost packet holds up one stream alone; TCP takes
-        a fraction of the processor's time.
+        a fraction of the processor's time. Where both were measured (`kvabr.client.transports`), what carries clearly
+        more is dialled first.
         """
         better = self._better()
         # Who accepts on TCP and says nothing may be somebody else.
@@ -228,21 +242,43 @@ class Connecting:
         return chosen
 
     def _better(self) -> Over | None:
-        """Return what carried more before, to this peer; None if that is not known of both."""
-        if self._works is not None:
-            return "tcp" if self._works in TCP else "quic"
+        """Return what clearly carried more before, to this peer, or else what works; None if nothing is known."""
         rates = {over: self._known(peer_name(self._where, over)) for over in _OVER}
-        if not all(rates.values()):
-            return None
-        return "tcp" if rates["tcp"] > rates["quic"] else "quic"
+        if all(rates.values()):
+            for over in _OVER:
+                if rates[over] > CLEARLY * min(rates.values()):
+                    return over
+        return self._over
 
-    async def _dial(self) -> PeerConnection:
+    @property
+    def _over(self) -> Over | None:
+        return None if self._works is None else "tcp" if self._works in TCP else "quic"
+
+    @property
+    def other(self) -> tuple[Over, Over] | None:
+        """The transport in use, and the one that may be instead; None if that was not left open, or before dialling."""
+        if self._transport != "auto" or self._quic != "auto" or self._over is None:
+            return None
+        return ("tcp", "quic") if self._over == "tcp" else ("quic", "tcp")
+
+    def name_of(self, over: Over) -> str:
+        """Return the name of the peer by one transport, see `Connection.peer`."""
+        return peer_name(self._where, over)
+
+    async def dial_over(self, over: Over) -> PeerConnection:
+        """Dial once more, by a transport that is not in use, for a while; raises `TransportError`."""
+        return await self._dial_over(over)
+
+    async def _dial(self) -> MoqtConnection:
         if (file := self._options.token_file) is not None:
             with contextlib.suppress(UsageError):  # the token that was read last may still be good
                 self._options = replace(self._options, token=read_token(file))
         if self._transport == "auto" and self._quic == "auto":
-            return await self._auto()
-        return await self._dial_over("quic" if self._transport == "auto" else self._transport)
+            made = await self._auto()
+        else:
+            made = await self._dial_over("quic" if self._transport == "auto" else self._transport)
+        self._works = cast("TransportName", made.backend)
+        return made
 
     async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
         """Connect over one of them, with QUIC by whichever library can talk to the peer."""
@@ -255,7 +291,6 @@ class Connecting:
             except TransportError as error:
                 causes[str(error)] = None
             else:
-                self._works = name
                 connection.peer = peer_name(self._where, over)
                 return connection
         raise TransportError("; ".join(causes))

@@ -50,11 +50,15 @@ class DialArguments(TypedDict, total=False):
     path can then read the token and the cache; or ``auto``."""
     timeout_s: float
     """Seconds that connecting may take; 5 by default."""
+    lanes: int
+    """Most connections to the peer: further ones are opened where they bring more than those that there are. Object
+    stores have their own."""
 
 
 _DEFAULTS = DialArguments(
-    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", transport="auto", timeout_s=5.0
-)
+    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", transport="auto",
+    timeout_s=5.0, lanes=1,
+)  # fmt: skip
 
 
 def with_defaults(how: DialArguments) -> DialArguments:
@@ -84,6 +88,8 @@ class DialOptions:
     timeout_s: float = 5.0
     """Seconds until the peer's SETUP must have arrived."""
     names: Names = "draft"
+    lanes: int = 1
+    """Most connections."""
 
 
 def read_token(path: Path) -> str:

@@ -1,0 +1,156 @@
+"""What comes of dividing a play's work between network and engine: who is done when, and what that costs.
+
+All divisions are looked at together, as arrays by choice and stop: for each place at which the engine may stop, some
+choices of tracks for what the network brings. Players change their plans as they go, so mixtures of two choices count
+as well: those with which link and decoders are done at the same time, and those that end just by the deadline or with
+the engine. Without them, the few choices that are tried would make the network look slower than it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvabr.abr.view import View
+from kvabr.types.cost import MISS_PENALTY
+
+Array = npt.NDArray[np.float64]
+
+_SAME_S = 1e-9
+"""Seconds that are no difference."""
+
+
+class Divisions(NamedTuple):
+    """What divisions of the work between network and engine come to."""
+
+    objective: Array
+    """Loss, priced time and bytes, and penalty, nats per generated token, without the price of the engine's time."""
+    network_s: Array
+    """Seconds until the network has brought its part."""
+    late: npt.NDArray[np.bool_]
+    """Whether the deadline is missed."""
+
+
+class SharedWork:
+    """The work of one play in several divisions: when network and engine are done, and what that costs."""
+
+    def __init__(
+        self,
+        view: View,
+        rate: float,
+        ramp: tuple[float, float] | None,
+        stops: npt.NDArray[np.intp],
+        engine_s: Array,
+        inherited: Array,
+        edges: npt.NDArray[np.intp],
+    ) -> None:
+        """Begin; see `TimePlanner.divide`. ``edges``: the parts of the prompt at which the engine goes on and stops."""
+        self._view, self._rate, self._ramp = view, rate, ramp
+        self._engine_s, self._inherited = engine_s, inherited
+        self._begin, self._ends = edges[0], edges[1:]
+        self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
+        self._limits = [left_s - engine_s] if view.front_first else [left_s, engine_s]
+        """When the network should be through: by the deadline; and with the engine, if that works beside it."""
+        self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
+        """Whether the network has to bring anything, by stop."""
+        self._wait_s = 0.0 if view.in_flight else view.ttfb_s
+        self._decode_s = view.decode_s(view.ladder.cheapest) / view.decoders
+        self.first_s = self._wait_s + self._decode_s
+        """Seconds until the first thing is here, besides its bytes."""
+
+    def brought(self, each: Array) -> Array:
+        """Return the sums over the parts that the network brings, by prices and stop."""
+        sums: Array = np.zeros((*each.shape[:-1], each.shape[-1] + 1))
+        each.cumsum(axis=-1, out=sums[..., 1:])
+        behind = sums[..., self._ends]
+        if self._view.front_first:
+            return behind
+        return sums[..., -1:] - behind + sums[..., self._begin : self._begin + 1]
+
+    def carried_s(self, nbytes: Array) -> Array:
+        """Return the seconds that the link needs for some bytes."""
+        if self._ramp is None or self._rate <= self._ramp[0]:
+            return nbytes / self._rate
+        begins, doubles_s = self._ramp[0], self._ramp[1] / math.log(2.0)
+        grown_s, grown = doubles_s * math.log(self._rate / begins), doubles_s * (self._rate - begins)
+        early_s = doubles_s * np.log1p(np.minimum(nbytes, grown) / (doubles_s * begins))
+        return np.where(nbytes <= grown, early_s, grown_s + (nbytes - grown) / self._rate)
+
+    def network_s(self, works: Array, nbytes: Array, flying: Array, queue_s: Array) -> Array:
+        """Return the seconds until the network has brought what is requested and in flight, and all is decoded."""
+        view = self._view
+        wait_s = (nbytes > 0) * self._wait_s
+        last_s = self.carried_s(nbytes + flying) + wait_s
+        last_s += works if view.decodes_last else self._decode_s * (nbytes > 0)
+        batch_s = max(view.decode_latency_s(track.name) for track in view.ladder.tracks)
+        found: Array = np.maximum(last_s, np.maximum(wait_s, queue_s) + works) + batch_s * (works > 0)
+        return found
+
+    def least(self, lost: Array, network_s: Array, begun: tuple[Array, Array] | None) -> Divisions:
+        """Return what costs least, of some choices for what the network brings and of mixtures of them.
+
+        Args:
+            lost: of the groups that the network brings, with the price of its bytes, by choice and stop.
+            network_s: until it has brought them, alike.
+            begun: when an engine in the middle of a play may begin on the base, and what it inherits then, more than
+                behind what comes later; None: it begins after the network, or beside it.
+        """
+
+        def costs(lost: Array, network_s: Array) -> Divisions:
+            after = network_s + self._engine_s if self._view.front_first else np.maximum(network_s, self._engine_s)
+            found = self._costs(lost, after, network_s)
+            if begun is None:
+                return found
+            begins_s, on_base = begun
+            beside_s = np.maximum(network_s, begins_s + self._engine_s)
+            return better(self._costs(lost + on_base, beside_s, np.broadcast_to(begins_s, network_s.shape)), found)
+
+        found = costs(lost, network_s)
+        best = found.objective.argmin(axis=0), self._columns
+        least = Divisions(*(each[best] for each in found))
+        for limit_s in self._limits[0 if found.late.any() else 1 :]:
+            least = better(costs(_lost_at(limit_s, network_s, lost, found.objective), limit_s), least)
+        return least
+
+    def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
+        """Return what it costs to lose so much, and to end then."""
+        late_s = ends_s - self._view.time_left
+        late = late_s > _SAME_S
+        missed = late * (MISS_PENALTY + late_s / self._view.deadline_s)
+        return Divisions(lost + self._inherited + self._view.time_price * ends_s + missed, network_s, late)
+
+
+def better(one: Divisions, other: Divisions) -> Divisions:
+    """Return what costs less of each."""
+    better = one.objective < other.objective
+    return Divisions(*(np.where(better, *pair) for pair in zip(one, other, strict=True)))
+
+
+def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> Array:
+    """Add mixtures of what is chosen at some prices and at the next ones, with which link and decoders end together.
+
+    Args:
+        sums: what the choices come to, by price and stop in the last two dimensions.
+        ahead_s: by how many seconds the link ends before the decoders, by price and stop.
+        first: the prices of which the next one is another share of the same price of time.
+    """
+    one, other = ahead_s[first], ahead_s[first + 1]
+    part = np.divide(one, one - other, out=np.zeros_like(one), where=one * other < 0)
+    from_sums = sums[:, first]
+    return np.concatenate([sums, from_sums + part * (sums[:, first + 1] - from_sums)], axis=1)
+
+
+def _lost_at(limit_s: Array, ends_s: Array, lost: Array, objective: Array) -> Array:
+    """Return the least loss of mixtures of the best choice that ends by a limit with one that ends later, by stop.
+
+    It is infinite where nothing ends by the limit. All others are by choice and stop.
+    """
+    inside, columns = ends_s <= limit_s, np.arange(len(limit_s))
+    best = np.where(inside, objective, np.inf).argmin(axis=0)
+    from_s, from_lost, some = ends_s[best, columns], lost[best, columns], inside[best, columns]
+    part = np.divide(limit_s - from_s, ends_s - from_s, out=np.zeros_like(ends_s), where=some & ~inside)
+    mixed: Array = (from_lost + part * (lost - from_lost)).min(axis=0)
+    return np.where(some, mixed, np.inf)

@@ -1,0 +1,67 @@
+"""A command that runs in several processes that share an address: the system gives each connection to one of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from types import FrameType
+
+from kvabr.types.errors import KvabrError, UsageError
+
+MOST_PROCESSES = 64
+
+
+def run_processes(count: int, work: Callable[[int], int]) -> int:
+    """Run ``work``, given a number from 0 on, in so many processes; return the exit status.
+
+    Signals to end reach all of them. If one ends by itself, the others end as well, and the status says so: whoever
+    started the command can start it again, and nothing is served by a part of it. ``work`` must be picklable.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_run, args=(work, number)) for number in range(count)]
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        for process in processes:
+            process.start()
+        wait([process.sentinel for process in processes])
+        pass_on(signal.SIGTERM, None)
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    codes = [process.exitcode for process in processes]
+    return max(1 if code is None or code < 0 else code for code in codes)
+
+
+def _run(work: Callable[[int], int], number: int) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # noqa: S101  # this is a child
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # The parent passes on Ctrl-C, which a terminal sends to all.
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+    try:
+        raise SystemExit(work(number))
+    except KvabrError as error:
+        print(f"kvabr: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -1,0 +1,97 @@
+"""`transport="auto"` measures both transports to a peer while nothing is played, and takes what is clearly better."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvabr.client import async_client
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.types.events import PlayStarted
+from tests.client.served import LIMIT_S, Served
+from tests.toymodel import prompt
+
+LONG = prompt(160).tokens
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def served(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(async_client, "IDLE_S", 0.0)
+    monkeypatch.setattr("kvabr.client.transports._PATIENCE_S", LIMIT_S)
+    monkeypatch.setattr("kvabr.client.transports._MOST_S", LIMIT_S)
+    monkeypatch.setattr("kvabr.client.transports._LEAST_BYTES", 1)
+    made = Served(root / "long", tmp_path)
+    yield made
+    made.close()
+
+
+def a_client(served, log=None, **how):
+    options = PlayOptions(policy="fixed:FP16", log=log)
+    return AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, options=options, **how)
+
+
+async def test_both_are_measured_after_the_first_play(served):
+    sent = []
+    async with a_client(served, sent.append) as client:
+        (peer,) = client.origins
+        assert (await client.play(LONG, deadline=LIMIT_S)).met
+        await client._measuring
+        rates = [client._history.rate(name) for name in peer.transfers.source.peers[:2]]
+        assert min(rates) > 0
+        assert not client._transports.due(peer)  # they are known now
+        connection = peer.transfers.connection
+        assert connection.peer == peer.transfers.source.name_of("tcp" if connection.backend == "tcp" else "quic")
+        sent.clear()
+        await client.play(LONG, deadline=LIMIT_S)
+    (started,) = (event for event in sent if isinstance(event, PlayStarted))
+    assert "quic" in started.trace
+    assert "tcp" in started.trace
+    assert started.trace.count("Mbit/s") == 2
+
+
+@pytest.mark.parametrize("better", ["tcp", "quic"])
+async def test_what_is_clearly_better_replaces_the_connection(served, monkeypatch, better):
+    async def seconds(connection, wanted):
+        assert wanted
+        return 1.0 if ("tcp" in connection.backend) == (better == "tcp") else 2.0
+
+    monkeypatch.setattr("kvabr.client.transports._seconds", seconds)
+    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", 1e-9 if better == "tcp" else LIMIT_S)
+    async with a_client(served) as client:
+        (peer,) = client.origins
+        await client.connect()
+        first = peer.transfers.connection.backend
+        assert (first == "tcp") == (better == "quic")
+        assert (await client.play(LONG, deadline=LIMIT_S)).met
+        await client._measuring
+        connection = peer.transfers.connection
+        assert (connection.backend == "tcp") == (better == "tcp")
+        assert connection.peer == peer.transfers.source.name_of(better)
+        assert (await client.play(LONG[:80], deadline=LIMIT_S)).met
+
+
+async def test_a_play_ends_a_measurement(served, monkeypatch):
+    begun = asyncio.Event()
+
+    async def seconds(connection, wanted):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("kvabr.client.transports._seconds", seconds)
+    async with a_client(served) as client:
+        await client.play(LONG, deadline=LIMIT_S)
+        measuring = client._measuring
+        await begun.wait()
+        assert (await client.play(LONG, deadline=LIMIT_S)).met
+        await asyncio.wait({measuring})
+        assert measuring.cancelled()
+
+
+@pytest.mark.parametrize("how", [{"transport": "tcp"}, {"price_per_gb": 0.1}])
+async def test_nobody_is_measured_who_was_asked_for_one_transport_or_costs_something(served, how):
+    async with a_client(served, **how) as client:
+        assert (await client.play(LONG, deadline=LIMIT_S)).met
+        assert client._measuring is None

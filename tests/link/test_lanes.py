@@ -1,0 +1,118 @@
+"""Several connections to one peer: how many are worth it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from kvabr.link.moqt.connect import connect
+from kvabr.server.certificates import check
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.transfer.interface import read_all
+from kvabr.transfer.lanes import LanesConnection
+from kvabr.types.errors import TransportError, UsageError
+from tests.assets import make_asset
+from tests.client.virtual import virtual
+from tests.link.test_tcp import asset, served, tls  # noqa: F401  # fixtures
+from tests.memory_transport import MemoryConnection, MemoryLink
+
+MOST = 4
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    made = make_asset(tmp_path_factory.mktemp("assets") / "large", range(128), frame_bytes=3_000_000, levels=("FP16",))
+    return made.catalog, partial(PublishedAssets(made.path).find, EVERYTHING)
+
+
+async def all_of(connection, catalog, times=1):
+    """Fetch all groups, as many at a time as keep every lane busy; return the seconds."""
+    began_s = asyncio.get_running_loop().time()
+    gate = asyncio.Semaphore(8)
+
+    async def one(group):
+        async with gate:
+            size = catalog.track("FP16").bytes[group]
+            fetch = partial(connection.fetch, catalog.namespace, "FP16", group, limit=size, exact=True)
+            data = await read_all(fetch(priority=group))
+            assert len(data) == size
+
+    for _ in range(times):
+        await asyncio.gather(*map(one, range(catalog.groups)))
+    return asyncio.get_running_loop().time() - began_s
+
+
+@virtual
+async def test_lanes_are_added_while_each_brings_more(large):
+    """A connection carries 100 MB/s, whatever the path does."""
+    catalog, find = large
+    links = [MemoryLink(1e8, 0.001) for _ in range(MOST)]
+    left = iter(links[1:])
+
+    async def another():
+        return MemoryConnection(find, next(left))
+
+    async with LanesConnection(MemoryConnection(find, links[0]), another, MOST) as lanes:
+        await all_of(lanes, catalog, 8)
+        assert lanes.used == lanes.stats().lanes == MOST
+        assert await all_of(lanes, catalog) == pytest.approx(96e6 / 4e8, rel=0.25)
+        assert lanes.stats().bytes_received == 9 * catalog.track("FP16").total_bytes
+
+
+@virtual
+async def test_a_path_that_carries_no_more_keeps_one_lane(large):
+    """Another lane is tried, and then left alone for a minute."""
+    catalog, find = large
+    links: list[MemoryLink] = []
+
+    async def another():
+        links.append(MemoryLink(0.0, 0.001))
+        for link in links:
+            link.rate = 1e8 / len(links)
+        return MemoryConnection(find, links[-1])
+
+    async with LanesConnection(await another(), another, MOST) as lanes:
+        await all_of(lanes, catalog, 6)
+        assert lanes.used == 1
+        assert len(links) == 2
+
+
+@virtual
+async def test_a_peer_that_allows_no_more_connections_goes_on_with_one(large):
+    catalog, find = large
+    asked = 0
+
+    async def another():
+        nonlocal asked
+        asked += 1
+        raise TransportError("too many connections")
+
+    async with LanesConnection(MemoryConnection(find, MemoryLink(1e8, 0.001)), another, MOST) as lanes:
+        await all_of(lanes, catalog, 6)
+    assert asked == 1
+
+
+@pytest.mark.process
+async def test_lanes_of_a_client(asset, tls):  # noqa: F811
+    async with served(asset, tls) as server:
+        url = f"moqt://localhost:{server.address[1]}/"
+        async with connect(url, transport="tcp", lanes=3, fingerprint=check(tls).fingerprint) as connection:
+            assert isinstance(connection, LanesConnection)
+            connection._most, connection._before = 2, 0.0
+            await connection._open()
+            assert len(server.peers) == 2
+            sizes = asset.catalog.track("FP16").bytes
+            fetch = partial(connection.fetch, asset.catalog.namespace, "FP16", exact=True)
+            readers = [fetch(group, limit=sizes[group]) for group in range(asset.catalog.groups)]
+            assert [len(await read_all(one)) for one in readers] == list(sizes)
+            assert min(lane.stats().bytes_received for lane in connection._lanes) > 0
+            assert connection.stats().bytes_received == sum(sizes)
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 17])
+def test_lanes_that_make_no_sense_are_refused(lanes):
+    with pytest.raises(UsageError, match="lanes; give 1 to 16"):
+        connect("moqt://localhost/", lanes=lanes)
