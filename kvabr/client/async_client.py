@@ -287,6 +287,25 @@ class AsyncClient:
         return None
 
     @checked
+    async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
+        """Return what plays, now or earlier, have found out of the link, and what it must bring of a cache.
+
+        That is the bytes of its cheapest track, without groups that are here; 0 without a ``catalog``.
+        """
+        some = self._some(peer)
+        links = []
+        for one in some:
+            known, now = self._history.best(one.transfers.names), one.transfers.link.known()
+            links.append(KnownLink(now, known.ttfb_s) if now else known)
+        if catalog is None:
+            return KnownLink.of_all(links), 0
+        cheapest = min((track for track in catalog.tracks if track.refines is None), key=lambda one: one.total_bytes)
+        here = self.store.present([digest for digest in cheapest.digests if digest is not None])
+        pairs = zip(cheapest.bytes, cheapest.digests, strict=False)
+        lacks = sum(nbytes for nbytes, digest in pairs if digest not in here) if here else cheapest.total_bytes
+        return KnownLink.of_all(links), lacks
+
+    @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 

@@ -246,6 +246,10 @@ class SharedLink:
         """Return rate and lower bound of the link by the active play that knows most of it; zeros if there is none."""
         return self._of_many(_known) or _known([one for one in self._all() if one is not share])
 
+    def known(self) -> float:
+        """Return the rate of the link by the active play that knows most of it; 0.0 if there is none."""
+        return _known(self._all())[0]
+
     def ttfb_beside(self, share: LinkShare) -> float:
         """Return the least time to first byte of any other play, seconds; 0.0 if none has got one."""
         least = self._of_many(_least_ttfb)

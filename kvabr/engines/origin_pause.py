@@ -4,12 +4,14 @@ After a failure the origin is not asked again for a moment, longer after each co
 before it answers a probe. Probes go on in the background, so an origin that comes back is asked within a second.
 
 A request that had no time for an answer says little: one client's short deadlines must not turn the origin off for all.
-After one of these a probe is sent, and the origin is asked on meanwhile.
+Neither does one that failed while another was answered: many at once may take this machine longer than they have. After
+these a probe is sent, and the origin is asked on meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from kvabr.engines.clients import Begin, EngineClient
@@ -37,6 +39,7 @@ class OriginPause:
         """
         self._begin = begin
         self._pauses, self._again_s = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
+        self._answered_s = -math.inf
         self._silent = self._probing = False
 
     @property
@@ -46,7 +49,7 @@ class OriginPause:
 
     def answered(self) -> None:
         """Note a request that was answered."""
-        self._again_s = 0.0
+        self._again_s, self._answered_s = 0.0, time.monotonic()
         self._pauses.reset()
 
     def failed(self, began_s: float, *, within_s: float = FAIR_S, rtt_s: float = 0.0) -> float | None:
@@ -60,7 +63,7 @@ class OriginPause:
         Returns:
             The seconds of the pause, if one began with it.
         """
-        if within_s < max(FAIR_S, FAIR_ROUND_TRIPS * rtt_s):
+        if within_s < max(FAIR_S, FAIR_ROUND_TRIPS * rtt_s) or self._answered_s > began_s:
             if not (self._silent or self._probing):
                 self._probing = True
                 self._begin(self._unless_it_answers)

@@ -108,6 +108,7 @@ class RemoteClient:
     fetch_profile = _remote(AsyncClient.fetch_profile)
     tail_of = _remote(AsyncClient.tail_of)
     round_trip = _remote(AsyncClient.round_trip)
+    known_link = _remote(AsyncClient.known_link)
     play_prefix = _remote(AsyncClient.play_prefix)
     play_coded = _remote(AsyncClient.play_coded)
     hint_asset = _remote(AsyncClient.hint_asset)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvabr.server.server import Server
 
 _CALLS = frozenset(
-    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "round_trip"}
+    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "round_trip", "known_link"}
     | {"play_prefix", "play_coded", "hint_asset"}
 )
 """Methods of `AsyncClient` that engines may call."""

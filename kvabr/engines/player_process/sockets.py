@@ -9,6 +9,8 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvabr import __version__
@@ -22,15 +24,27 @@ def own_socket() -> Path:
     """Return the socket of the process that the engines of this user share.
 
     There is one for each installation of kvabr and each environment of Python, which says what kvabr finds installed.
-    A `UsageError` says that there is no folder for it.
+    It lies in the first folder that only this user can enter: somebody else may have made one in the temporary files.
+    A `UsageError` says that there is none.
     """
     installation = hashlib.sha256(os.fsencode(f"{Path(__file__).resolve()}\n{sys.prefix}")).hexdigest()[:8]
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    try:
-        folder = Path(given).absolute() / "kvabr" if given else Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
-    except FileNotFoundError as error:
-        raise UsageError(f"no folder for a player process' socket ({error.strerror}): set XDG_RUNTIME_DIR") from error
-    return folder / f"player-{__version__}-{installation}.sock"
+    given, wrong = os.environ.get("XDG_RUNTIME_DIR"), []
+    for folder in (Path(given) / "kvabr",) if given else _folders():
+        try:
+            private_folder(folder.absolute())
+        except (OSError, UsageError) as error:
+            wrong.append(str(error))
+        else:
+            return folder.absolute() / f"player-{__version__}-{installation}.sock"
+    raise UsageError(f"no folder for a player process' socket: set XDG_RUNTIME_DIR ({'; '.join(wrong)})")
+
+
+def _folders() -> Iterator[Path]:
+    """Return the folders that may hold this user's sockets where nobody has named one."""
+    with suppress(FileNotFoundError):  # there is no place for temporary files
+        yield Path(tempfile.gettempdir()) / f"kvabr-{os.geteuid()}"
+    with suppress(RuntimeError):  # the user has no home
+        yield Path.home() / ".cache" / "kvabr" / "run"
 
 
 def private_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kvabr.engines.adapters import require
-from kvabr.engines.transformers.cache import is_plain
+from kvabr.engines.transformers.cache import cache_argument, is_plain
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.types.engine import AttentionReduction
 from kvabr.types.errors import ModelError, UsageError
@@ -119,7 +119,7 @@ class TransformersBlendEngine(TransformersEngine):
             given = {"input_ids": ids[here][None], "position_ids": here[None], "attention_mask": mask}
             past = require("transformers").Cache(layers=layers)
             with suppress(_EnoughLayers), watch or nullcontext():
-                self.model.base_model(**given, past_key_values=past, use_cache=True)
+                self.model.base_model(**given, **{cache_argument(self.model): past}, use_cache=True)
 
     def _workspace(self, kv: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return a copy of a cache with room for ``tokens`` tokens: keys and values of each layer, [1, head, ...]."""
@@ -240,6 +240,7 @@ def _unfit(model: Any, spec: KVSpec) -> str | None:
         return "its keys cannot be moved, because their rotation is not one that kvabr can undo"
     if (own := getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)) not in _MASKED:
         return f"it was loaded with attention {own!r}, which ignores masks; load it with attn_implementation='sdpa'"
-    if not {"position_ids", "past_key_values"} <= set(signature(model.base_model.forward).parameters):
+    takes = signature(model.base_model.forward).parameters
+    if "position_ids" not in takes or cache_argument(model) not in takes:
         return "its forward pass takes no positions"
     return None

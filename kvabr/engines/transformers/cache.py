@@ -61,8 +61,9 @@ def new_cache(model: Any, *, whole: bool = False) -> Any:
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument that a model takes its cache by."""
-    return "past_key_values" if "past_key_values" in signature(model.base_model.forward).parameters else "cache_params"
+    """Return the name of the argument that a model takes its cache by: from transformers 5.24 on always ``cache``."""
+    takes = signature(model.base_model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in takes), "cache_params")
 
 
 def is_state(part: KVSpec) -> bool:

@@ -79,6 +79,9 @@ class VllmSettings(EngineSettings):
     hint_mib: Annotated[int | None, Field(ge=0)] = None
     """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
     (``cache_salt``) for whom most is kept keeps less. None: half of each."""
+    refine: bool = True
+    """Fetch what was played with more than ``keep_loss`` again, in the best quality, into the node's store, once its
+    request has ended and while no play wants the link: the next play of it has that without the link."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of

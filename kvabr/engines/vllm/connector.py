@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -182,7 +183,13 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Hand the engine's cache to the worker's half."""
         config = self._vllm_config
-        self._worker.register(kv_caches, partial(layout_of, config), partial(store, config))
+        self._worker.register(kv_caches, partial(layout_of, config), partial(store, config), keepers=self._keepers())
+
+    def _keepers(self) -> list[str]:
+        """Return the connectors beside this one, in vLLM's MultiConnector, that keep or publish what the engine has."""
+        every = getattr(get_kv_transfer_group(), "sub_connectors", ()) if has_kv_transfer_group() else ()
+        others = [one for one in every if one is not self and one._kv_transfer_config.is_kv_producer]  # noqa: SLF001
+        return sorted({type(one).__name__ for one in others})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler cannot know of a cache that vLLM quantises."""

@@ -5,6 +5,9 @@ minutes: other groups make room in the node's store before these. ``{"back": tru
 longest time that the operator allows. What is not in the store is fetched, and what this engine publishes of the
 request is waited for. All of this happens behind the request, and takes nothing from plays, which go first.
 
+What was played with a loss is fetched in a better quality the same way, without being kept before other groups: while
+the link has nothing else to do, and for a few requests at a time.
+
 What hints keep is bounded (``hint_mib``). Beyond it, the tenant (``cache_salt``) for whom most is kept keeps less, what
 it has used least recently first.
 """
@@ -27,6 +30,7 @@ from kvabr.engines.clients import EngineClient
 from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import ServedModel, VllmSettings
 from kvabr.engines.vllm.growing import Names
+from kvabr.engines.vllm.plays import find_cache
 from kvabr.engines.vllm.requests import params, wants_back
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.types.errors import KvabrError
@@ -37,6 +41,8 @@ _MOST = 64
 """Requests whose hints are followed at a time; those of more are dropped and counted."""
 _WITHIN_S = 60.0
 """Seconds that following one may take."""
+_MOST_REFINED = 4
+"""Prompts that are fetched again at a time; others are as they were played until they are played again."""
 _LOOK_S = 1.0
 """Seconds until an origin is asked again that does not know yet what was published."""
 _LOOKS = 8
@@ -68,6 +74,7 @@ class RequestHints:
         self._publishing: OrderedDict[str, tuple[_Hint, int]] = OrderedDict()
         """Those of requests that are being published, and how many workers have."""
         self._running: set[Handle[None]] = set()
+        self._refining: dict[Handle[None], Names] = {}
 
     def seconds(self, request: Any) -> float:
         """Return the seconds for which a request's cache is wanted to be kept, 0 if it says nothing that counts."""
@@ -98,6 +105,29 @@ class RequestHints:
                 self._follow(self._publishing.popitem(last=False)[1][0])
         else:
             self._follow(hint)
+
+    def refine(self, names: Names) -> None:
+        """Have the cache of a request that has ended, and was played with a loss, in the store in a better quality."""
+        if not self._settings.refine or self._client is None:
+            return
+        self._refining = {each: whose for each, whose in self._refining.items() if not each.done()}
+        if len(self._refining) < _MOST_REFINED and names not in self._refining.values():
+            self._refining[self._client.begin(partial(self._refine, names))] = names
+
+    async def _refine(self, names: Names, client: EngineClient) -> None:
+        """Fetch a cache again as good as can be, behind all plays; runs on the client's event loop."""
+        tokens, salt, adapter = names
+        try:
+            found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _WITHIN_S)
+            if found is not None:
+                options = self._options(salt)
+                hinted = await client.hint_asset(found, within_s=_WITHIN_S, options=options)
+                self._counts.add("tokens_refined", hinted.tokens)
+        except (KvabrError, TimeoutError) as error:  # it is played as it was, or better, next time
+            self._trouble.tell("a cache that was played with a loss stays as it is", error)
+
+    def _options(self, salt: bytes) -> PlayOptions:
+        return PlayOptions(policy=self._settings.policy, estimator=self._settings.estimator, salt=salt)
 
     def published(self, request: str, tokens: int) -> None:
         """Note that a worker has published this many tokens of a request, or nothing."""
@@ -151,13 +181,12 @@ class RequestHints:
         left_s = hint.until_s - time.monotonic()
         if found is None or left_s <= 0:
             return 0
-        settings = self._settings
         hinted = await client.hint_asset(
             found,
             within_s=_WITHIN_S,
             keep_s=left_s,
             owner=salt.hex(),
-            time_price=settings.time_price,
-            options=PlayOptions(policy=settings.policy, estimator=settings.estimator, salt=salt),
+            time_price=self._settings.time_price,
+            options=self._options(salt),
         )
         return hinted.tokens

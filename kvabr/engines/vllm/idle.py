@@ -66,7 +66,7 @@ class IdleWorker:
     def __init__(self) -> None:
         self.counts = ConnectorCounts()
 
-    def register(self, caches: object, layout_of: object, store: object) -> None:
+    def register(self, caches: object, layout_of: object, store: object, *, keepers: object) -> None:
         """Ignore the engine's cache."""
 
     def sleep(self) -> None:

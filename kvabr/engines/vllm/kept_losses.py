@@ -8,11 +8,15 @@ While the request runs, others may share its blocks if they would be played as w
 one. They are counted, are told so, and leave nothing either. Who wants better has the blocks taken out at once, and is
 asked for again: then vLLM has nothing for it.
 
+The losses of plays that stay add up: the next turn of a conversation is played behind blocks that were played in the
+one before. What such a play leaves is its own loss, and that of what it found; together they stay within the limit.
+
 Pure: no vLLM, no clock, no threads.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +25,9 @@ from kvabr.engines.vllm.caches import ABSENT_BLOCK
 from kvabr.engines.vllm.requests import apart, media_of, unfit
 from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
+
+_MOST_LEFT = 4096
+"""Plays within the limit that are remembered."""
 
 
 @dataclass(slots=True)
@@ -44,6 +51,10 @@ class _Served:
     """Expected loss of its own play, nats per generated token."""
     worst: float = 0.0
     """Loss of that play for a request that shares nothing behind it."""
+    before: float = 0.0
+    """What was lost, within the limit, in blocks that it found before what was loaded."""
+    begins: object = None
+    """vLLM's hash of the first block that was loaded; None: it is not known."""
     shared: float = 0.0
     """Loss of the play of which it shares blocks, above the limit; 0: it shares none."""
     blocks: set[int] = field(default_factory=set)
@@ -58,7 +69,7 @@ class _Served:
     @property
     def leaves(self) -> float:
         """What a request loses that shares its blocks."""
-        return max(self.worst, self.shared)
+        return max(self.before + self.worst, self.shared)
 
 
 class KeptLosses:
@@ -81,6 +92,8 @@ class KeptLosses:
         """
         self._limit, self._sizes, self._evict, self._counts = limit, tuple(blocks), evict, counts
         self._served: dict[str, _Served] = {}
+        self._left: OrderedDict[object, float] = OrderedDict()
+        """What requests lose that begin with a block, by vLLM's hash of it: of plays that stayed, the latest."""
         self._lossy: dict[str, _Served] = {}
         """Those of which nothing is kept."""
 
@@ -90,6 +103,10 @@ class KeptLosses:
         served.first, served.deadline_s = min(first, served.first), min(deadline_s, served.deadline_s)
         served.loaded, served.last, served.hidden = loaded, first + loaded, False
         served.blocks |= self._ids(served, tables)
+        hashes, at = getattr(request, "block_hashes", ()), first // min(self._sizes)
+        if len(set(self._sizes)) == 1 and at < len(hashes):  # else a hash may be of several blocks
+            served.before = max((self._left.get(each, 0.0) for each in hashes[:at]), default=0.0)
+            served.begins = hashes[at]
 
     def lost(self, name: str, loss: float, worst: float, end: int | None = None) -> None:
         """Note what a request's play is expected to lose.
@@ -106,7 +123,7 @@ class KeptLosses:
         served.loss, served.worst = max(loss, served.loss), max(worst, served.worst)
         if end is not None and end < served.last:
             served.loaded, served.last = max(0, served.loaded - served.last + end), end
-        if served.worst > self._limit and name not in self._lossy:
+        if served.before + served.worst > self._limit and served.worst > 0 and name not in self._lossy:
             self._lossy[name] = served
             self._counts.add("plays_not_kept")
 
@@ -161,10 +178,15 @@ class KeptLosses:
             return None
         if name in self._lossy:
             self._evict(served.blocks | self._ids(served, tables))
+        elif served.worst > 0 and served.begins is not None:
+            self._left[served.begins] = served.before + served.worst
+            self._left.move_to_end(served.begins)
+            if len(self._left) > _MOST_LEFT:
+                self._left.popitem(last=False)
         self._forget(name)
         if served.shared:
             self._counts.add("requests_shared_lossy")
-        loss = served.loss + served.shared
+        loss = served.before + served.loss + served.shared
         self._counts.note(REQUEST_LOSS, loss)
         return {"tokens_loaded": served.loaded, "loss": loss, "shared_loss": served.shared}
 

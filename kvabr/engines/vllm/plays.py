@@ -17,6 +17,7 @@ from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.clients import EngineClient, open_client
 from kvabr.engines.vllm.config import VllmSettings
+from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
@@ -51,6 +52,10 @@ class LoadRequest:
     """The tenant's secret."""
     adapter: str | None = None
     """Digest of the request's LoRA adapter; None: it has none."""
+    engine_price: float = GPU_PRICE
+    """Price of a second of the engine, which other requests may need, nats per generated token."""
+    shared: bool = False
+    """Whether the deadline is the end of its own turn on the engine; else all plays under way share it."""
     max_loss: float = math.inf
     """Most that what comes may be expected to lose, nats per generated token; otherwise nothing of it is used."""
 

@@ -7,27 +7,76 @@ compressed. vLLM allocates blocks for exactly these, and waits until they are de
 Meanwhile what vLLM has in its own prefix cache changes. If it is more, less is promised. If it is less than the play
 left out, the request is played again.
 
+Link and engine are shared out among all requests that wait (`kvabr.engines.vllm.shares`): those are played that can be
+in time together, the earliest deadline first, one soon after the other, each by the time at which the engine must begin
+with it. Those that must be computed are, as soon as the engine has time for them; a late request waits until no other
+would be late for it, for one deadline more at most. While nothing is known of the link, a few are played at a time.
+
 Host memory is bounded, and so is the number of plays. A play may fill what its dearest track takes. While others are
 held, it gets a quarter of what is free, by doing without its dearest tracks; once it has ended, it counts with what it
-has brought. A request that does not fit on its cheapest track waits, the earliest deadline first, and is computed if
-there is no room by then. One that is larger than the bound is played when nothing else is held.
+has brought. A request that does not fit on its cheapest track waits, and is computed if there is no room by then. One
+that is larger than the bound is played when nothing else is held, and lets others go first for half of its deadline.
 
 Pure: no vLLM, no clock, no threads. Time comes in as ``now``, seconds.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import count
 
 from kvabr.engines.layouts import whole_blocks
+from kvabr.engines.vllm.shares import Demand, divide
+from kvabr.player.session_types import GPU_PRICE
+from kvabr.types.cost import MISS_PENALTY
 
 _HUNG_S = 30.0
 """Seconds after its deadline at which a play without a report is given up. A worker ends its plays long before."""
 _SHARE = 4
 """Of what is free, a play gets one in so many parts, so that others find room after it."""
+_BLIND = 8
+"""Plays under way at once while nothing is known of the link."""
+_AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
+"""Seconds, and times to first byte, of the link's work that is begun ahead."""
+_BUSY = 0.5
+"""Share of the time until the engine must begin with it that a play on its cheapest track may take for the link to have
+time for dearer ones."""
+_SLACK = 1.25
+"""What a play gets at least, over the time in which the link should bring it."""
+_LOOK_S = 0.05
+"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: it takes a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a request would take, behind what vLLM has of it."""
+
+    sizes: Sequence[int]
+    """Host memory of its play, bytes, with each of its tracks as the dearest, descending."""
+    link_bytes: int = 0
+    """Bytes that the link has to bring at least."""
+    played_s: float = 0.0
+    """Seconds of the engine if it is played."""
+    computed_s: float = 0.0
+    """Seconds of the engine if it is computed."""
+    loss: float = 0.0
+    """Expected loss on its cheapest track, nats per generated token."""
+    chunks: Sequence[str] = ()
+    """Chained digests of the groups that are wanted: requests that begin with the same ones share their downloads."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that is neither played nor computed yet."""
+
+    first: int
+    last: int
+    due_s: float
+    asked_s: float
+    terms: Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +92,8 @@ class Begun:
     due_s: float
     bytes: int
     """Host memory that it may fill."""
+    engine_price: float = GPU_PRICE
+    """Price of a second of the engine, nats per generated token."""
 
 
 @dataclass(slots=True)
@@ -50,6 +101,8 @@ class _Held:
     """A play and its memory."""
 
     begun: Begun
+    load: Demand
+    terms: Terms
     bytes: int
     came: int = 0
     """Most bytes that a worker has reported."""
@@ -88,22 +141,39 @@ class Promises:
         self._numbers = numbers or count(1)
         self._held: dict[str, _Held] = {}
         self._requests: dict[int, str] = {}
-        self._queue: dict[str, float] = {}
-        """Requests that wait for memory, and their deadlines."""
-        self._order: list[tuple[float, int, str]] = []
-        """A heap of the same, and of some that do not wait any more: deadline, number, request."""
-        self._arrivals = count()
+        self._waiting: dict[str, _Waiting] = {}
+        self._released: set[str] = set()
+        """Requests that are to be computed."""
         self._begun: list[Begun] = []
         self._dropped: list[int] = []
-        self._unplayed = 0
+        self._unplayed = self._crowded = 0
+        self._rate = self._ttfb_s = 0.0
+        """Of the link: bytes per second, 0.0 if that is not known, and seconds from a request to its first byte."""
+        self._engine_s = self._looked_s = -math.inf
+        """When the engine is free, and when the waiting requests were shared out last."""
+        self._changed = False
+        """Whether anything has happened since."""
 
     @property
     def held_bytes(self) -> int:
         """Host memory of all plays that were begun and neither used nor dropped."""
         return sum(held.bytes for held in self._held.values())
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a request waits for its play to begin or to end."""
+        return bool(self._waiting) or any(len(held.ends) < self._ranks for held in self._held.values())
+
+    def link(self, rate: float, ttfb_s: float) -> None:
+        """Note what is known of the link, bytes per second (0.0: nothing) and seconds to a first byte."""
+        self._rate, self._ttfb_s = rate, ttfb_s
+
+    def idle(self, now: float) -> None:
+        """Note that the engine has nothing to do."""
+        self._engine_s = min(self._engine_s, now)
+
     def ask(
-        self, request: str, computed: int, last: int, *, room: Callable[[int], Sequence[int]], due_s: float, now: float
+        self, request: str, computed: int, last: int, *, terms: Callable[[int], Terms], due_s: float, now: float
     ) -> int | None:
         """Return how many tokens behind the first ``computed`` are promised; None: ask again.
 
@@ -111,16 +181,17 @@ class Promises:
             request: its id. It may be asked about again and again, with other numbers.
             computed: tokens that vLLM has itself, whole blocks.
             last: token after the last that the origin has.
-            room: returns the host memory of a play, given its first token: bytes on each of its tracks, descending.
+            terms: returns what the request would take, given the first token that is wanted.
             due_s: deadline of the play; nothing begins after it.
             now: the time.
         """
         held = self._held.get(request)
-        if last <= computed:
-            self._queue.pop(request, None)
+        if last <= computed or request in self._released:
+            self._released.discard(request)
+            self._waiting.pop(request, None)
             return 0
         if held is None:
-            return self._begin(request, computed, last, room, due_s, now)
+            return self._wait(request, computed, last, terms, due_s, now)
         first = held.begun.first
         if len(held.ends) < self._ranks:
             if now < held.begun.due_s + _HUNG_S:
@@ -132,7 +203,7 @@ class Promises:
         if computed < first:  # vLLM has evicted tokens that the play left out
             if end > first:
                 self.drop(request)
-                return self._begin(request, computed, last, room, due_s, now)
+                return self._wait(request, computed, last, terms, due_s, now)
             end = computed
         held.promised = max(computed, whole_blocks(end, self._block))
         return held.promised - computed
@@ -148,19 +219,22 @@ class Promises:
         request = self._requests.get(play)
         if request is None:
             return False
-        held = self._held[request]
+        held, self._changed = self._held[request], True
         held.ends.append(end)
         held.came = max(nbytes, held.came)
         if len(held.ends) == self._ranks:
             held.bytes = min(held.came, held.bytes)
         return True
 
-    def use(self, request: str, external: int) -> tuple[int, int] | None:
+    def use(self, request: str, external: int, now: float) -> tuple[int, int] | None:
         """End the wait of a request: vLLM has scheduled it with ``external`` tokens of what was promised.
 
         Return the play and the first token to copy from it; None if nothing is to be copied.
         """
         held = self._held.get(request)
+        if held is not None:
+            part = external / max(1, held.begun.last - held.begun.first)
+            self._occupy(held.load.computed_s + part * (held.load.played_s - held.load.computed_s), now)
         if held is None or external <= 0:
             self.drop(request)
             return None
@@ -169,7 +243,8 @@ class Promises:
 
     def drop(self, request: str) -> None:
         """Forget a request, and cancel its play."""
-        self._queue.pop(request, None)
+        self._waiting.pop(request, None)
+        self._released.discard(request)
         held = self._held.get(request)
         if held is None:
             return
@@ -179,49 +254,159 @@ class Promises:
         else:
             self._dropped.append(held.begun.play)
 
-    def take(self) -> tuple[list[Begun], list[int], int]:
-        """Return what is new: the plays to begin, those to drop before, and how many requests found no room."""
-        news = self._begun, self._dropped, self._unplayed
-        self._begun, self._dropped, self._unplayed = [], [], 0
+    def take(self, now: float) -> tuple[list[Begun], list[int], int, int]:
+        """Share out link and engine, and return what is new.
+
+        That is: the plays to begin, those to drop before, how many requests found no room, and how many are computed
+        so that others are in time.
+        """
+        self._share_out(now)
+        news = self._begun, self._dropped, self._unplayed, self._crowded
+        self._begun, self._dropped, self._unplayed, self._crowded = [], [], 0, 0
         return news
 
-    def _begin(
-        self, request: str, computed: int, last: int, room: Callable[[int], Sequence[int]], due_s: float, now: float
+    # -------------------------------------------------------------- internals
+
+    def _wait(
+        self, request: str, computed: int, last: int, terms: Callable[[int], Terms], due_s: float, now: float
     ) -> int | None:
-        if now >= due_s:
-            self._unplayed += request in self._queue
-            self._queue.pop(request, None)
-            return 0
-        if request not in self._queue:
-            self._queue[request] = due_s
-            heappush(self._order, (due_s, next(self._arrivals), request))
-        if request != self._head(now) or (size := self._fitting(room(computed))) is None:
-            return None
-        del self._queue[request]
-        begun = Begun(next(self._numbers), request, computed, last, due_s, size)
-        self._held[request] = _Held(begun, size)
+        waiting = self._waiting.get(request)
+        if waiting is None:
+            if now >= due_s:
+                return 0
+            self._waiting[request] = _Waiting(computed, last, due_s, now, terms(computed))
+            self._changed = True
+        else:
+            self._changed |= waiting.due_s != due_s
+            waiting.due_s = due_s
+            if (waiting.first, waiting.last) != (computed, last):
+                waiting.first, waiting.last, waiting.terms = computed, last, terms(computed)
+        return None
+
+    def _share_out(self, now: float) -> None:
+        """Begin plays, and have requests computed, as link and engine allow."""
+        few = len(self._waiting) <= _BLIND
+        if not self._waiting or not ((self._changed and few) or now >= self._looked_s + _LOOK_S):
+            return
+        passed_s, self._looked_s, self._changed = now - self._looked_s, now, False
+        late = [name for name, each in self._waiting.items() if now >= each.due_s]
+        order = sorted((name for name in self._waiting if name not in late), key=lambda name: self._waiting[name].due_s)
+        if not self._rate or len(self._waiting) + len(self._under_way()) == 1:  # it has link and engine for itself
+            self._begin_blindly(order)
+            self._compute(late, [], now, late=True)
+            return
+        loads = self._advance(passed_s * self._rate)
+        going = sum(load.bytes for load in loads)
+        loads = [load for load in loads if load.due_s > now] + self._loads(order)  # late ones end by themselves
+        divided = divide(loads, self._rate, now=now, ttfb_s=self._ttfb_s, engine_s=self._engine_s)
+        full = bool(divided.computed or divided.late)
+        least = full or any(load.here_s - now > _BUSY * (load.by_s - now) for load in divided.played)
+        spare_s = min((load.by_s for load in divided.played), default=math.inf) - max(now, self._engine_s)
+        for load in (*divided.played, *divided.late):  # a part of what is late is better than nothing of it
+            if load.begun:
+                continue
+            if going > self._rate * max(_AHEAD_S, _AHEAD_TTFB * self._ttfb_s):
+                break
+            scarce = load.computed_s * len(loads) > spare_s
+            end_s = None if load in divided.late else self._end_s(load, now)
+            if not self._begin(load.request, load, end_s, least=least, scarce=scarce):
+                if self._holds_nobody_up(load.request, now):
+                    continue
+                break
+            going += load.bytes
+        self._compute([load.request for load in divided.computed], divided.played, now)
+        if not any(load.begun for load in divided.late):  # which may be in time yet
+            self._compute(late, divided.played, now, late=True)
+
+    def _advance(self, came: float) -> list[Demand]:
+        """Return what plays under way still take, now that the link has brought so many bytes more."""
+        loads = sorted((held.load for held in self._under_way()), key=lambda load: load.due_s)
+        for load in loads:
+            came, load.bytes = max(0.0, came - load.bytes), max(0.0, load.bytes - came)
+        return loads
+
+    def _loads(self, order: Sequence[str]) -> list[Demand]:
+        """Return what waiting requests would take, groups that come for another not counted."""
+        loads, coming = [], {chunk for held in self._under_way() for chunk in held.terms.chunks}
+        for name in order:
+            load, chunks = _load(name, self._waiting[name]), self._waiting[name].terms.chunks
+            shared = bisect_left(chunks, True, key=lambda chunk: chunk not in coming)
+            load.bytes *= 1 - shared / max(1, len(chunks))
+            coming.update(chunks[shared:])
+            loads.append(load)
+        return loads
+
+    def _begin_blindly(self, order: Sequence[str]) -> None:
+        """Begin a few plays, in this order, which have no turns."""
+        scarce = len(self._waiting) + len(self._held) > 1
+        for name in order:
+            load = _load(name, self._waiting[name])
+            if len(self._under_way()) >= _BLIND or not self._begin(name, load, scarce=scarce):
+                break
+
+    def _holds_nobody_up(self, request: str, now: float) -> bool:
+        """Return whether others go before a request, which has to be played alone and is not due for long."""
+        waiting = self._waiting[request]
+        early = now < (waiting.asked_s + waiting.due_s) / 2
+        return early and waiting.terms.sizes[-1] > self._max_bytes
+
+    def _under_way(self) -> list[_Held]:
+        return [held for held in self._held.values() if len(held.ends) < self._ranks]
+
+    def _end_s(self, load: Demand, now: float) -> float:
+        """Return when a play must end, so that the engine can begin with its prompt, and with those behind it."""
+        return min(load.due_s, max(load.by_s, now + _SLACK * (load.here_s - now)) + load.played_s)
+
+    def _compute(self, requests: Sequence[str], played: Sequence[Demand], now: float, *, late: bool = False) -> None:
+        """Have requests computed for which the engine has time before it must begin with what is played."""
+        for name in requests:
+            held, waiting = self._held.get(name), self._waiting.get(name)
+            if waiting is not None:
+                load, last_s = _load(name, waiting), 2 * waiting.due_s - waiting.asked_s
+            else:
+                assert held is not None  # noqa: S101  # it waits, or is played
+                load, last_s = held.load, math.inf
+            by_s = min((one.by_s for one in played if late or one.due_s < load.due_s), default=math.inf)
+            if max(now, self._engine_s) + load.computed_s > by_s and now < last_s:
+                continue
+            self.drop(name)
+            self._released.add(name)
+            self._occupy(load.computed_s, now)
+            self._unplayed += late
+            self._crowded += not late
+
+    def _occupy(self, seconds: float, now: float) -> None:
+        self._engine_s = max(now, self._engine_s) + seconds
+
+    def _begin(
+        self, request: str, load: Demand, end_s: float | None = None, *, least: bool = False, scarce: bool = False
+    ) -> bool:
+        """Begin a play if there is room for it, and return whether there is.
+
+        Args:
+            request: that it is for.
+            load: what it takes.
+            end_s: when it must end; None: at its deadline.
+            least: have it do with its cheapest track: the link has no time for more.
+            scarce: whether the engine has no time to compute it.
+        """
+        waiting = self._waiting[request]
+        if (size := self._fitting(waiting.terms.sizes[-1:] if least else waiting.terms.sizes)) is None:
+            return False
+        del self._waiting[request]
+        # Another request would be late, perhaps by its whole deadline.
+        price = (MISS_PENALTY + 1.0) / load.computed_s if scarce and load.computed_s > 0 else GPU_PRICE
+        due_s = waiting.due_s if end_s is None else end_s
+        begun = Begun(next(self._numbers), request, waiting.first, waiting.last, due_s, size, price)
+        load.begun = True
+        self._held[request] = _Held(begun, load, waiting.terms, size)
         self._requests[begun.play] = request
         self._begun.append(begun)
-        return None
-
-    def _head(self, now: float) -> str | None:
-        """Return the request that waits with the earliest deadline to come; None if there is none.
-
-        vLLM may not ask about one whose deadline has passed, as when it has no blocks for another before it.
-        """
-        while self._order:
-            due_s, _, request = self._order[0]
-            if self._queue.get(request) == due_s:
-                if now < due_s:
-                    return request
-                del self._queue[request]
-                self._unplayed += 1
-            heappop(self._order)
-        return None
+        return True
 
     def _fitting(self, sizes: Sequence[int]) -> int | None:
         """Return the memory that a play gets, of what it would take on each of its tracks; None: it has to wait."""
-        if sum(len(held.ends) < self._ranks for held in self._held.values()) >= self._max_plays:
+        if len(self._under_way()) >= self._max_plays:
             return None
         if not (used := self.held_bytes):
             return sizes[0]
@@ -230,3 +415,9 @@ class Promises:
 
     def _forget(self, request: str) -> None:
         del self._requests[self._held.pop(request).begun.play]
+        self._changed = True
+
+
+def _load(request: str, waiting: _Waiting) -> Demand:
+    terms = waiting.terms
+    return Demand(request, waiting.due_s, terms.link_bytes, terms.played_s, terms.computed_s, terms.loss)

@@ -28,6 +28,7 @@ from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.prefill_timings import guess
+from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.engines.clients import EngineClient
 from kvabr.engines.layouts import whole_blocks
 from kvabr.engines.origin_pause import OriginPause
@@ -50,7 +51,7 @@ from kvabr.engines.vllm.plays import (
     sizes,
     within,
 )
-from kvabr.engines.vllm.promises import Promises
+from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.engines.vllm.requests import (
     PassageRequests,
     blended,
@@ -67,6 +68,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.step_times import prefill_of
 from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.windows import Completed, Tables
+from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, ModelError, TransportError
 from kvabr.types.naming import chain
@@ -77,6 +79,8 @@ _log = logging.getLogger("vllm.kvabr")
 _MIN_PLAY_SHARE = 0.25
 """Share of its deadline that a play gets even if its request waited longer to be scheduled."""
 _MIN_LEFT_S = 1e-3
+_LINK_S = 0.05
+"""Seconds until it is asked again what is known of the link."""
 _LOOK_S = 1.0
 """Seconds that the origin may take to tell the round trip time, and until it is asked again."""
 _MAX_DEADLINE_S = 60.0
@@ -115,8 +119,10 @@ class _Lookup:
     """All that was found of a prompt made of passages. What is wanted of it depends on what vLLM has."""
     computed: int = -1
     """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
-    bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Host memory of a play on each of its tracks, by the groups that it leaves out."""
+    terms: dict[int, Terms] = field(default_factory=dict)
+    """What a play would take, by the groups that it leaves out."""
+    lacks: int = 0
+    """Bytes that the link has to bring of what was found, on its cheapest track."""
     last: int = 0
     """Token after the last that can be loaded; 0: none, or the load has begun, after which there is no hit."""
     tail: int = 0
@@ -195,6 +201,9 @@ class SchedulerHalf:
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
         """Round trip time to the origin; 0.0: it is not known."""
+        self._link = KnownLink(0.0, 0.0)
+        self._link_s = -math.inf
+        """When it was asked for last."""
         self._looking = False
         """Whether it is measured, as no lookup is going to."""
         self._trouble = TroubleLog(_log)
@@ -293,7 +302,7 @@ class SchedulerHalf:
             return
         chunks = frozenset(lookup.found.catalog.chunks) if lookup.found is not None else frozenset()
         if self._promises is not None:
-            used = self._promises.use(name, external)
+            used = self._promises.use(name, external, time.monotonic())
             if used is not None:
                 play, first = used
                 last = first + external
@@ -335,14 +344,20 @@ class SchedulerHalf:
         step.asking = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
         if self._promises is not None:
             now = time.monotonic()
-            begun, step.dropped, unplayed = self._promises.take()
-            if unplayed:
-                self.counts.add("lookups_unplayed", unplayed)
+            self._look_at_link(now)
+            self._promises.link(*self._link)
+            if step.scheduled <= len(scheduled):  # it computes no prompt
+                self._promises.idle(now)
+            begun, step.dropped, *without = self._promises.take(now)
+            for what, count in zip(("lookups_unplayed", "lookups_crowded"), without, strict=True):
+                if count:
+                    self.counts.add(what, count)
             for play in begun:
                 lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
                 load = self._load(play.play, play.request, lookup, play.first, play.last, None, left_s)
                 skip = load.found.catalog.group_at(play.first)
-                step.loads.append(replace(load, found=within(load.found, skip, play.bytes)))
+                found = within(load.found, skip, play.bytes)
+                step.loads.append(replace(load, found=found, engine_price=play.engine_price, shared=True))
         return step
 
     def placed(self, play: PlacedPlay) -> None:
@@ -375,8 +390,11 @@ class SchedulerHalf:
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
         try:
+            lookup = self._lookups.get(request.request_id)
             publishing = self._finish(request, blocks)
             if self._name(request).unfit is None:
+                if lookup is not None and lookup.worst > self._settings.keep_loss:
+                    self._hints.refine(self._name_of(request))
                 self._hints.ended(request, self._name_of(request), publishing=publishing)
             return publishing
         finally:
@@ -470,13 +488,41 @@ class SchedulerHalf:
     def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
 
-        def room(first: int) -> Sequence[int]:
+        def terms(first: int) -> Terms:
             skip = found.catalog.group_at(first)
-            if skip not in lookup.bytes:
-                lookup.bytes[skip] = sizes(found.catalog.suffix(skip), self._settings.only_track)
-            return lookup.bytes[skip]
+            if skip not in lookup.terms:
+                lookup.terms[skip] = self._terms(lookup, found.catalog, first, skip)
+            return lookup.terms[skip]
 
-        return promises.ask(request, computed, lookup.last, room=room, due_s=lookup.due_s, now=time.monotonic())
+        return promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
+
+    def _terms(self, lookup: _Lookup, catalog: Catalog, first: int, skip: int) -> Terms:
+        """Return what a request would take behind its first tokens, which are ``skip`` whole groups."""
+        left, prompt, last = catalog.suffix(skip), len(lookup.tokens), lookup.last
+        cost = self._settings.prefill_cost or self._cost or catalog.prefill or guess(self._model.spec)
+        roots = [track for track in left.tracks if track.refines is None]
+        cheapest = min(roots, key=lambda track: track.total_bytes)
+        whole = catalog.by_name[cheapest.name].total_bytes
+        return Terms(
+            sizes=sizes(left, self._settings.only_track),
+            link_bytes=round(lookup.lacks * cheapest.total_bytes / whole) if whole else 0,
+            # Steps compute several prompts, so that what a call takes anyway is not theirs.
+            played_s=cost.added_s(last, prompt - last),
+            computed_s=cost.added_s(first, prompt - first),
+            loss=cheapest.total_loss,
+            chunks=left.chunks,
+        )
+
+    def _look_at_link(self, now: float) -> None:
+        """Ask what is known of the link while somebody waits for it."""
+        assert self._promises is not None  # noqa: S101
+        if self._client is not None and self._promises.waiting and now >= self._link_s + _LINK_S:
+            self._link_s = now
+            self._client.begin(self._ask_link)
+
+    async def _ask_link(self, client: EngineClient) -> None:
+        """Take what is known of the link; runs on the client's event loop."""
+        self._link, _ = await client.known_link()
 
     def _load(
         self,
@@ -587,6 +633,8 @@ class SchedulerHalf:
             found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
             lookup.held = 0 if found is None else found.catalog.tokens
         self._rtt_s = await client.round_trip() or 0.0
+        if found is not None and self._promises is not None:
+            self._link, lookup.lacks = await client.known_link(found.catalog)
         if found is None or parts is not None or not self._tails_first:
             return found
         return await self._shortened(client, lookup, found)
@@ -644,7 +692,7 @@ class SchedulerHalf:
     def _continue(self, lookup: _Lookup, joined: Found, computed: int) -> None:
         """Decide what is wanted of a prompt made of passages: what continues the tokens that vLLM has, to a gap."""
         lookup.found, lookup.last = None, 0
-        lookup.bytes.clear()
+        lookup.terms.clear()
         run = joined.catalog.run(computed)
         if run is None:
             return
@@ -673,10 +721,9 @@ class SchedulerHalf:
             return
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
-            _log.warning(
-                "kvabr: no answer from the origin (%s); requests are computed until it answers, for %.1f s at least",
-                why,
-                pause_s,
+            self._trouble.tell(
+                "no answer from the origin",
+                f"{why}; requests are computed until it answers, for {pause_s:.1f} s at least",
             )
 
     def _salt_of(self, request: Any) -> bytes:

@@ -30,6 +30,8 @@ HELP = {
     "lookups_unfit": "Requests whose caches depend on more than their tokens",
     "lookups_joined": "Requests with passages at the origin, of those with a prefix there",
     "passages_refused": "Passages at the origin that could not be joined, and were computed",
+    "tokens_refined": "Tokens that were fetched again in the best quality, after a play with a loss",
+    "lookups_crowded": "Requests with a prefix at the origin that are computed so that others are played in time",
     "lookups_unplayed": "Requests with a prefix at the origin and no room to play it before their deadline",
     "hints": "Requests that wanted their cache to be kept in the node's store",
     "hints_dropped": "Those for which too many others were followed at the time",

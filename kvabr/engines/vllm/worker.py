@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvabr.client.blocking import Background, Handle
@@ -89,12 +90,26 @@ class WorkerHalf:
         kind = f"{' '.join(sorted({str(model.kept(part)) for part in model.shard.parts}))} {model.ranks}"
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
         self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
+        self._most_loss = math.inf
+        """Most that a play may lose for its cache to be used, nats per generated token."""
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
 
-    def register(self, caches: Caches, layout_of: LayoutOf, store: Store | None = None) -> None:
-        """Set the engine's cache; errors as `EngineBlocks`."""
+    def register(
+        self, caches: Caches, layout_of: LayoutOf, store: Store | None = None, *, keepers: Sequence[str] = ()
+    ) -> None:
+        """Set the engine's cache; errors as `EngineBlocks`.
+
+        ``keepers`` are other connectors that keep what is in it: nobody could take a lossy play out of what they have.
+        """
+        if keepers:
+            self._most_loss = self._settings.keep_loss
+            _log.info(
+                "kvabr: %s may keep what is played: what loses more than keep_loss (%g nats) is computed instead",
+                ", ".join(keepers),
+                self._most_loss,
+            )
         self._blocks = EngineBlocks(self._model, caches, layout_of, store)
         self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
@@ -259,16 +274,18 @@ class WorkerHalf:
                 if shard is None or len(shard.catalog.chunks) <= skip:
                     raise PlayError(f"another rank's part is published, {own.model} is not")
                 found = cut(shard, load.last) if shard.catalog.tokens > load.last else shard
+            cost = settings.prefill_cost or self._times.cost(load.found.catalog.prefill)
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
-                cost=(settings.prefill_cost or self._times.cost(load.found.catalog.prefill)).scaled(playing),
+                cost=cost if load.shared else cost.scaled(playing),
                 skip=skip,
                 behind=load.behind,
                 block=self._model.block,
                 options=PlayOptions(
                     policy=settings.policy,
                     time_price=settings.time_price,
+                    gpu_price=load.engine_price,
                     estimator=settings.estimator,
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
@@ -302,7 +319,7 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            if prefix.loss > load.max_loss:
+            if prefix.loss > load.max_loss or _worst(load, prefix) > self._most_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(
@@ -436,10 +453,15 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
     """Return what a play has brought before token ``end``."""
     if prefix is None or end <= load.first:
         return PlacedPlay(load.play, load.request, end)
-    catalog, worst = load.found.catalog, prefix.loss
-    if prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources:
-        skip = catalog.group_at(prefix.first)
-        shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
-        pairs = zip(prefix.units, prefix.coverage, strict=True)
-        worst = sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)
-    return PlacedPlay(load.play, load.request, end, prefix.loss, worst, prefix.nbytes)
+    return PlacedPlay(load.play, load.request, end, prefix.loss, _worst(load, prefix), prefix.nbytes)
+
+
+def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
+    """Return what a play loses for a request that shares nothing of what is computed behind it."""
+    catalog = load.found.catalog
+    if not (prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources):
+        return prefix.loss
+    skip = catalog.group_at(prefix.first)
+    shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
+    pairs = zip(prefix.units, prefix.coverage, strict=True)
+    return sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)

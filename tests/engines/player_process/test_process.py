@@ -255,7 +255,6 @@ def test_a_process_that_does_not_start_is_not_started_for_every_request(served, 
 
 def test_another_process_comes_for_one_that_was_about_to_end(served, home, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / "ending"))
-    own_socket().parent.mkdir(mode=0o700, parents=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(own_socket()))
     listener.listen()
@@ -364,6 +363,7 @@ def test_each_environment_of_python_has_its_own(home, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+    monkeypatch.setenv("HOME", "/proc")
     with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR"):
         own_socket()
 
@@ -421,3 +421,14 @@ def test_a_signal_ends_it(home):
         os.kill(process.pid, number)
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == status
+
+
+def test_somebody_elses_folder_is_left_alone(home, monkeypatch):
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    taken = home / f"kvabr-{os.geteuid()}"
+    assert own_socket().parent == taken
+    taken.chmod(0o777)
+    assert own_socket().parent == home / ".cache" / "kvabr" / "run"
+    assert not list(taken.iterdir())

@@ -276,9 +276,9 @@ def test_more_requests_than_fit_into_host_memory_wait_their_turn(world, mode):
     most = []
     take = promises.take
 
-    def watched():
+    def watched(now):
         most.append(promises.held_bytes)
-        return take()
+        return take(now)
 
     promises.take = watched
     texts, counted, _ = world.run()

@@ -112,3 +112,24 @@ def test_every_rank_has_its_part(tmp_path):
     finally:
         bench.close()
         served.close()
+
+
+def test_what_was_played_with_a_loss_is_fetched_again_while_the_link_is_idle(served):
+    bench = Bench(served, policy="anytime", prefill_rate=1.0, time_price=1e6)
+    try:
+        asked = request()
+        assert bench.matched(asked) == (64, True)
+        had, lookup = store_of(bench).memory.total_bytes, bench.scheduler._lookups["r"]
+        assert lookup.worst > bench.options.keep_loss
+        bench.scheduler.finished(asked, [[]])
+        end_s, counted = time.monotonic() + LIMIT_S, {}
+        while "tokens_refined" not in counted:
+            assert time.monotonic() < end_s
+            counted = bench.scheduler.counts.take()
+            time.sleep(0.005)
+        assert store_of(bench).memory.total_bytes > 1.5 * had
+        again = request("again")
+        assert bench.matched(again) == (64, True)
+        assert bench.scheduler._lookups["again"].worst < 0.1 * lookup.worst
+    finally:
+        bench.close()

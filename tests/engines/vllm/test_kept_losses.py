@@ -25,6 +25,7 @@ class Engine:
     def load(self, name, loss, *, blocks, first=0, last=64, deadline_s=2.0, tokens=TOKENS, **more):
         self.tables[name] = [list(blocks)]
         asked = request(name, tokens, **more)
+        asked.block_hashes = [hash(tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
         self.kept.begin(asked, deadline_s, first, last - first, self.tables[name])
         self.kept.lost(name, loss, loss)
         return asked
@@ -47,6 +48,20 @@ def test_a_play_within_the_limit_stays(engine):
     assert engine.over("a") == {"tokens_loaded": 64, "loss": LIMIT, "shared_loss": 0.0}
     assert engine.evicted == set()
     assert engine.counts.take() == {"request_loss": [LIMIT]}
+
+
+def test_what_turns_of_a_conversation_leave_adds_up(engine):
+    """Each is within the limit, the third is not, behind what the first two have left."""
+    for turn, (first, kept) in enumerate([(0, True), (16, True), (32, False)]):
+        name, last = f"turn {turn}", first + 16
+        engine.load(name, 0.4 * LIMIT, blocks=range(100, 104 + turn), first=first, last=last)
+        served = engine.over(name)
+        assert served["loss"] == pytest.approx((turn + 1) * 0.4 * LIMIT)
+        assert bool(engine.evicted) != kept
+    engine.evicted.clear()
+    engine.load("other", 0.4 * LIMIT, blocks=range(100, 109), first=16, tokens=tuple(reversed(TOKENS)))
+    assert engine.over("other")["loss"] == pytest.approx(0.4 * LIMIT)
+    assert not engine.evicted
 
 
 def test_a_play_beyond_it_leaves_nothing_behind_its_request(engine):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvabr.codec.container import pack, unpack
+from kvabr.engines.layouts import BlockLayout
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -201,6 +202,8 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
             bench.step()
         assert len(bench.worker._plays) == 1
         bench.scheduler._lookups["b"].due_s = time.monotonic()
+        assert bench.scheduler.matched(b, 0) == (None, False)
+        bench.step()
         assert bench.scheduler.matched(b, 0) == (0, False)
         bench.step()
         assert bench.scheduler.counts.take()["lookups_unplayed"] == 1
@@ -283,3 +286,13 @@ def test_a_request_waits_for_another_that_loads_what_both_begin_with(served):
         assert bench.scheduler.matched(other, 64) == (0, False)  # vLLM has it now
     finally:
         bench.close()
+
+
+def test_what_another_connector_would_keep_is_not_lossy(served):
+    for limit, told in ((1.0, 64), (1e-9, 0)):
+        bench = Bench(served, policy="fixed:Int4", keep_loss=limit)
+        try:
+            bench.worker.register(bench.named, lambda _: BlockLayout.TRANSPOSED, keepers=["OtherConnector"])
+            assert bench.matched(request("a")) == (told, bool(told))
+        finally:
+            bench.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvabr.engines.vllm.promises import Promises
+from kvabr.engines.vllm.promises import Promises, Terms
 
 BLOCK, GROUP = 8, 16
 
@@ -14,24 +14,35 @@ class Table:
 
     def __init__(self, *, ranks=1, max_bytes=1000, max_plays=99, alike=False):
         self.promises = Promises(ranks=ranks, block=BLOCK, max_bytes=max_bytes, max_plays=max_plays, alike=alike)
+        self.promises.link(1e9, 0.01)
 
     def ask(self, request="a", computed=0, last=64, *, due_s=10.0, now=0.0, tracks=(1,)):
-        def room(first):
+        def terms(first):
             tokens = -(-last // GROUP) * GROUP - first // GROUP * GROUP
-            return [tokens * each for each in tracks]
+            return Terms([tokens * each for each in tracks])
 
-        return self.promises.ask(request, computed, last, room=room, due_s=due_s, now=now)
+        self.now = now
+        return self.promises.ask(request, computed, last, terms=terms, due_s=due_s, now=now)
+
+    def take(self):
+        """Return the plays to begin, those to drop, and how many requests found no room."""
+        *news, crowded = self.promises.take(self.now)
+        assert not crowded
+        return tuple(news)
+
+    def use(self, request, external):
+        return self.promises.use(request, external, self.now)
 
     def report(self, play, end, nbytes=640):
         return self.promises.report(play, end, nbytes)
 
     def begun(self):
-        return [(play.request, play.first, play.last) for play in self.promises.take()[0]]
+        return [(play.request, play.first, play.last) for play in self.take()[0]]
 
     def play(self, request="a", **more):
         """Ask, begin, and return the play's number."""
         assert self.ask(request, **more) is None
-        (play,) = self.promises.take()[0]
+        (play,) = self.take()[0]
         return play.play
 
 
@@ -44,9 +55,9 @@ def test_a_request_waits_for_its_play_and_gets_what_is_in_place():
     assert table.ask() == 64
     assert table.ask() == 64  # no blocks were free: vLLM asks again
     assert table.promises.held_bytes == 64
-    assert table.promises.use("a", 64) == (play, 0)
+    assert table.use("a", 64) == (play, 0)
     assert table.promises.held_bytes == 0
-    assert table.promises.take() == ([], [], 0)
+    assert table.take() == ([], [], 0)
 
 
 def test_a_deadline_cuts_to_whole_blocks():
@@ -60,8 +71,8 @@ def test_nothing_in_place_is_no_promise():
     play = table.play()
     table.report(play, 0)
     assert table.ask() == 0
-    assert table.promises.use("a", 0) is None
-    assert table.promises.take() == ([], [play], 0)
+    assert table.use("a", 0) is None
+    assert table.take() == ([], [play], 0)
 
 
 def test_the_worker_with_the_least_counts():
@@ -88,15 +99,15 @@ def test_vllm_has_more_by_now():
     play = table.play(computed=16)
     table.report(play, 64)
     assert table.ask(computed=40) == 24
-    assert table.promises.use("a", 24) == (play, 40)
+    assert table.use("a", 24) == (play, 40)
 
 
 def test_vllm_has_all_of_it_by_now():
     table = Table()
     play = table.play()
     assert table.ask(computed=64) == 0
-    assert table.promises.use("a", 0) is None
-    assert table.promises.take() == ([], [play], 0)
+    assert table.use("a", 0) is None
+    assert table.take() == ([], [play], 0)
     assert table.promises.held_bytes == 0
 
 
@@ -105,7 +116,7 @@ def test_vllm_has_less_by_now_and_it_is_played_again():
     first = table.play(computed=32)
     table.report(first, 64)
     assert table.ask(computed=16) is None
-    begun, dropped, _ = table.promises.take()
+    begun, dropped, _ = table.take()
     assert dropped == [first]
     assert [(play.first, play.last) for play in begun] == [(16, 64)]
     table.report(first, 64)  # too late, and of another play
@@ -132,10 +143,10 @@ def test_a_request_that_ends_leaves_nothing():
     table = Table()
     assert table.ask("a") is None
     table.promises.drop("a")  # before the workers heard of it
-    assert table.promises.take() == ([], [], 0)
+    assert table.take() == ([], [], 0)
     play = table.play("b")
     table.promises.drop("b")
-    assert table.promises.take() == ([], [play], 0)
+    assert table.take() == ([], [play], 0)
     table.report(play, 64)
     assert table.promises.held_bytes == 0
 
@@ -147,7 +158,7 @@ def test_a_request_without_room_waits_before_those_behind_it():
     assert table.ask("d", last=16) is None  # it would fit, but c was first
     assert table.begun() == []
     table.report(first, 64)
-    assert table.promises.use("a", 64) is not None
+    assert table.use("a", 64) is not None
     assert table.ask("d", last=16) is None
     assert table.ask("c") is None
     assert table.ask("d", last=16) is None
@@ -172,7 +183,7 @@ def test_the_earliest_deadline_goes_first():
         table.promises.drop(request)
 
 
-def test_a_request_that_asks_again_with_another_deadline_keeps_its_place():
+def test_a_request_that_asks_again_with_another_deadline_has_that_one():
     table = Table(max_bytes=100)
     table.play("a")
     assert table.ask("b", due_s=12.0) is None
@@ -180,9 +191,6 @@ def test_a_request_that_asks_again_with_another_deadline_keeps_its_place():
     assert table.ask("b", due_s=15.0) is None
     assert table.ask("c", due_s=13.0) is None
     table.promises.drop("a")
-    assert table.ask("b", due_s=15.0) is None
-    assert table.begun() == []
-    assert table.ask("c", due_s=13.0) is None
     assert table.begun() == [("c", 0, 64)]
 
 
@@ -191,7 +199,7 @@ def test_beside_others_a_play_does_without_the_tracks_that_leave_no_room():
     sizes = []
     for number in range(12):
         assert table.ask(f"r{number}", tracks=(8, 4, 1)) is None
-        sizes += [play.bytes for play in table.promises.take()[0]]
+        sizes += [play.bytes for play in table.take()[0]]
     assert sizes == [512, 64, 64, 64, 64, 64, 64, 64, 64]  # a quarter of 512 is less than 256
     assert table.promises.held_bytes == 1024
 
@@ -199,11 +207,20 @@ def test_beside_others_a_play_does_without_the_tracks_that_leave_no_room():
 def test_what_has_come_counts_with_what_it_is():
     table = Table(ranks=2, max_bytes=1024)
     assert table.ask("a", tracks=(8, 1)) is None
-    (play,) = table.promises.take()[0]
+    (play,) = table.take()[0]
     table.report(play.play, 64, 100)
     assert table.promises.held_bytes == 512
     table.report(play.play, 64, 120)
     assert table.promises.held_bytes == 120
+
+
+def test_what_can_only_come_in_part_is_played_if_the_link_is_free():
+    table = Table()
+    table.promises.link(10.0, 0.01)
+    slow = Terms([500], link_bytes=500, played_s=0.1, computed_s=50.0)
+    assert table.promises.ask("a", 0, 64, terms=lambda _: slow, due_s=10.0, now=0.0) is None
+    table.now = 0.0
+    assert table.begun() == [("a", 0, 64)]
 
 
 def test_plays_under_way_are_bounded_too():
@@ -221,10 +238,11 @@ def test_a_request_without_room_is_computed_at_its_deadline():
     table.play("a")
     assert table.ask("b", now=9.9) is None
     assert table.ask("c", now=9.9, due_s=20.0) is None
+    assert table.ask("b", now=10.0) is None
+    assert table.take() == ([], [], 1)
     assert table.ask("b", now=10.0) == 0
-    assert table.promises.take() == ([], [], 1)
     assert table.ask("b", now=10.1) == 0
-    assert table.promises.take() == ([], [], 0)
+    assert table.take() == ([], [], 0)
     table.promises.drop("a")
     assert table.ask("c", now=10.1, due_s=20.0) is None  # nothing stands before it
     assert table.begun() == [("c", 0, 64)]
@@ -236,14 +254,12 @@ def test_a_request_that_vllm_does_not_ask_about_holds_nobody_up_beyond_its_deadl
     assert table.ask("silent", due_s=1.0) is None
     assert table.ask("b", now=0.5) is None
     table.report(play, 64)
-    assert table.promises.use("held", 64) is not None
-    assert table.ask("b", now=0.9) is None
-    assert table.begun() == []  # the other one may still be asked about
-    assert table.ask("b", now=1.0) is None
-    begun, _, unplayed = table.promises.take()
+    assert table.use("held", 64) is not None
+    assert table.ask("c", now=1.0) is None
+    begun, _, unplayed = table.take()
     assert ([play.request for play in begun], unplayed) == (["b"], 1)
     assert table.ask("silent", due_s=1.0, now=2.0) == 0
-    assert table.promises.take() == ([], [], 0)  # it was counted
+    assert table.take() == ([], [], 0)  # it was counted
 
 
 def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
@@ -253,9 +269,19 @@ def test_a_cache_that_is_larger_than_the_bound_is_played_alone():
     assert table.begun() == []
     table.promises.drop("a")
     assert table.ask("b", last=640) is None
-    assert table.promises.take()[1] == [small]
+    assert table.take()[1] == [small]
     assert table.promises.held_bytes == 640
     assert table.ask("c", last=16) is None
+    assert table.begun() == []
+
+
+def test_one_that_must_be_played_alone_lets_others_go_first_for_half_of_its_deadline():
+    table = Table(max_bytes=100)
+    table.play("a", last=16)
+    assert table.ask("large", last=640, due_s=20.0) is None
+    assert table.ask("b", last=16, due_s=30.0) is None
+    assert table.begun() == [("b", 0, 16)]
+    assert table.ask("c", last=16, due_s=30.0, now=12.0) is None
     assert table.begun() == []
 
 
@@ -265,8 +291,8 @@ def test_a_worker_that_never_reports_is_not_waited_for():
     table.report(play, 64)
     assert table.ask(now=39.9) is None
     assert table.ask(now=40.0) == 0
-    assert table.promises.use("a", 0) is None
-    assert table.promises.take() == ([], [play], 0)
+    assert table.use("a", 0) is None
+    assert table.take() == ([], [play], 0)
 
 
 def test_whatever_happens_memory_is_bounded_and_nothing_is_left():
@@ -283,7 +309,7 @@ def test_whatever_happens_memory_is_bounded_and_nothing_is_left():
                 told = table.ask(name, computed, last, due_s=due[name], now=now)
                 assert told is None or 0 <= told <= max(0, last - computed)
                 if told is not None and rng.random() < 0.3:  # vLLM has blocks for it
-                    used = promises.use(name, told)
+                    used = promises.use(name, told, now)
                     if told:
                         play, first = used
                         assert running[play] <= first
@@ -294,12 +320,12 @@ def test_whatever_happens_memory_is_bounded_and_nothing_is_left():
                     promises.drop(name)
                     del waiting[name]
             assert promises.held_bytes <= 300
-            for play in promises.take()[0]:
+            for play in promises.take(now)[0]:
                 running[play.play] = play.first
                 reports += [(play.play, rng.randrange(play.first, play.last + 1)) for _ in range(2)]
             for report in [each for each in reports if rng.random() < 0.5]:
                 reports.remove(report)
                 promises.report(*report, 1)
         assert promises.held_bytes == 0
-        assert not promises._queue
+        assert not promises._waiting
         assert not promises._requests

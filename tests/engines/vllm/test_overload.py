@@ -1,0 +1,62 @@
+"""More requests at once than link and engine can serve: those are in time that can be together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.engines.vllm.shares import Demand, divide
+from tests.engines.vllm.overload import Asked, at_once, engine_of, feasible, published
+
+COUNT, TOKENS, DEADLINE_S = 24, 64, 2.0
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    return published(tmp_path_factory.mktemp("crowd"), COUNT, TOKENS)
+
+
+@pytest.mark.parametrize(("carried", "computed"), [(48, 6), (6, 6), (6, 12)])
+@pytest.mark.parametrize("deadlines", [(DEADLINE_S,), (DEADLINE_S, DEADLINE_S / 2)])
+def test_three_of_four_that_could_be_in_time_are(crowd, carried, computed, deadlines):
+    """The link carries so many of 24 caches by the deadline, and the engine computes so many prompts."""
+    library, prompts, catalog = crowd
+    asked = [Asked(f"r{n}", ids, deadlines[n % len(deadlines)], catalog) for n, ids in enumerate(prompts)]
+    rate = carried * min(track.total_bytes for track in catalog.tracks) / DEADLINE_S
+    cost = engine_of(computed, TOKENS, DEADLINE_S)
+    met = at_once(library, asked, rate, cost)
+    print(carried, computed, deadlines, met, feasible(asked, rate, cost))
+    assert met >= 0.75 * feasible(asked, rate, cost)
+    assert all(one.ttft_s > 0 for one in asked)
+
+
+def loads(*what, begun=False):
+    return [Demand(f"r{n}", 2.0, nbytes, 0.01, computed_s, begun=begun) for n, (nbytes, computed_s) in enumerate(what)]
+
+
+def divided(some, rate=100.0):
+    done = divide(some, rate, now=0.0, ttfb_s=0.0, engine_s=0.0)
+    return [[load.request for load in part] for part in (done.played, done.computed, done.late)]
+
+
+def test_all_are_played_if_the_link_has_time():
+    assert divided(loads((50, 1.0), (50, 0.1), (50, 0.5))) == [["r0", "r1", "r2"], [], []]
+
+
+def test_those_are_computed_that_cost_the_engine_least_for_what_they_spare_the_link():
+    assert divided(loads((90, 1.0), (90, 0.1), (90, 0.5))) == [["r0", "r2"], ["r1"], []]
+
+
+def test_what_the_engine_has_no_time_for_is_late_so_that_the_others_are_not():
+    played, computed, late = divided(loads(*[(150, 1.5)] * 4))
+    assert (len(played), len(computed), len(late)) == (1, 1, 2)
+
+
+def test_plays_under_way_go_on():
+    some = [*loads((150, 0.1), begun=True), Demand("new", 2.0, 150, 0.01, 1.5)]
+    assert divided(some) == [["r0"], ["new"], []]
+
+
+def test_each_play_must_be_there_when_the_engine_begins_with_those_behind_it():
+    some = loads((10, 1.0), (10, 1.0))
+    divide(some, 100.0, now=0.0, ttfb_s=0.0, engine_s=0.0)
+    assert [round(load.by_s, 3) for load in some] == [1.978, 1.989]
