@@ -44,14 +44,20 @@ _AT_ONCE = 4
 """Numbers whose fine parts are a byte."""
 _MOST = 32
 """The largest coarse part."""
+_USUAL_ROWS = 1 << 14
+"""Models of more rows are not kept: hostile payloads could fill the memory with them."""
 _OF = 64
 _FALLS = (2, 3, 4, 6, 8, 12, 16, 24)
 """By table, by how many 64ths a number is less likely than the one that is less by one."""
 
 
-@lru_cache(maxsize=256)
 def _model(table: int, rows: int) -> CoderModel:
-    """Return what codes so many rows. Tables are made of integers: they are the same on every machine."""
+    """Return what codes so many rows."""
+    return _usual_model(table, rows) if rows <= _USUAL_ROWS else _new_model(table, rows)
+
+
+def _new_model(table: int, rows: int) -> CoderModel:
+    """Make what codes so many rows. Tables are made of integers: they are the same on every machine."""
     likely = [1 << 40]
     for _ in range(_MOST):
         likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
@@ -66,6 +72,9 @@ def _model(table: int, rows: int) -> CoderModel:
         flag_freq=np.full((1, rows), TOTAL - 1, np.uint16),
         delta=np.zeros(1, np.uint8),
     )
+
+
+_usual_model = lru_cache(maxsize=256)(_new_model)
 
 
 def coarse_of(codes: Codes) -> Codes:

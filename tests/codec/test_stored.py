@@ -1,6 +1,7 @@
 """Tokens that AC's tracks store separately: their numbers come in parts, layer by layer; hostile ones are refused."""
 
 import contextlib
+import gc
 import struct
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 from kvabr.codec.ac import PARTED, split_payload
 from kvabr.codec.base import GroupContext, codec
+from kvabr.codec.native.coder_model import CoderModel
 from kvabr.codec.stored import (
     LARGEST,
     coarse_of,
@@ -87,6 +89,13 @@ def test_any_bytes_are_read_or_refused(data, rows, width):
         assert abs(split_coarse(memoryview(data), rows, width, "AC-L0")).max() <= 32
     with contextlib.suppress(FormatError):
         assert split_fine(memoryview(data), (rows, width), "AC-L1").max() <= 3
+
+
+def test_what_reads_more_rows_than_groups_have_is_not_kept():
+    rows = 50_021
+    coarse = np.zeros((rows, 1), np.int16)
+    assert not split_coarse(memoryview(join_coarse(coarse))[4:], rows, 1, "AC-L0").any()
+    assert rows not in {one.rows for one in gc.get_objects() if type(one) is CoderModel}
 
 
 @given(CODES, st.data())

@@ -266,6 +266,8 @@ class Anytime(Policy):
         nbytes = more.track.bytes[group]
         if (self._offers and self._offers[0].rank <= more.rank) or nbytes > view.lower_bound * view.slack_s():
             return None
+        if not self._pays(view, more):
+            return None
         self._spent += nbytes
         return Decision.fetch(group, more.track.name, "the last base, with the layer that saves most per byte")
 

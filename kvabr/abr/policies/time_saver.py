@@ -359,7 +359,7 @@ class TimeSaver:
             if (found := self._times.next_best(view)) is None:
                 return Decision.finish("nothing can be improved")
             group, track, saving, price = found
-            what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e} in time"
+            what = f"{track} of group {group} would save {saving:.1e} nats and cost {price:.1e}"
             return Decision.finish(f"nothing is worth the wait: {what}")
         if (why := self._in_flight_pays(view)) is not None:
             return Decision.wait(why)
