@@ -427,7 +427,8 @@ class TimePlanner:
         if self._on_base is not None:
             base = self._number[view.ladder.cheapest]
             lacks = np.add.reduceat(np.where(self._missing, self._bytes[base], 0.0), starts)
-            begun = work.carried_s(work.brought(lacks) + flying) + work.lacking * work.first_s, self._on_base[stops]
+            here_s = work.carried_s(work.brought(lacks) + flying) + work.lacking * work.first_s
+            begun = np.maximum(here_s, ready_s), self._on_base[stops]
         behind, counts = self._behind, np.diff(np.append(starts, groups))
 
         def divided(prices: list[tuple[float, Array]]) -> Divisions:

@@ -309,6 +309,17 @@ def test_some_groups_on_better_tracks_than_others_end_just_in_time(prefix):
     assert offer.track("layer-1").total_loss < objective - 4e-3 < 0.9 * offer.track("base").total_loss
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(prefix):
+    cost = PrefillCost(0.0, 1.0)
+    play = View(Ladder(catalog(4)), 60.0, cost=cost, front_first=True, prefix=prefix, time_price=1.0)
+    play.edge, play.ready_s = 1, {1: 5.0, 2: 10.0}.get
+    stops, engine_s = np.array([1, 2, 3]), np.full(3, 7.0)
+    found = TimePlanner(play).divide(play, 1e12, 0, stops, engine_s, np.zeros(3))
+    assert list(found.network_s) == pytest.approx([0.0, 5.0, 10.0], abs=0.05)
+    assert list(found.objective) == pytest.approx([7.0, 12.0, 17.0], abs=0.05)
+
+
 def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
     """The engine begins behind the base, whose layers come while it computes."""
     offer = catalog(16, layered=True)
