@@ -8,7 +8,7 @@ themselves. The coarse part is a sixteenth of it, rounded, from -32 to 32; each 
 bits. What is known of a number stands for the middle of the codes that it may be.
 
 Coarse parts are coded like coefficients (`kvabr.codec.native.reference`): tokens, layers and K/V are the rows, their
-numbers the tokens, and all rows are live. The table is one of eight, all with two-sided geometric distributions.
+numbers the tokens, and rows count as live. The table is one of eight, all with two-sided geometric distributions.
 
     coarse: size of what follows 4 | table 1 | coded
     fine:  of each number the higher two bits of the code less 16 times the coarse part, plus 8, or in the second layer
