@@ -199,7 +199,7 @@ class AsyncClient:
         )  # fmt: skip
         # Plain connections were asked for to the origins alone: on other paths they would expose the token.
         told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
-        self._steering = Steering(lambda url: self.peer(url, **told), self._forget) if steering else None
+        self._steering = Steering(lambda url: self._told_of(url, told), self._forget) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
         self._asking_sources: set[asyncio.Task[None]] = set()
@@ -237,13 +237,10 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
-        key = (url, *how.values())
-        if key not in self._peers:
-            dialled = dialling(url, known=self._history.rate, **how)
-            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
+        peer = self._dialled((url, *how.values()), url, how)
         if price_per_gb is not None:
-            self._peers[key].price_per_gb = price_per_gb
-        return self._peers[key]
+            peer.price_per_gb = price_per_gb
+        return peer
 
     @property
     def origins(self) -> Sequence[ClientPeer]:
@@ -928,6 +925,18 @@ class AsyncClient:
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
 
+    def _dialled(self, key: object, url: str, how: DialArguments) -> ClientPeer:
+        """Return the peer that has a key, or make it."""
+        if key not in self._peers:
+            dialled = dialling(url, known=self._history.rate, **how)
+            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
+        return self._peers[key]
+
+    def _told_of(self, url: str, how: DialArguments) -> ClientPeer:
+        """Return the peer that an origin tells of: one of the origins, or one that no caller has, and that may end."""
+        same = (origin for origin in self._origins if origin.name == url)
+        return next(same, None) or self._dialled(("told of", url), url, how)
+
     async def _forget(self, peer: ClientPeer) -> None:
         """End a peer that was told of, and is not any more."""
         for key, each in list(self._peers.items()):
@@ -971,6 +980,8 @@ class AsyncClient:
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
             if any(map(self._transports.due, some)):
+                if self._measuring is not None:
+                    self._measuring.cancel()  # after another play
                 self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
             if self._steering is not None:
                 asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))

@@ -61,9 +61,9 @@ class Steering:
         due = [one for one in origins if one.transfers.reached and now >= self._until_s.get(one, -math.inf)]
         for origin in due:
             self._until_s[origin] = now + _AGAIN_S
-        await asyncio.gather(*(self._ask(origin) for origin in due))
+        await asyncio.gather(*(self._ask(origin, origins) for origin in due))
 
-    async def _ask(self, origin: ClientPeer) -> None:
+    async def _ask(self, origin: ClientPeer, origins: Sequence[ClientPeer]) -> None:
         ttl_s, urls = STEERING_TTL_S, tuple[str, ...]()
         try:
             async with (
@@ -78,12 +78,17 @@ class Steering:
         except (TransportError, FormatError, TimeoutError):
             return  # what it told before is still the best that is known
         self._until_s[origin] = asyncio.get_running_loop().time() + ttl_s
-        near = await _nearness(origin.name)
-        allowed = [url for url in dict.fromkeys(urls) if url.startswith(_SCHEME) and await _nearness(url) <= near]
+        near = min(await _nearness(origin.name), default=0)  # its names are its own: one of them may be near
+        allowed = [
+            url
+            for url in dict.fromkeys(urls)
+            if url.startswith(_SCHEME) and max(await _nearness(url), default=math.inf) <= near
+        ]
         found = [self._known_as(url) for url in allowed]
         self._told[origin] = tuple(peer for peer in found if peer is not None)
         for peer in self._told[origin]:
-            peer.price_per_gb = origin.price_per_gb
+            if peer not in origins:  # which have the prices that the client was given
+                peer.price_per_gb = origin.price_per_gb
         await self._make_room()
 
     def _known_as(self, url: str) -> ClientPeer | None:
@@ -127,17 +132,15 @@ class JoiningSources:
                 joined(self._connection, source, lookup(one, self._connection.sources[source]), found)
 
 
-async def _nearness(url: str) -> int:
-    """Return how near to this machine a host is: 0 public, 1 private, 2 this machine or its link; 3 if it has none."""
+async def _nearness(url: str) -> list[int]:
+    """Return how near to this machine each address of a host is: 0 public, 1 private, 2 this machine or its link."""
     try:
         host, port, _ = parse_url(url)
         async with asyncio.timeout(_ASK_S):
             addresses = await addresses_of(host, port)
-    except (OSError, TimeoutError):
-        return 3
-    except UsageError:  # of an open connection, whose address is not known
-        return 0 if "://" not in url else 3
-    return max((_near(str(where[0])) for _, where in addresses), default=3)
+    except (OSError, TimeoutError, UsageError):  # an open connection has no name
+        return []
+    return [_near(str(where[0])) for _, where in addresses]
 
 
 def _near(address: str) -> int:
