@@ -48,9 +48,9 @@ time for dearer ones."""
 _SLACK = 1.25
 """What a play gets at least, over the time in which the link should bring it."""
 _LOOK_S, _MANY, _MOST = 0.05, 128, 512
-"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: that takes some 3 ms of
-these for so many requests, and four times as long for twice as many, which are looked at that much less often. Of more
-than the most, those are looked at that are due first: the engine's scheduler waits for it."""
+"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: that takes some 3 ms
+of these for so many requests, and four times as long for twice as many, which are looked at that much less often. Of
+more than the most, those are looked at that are due first: the engine's scheduler waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
