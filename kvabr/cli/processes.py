@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from types import FrameType
 
+from kvabr.cli.interrupt import INTERRUPTED
 from kvabr.types.errors import KvabrError, UsageError
 
 MOST_PROCESSES = 64
@@ -62,6 +63,8 @@ def _run(work: Callable[[int], int], number: int) -> None:
         os.setpgrp()
     try:
         raise SystemExit(work(number))
+    except KeyboardInterrupt:  # before it serves
+        raise SystemExit(INTERRUPTED) from None
     except KvabrError as error:
         print(f"kvabr: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -96,13 +96,13 @@ def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[
     """
     played, computed = {load.request for load in order}, set[str]()
     cheapest = list[tuple[tuple[bool, float, float, float], int]]()
-    here_s = begin_s
+    nbytes = 0.0
     for at, load in enumerate(order):
-        here_s += load.bytes / rate
+        nbytes += load.bytes
         heappush(cheapest, (_price(load), at))
-        while load.request in played and here_s + load.played_s > load.due_s:
+        while load.request in played and begin_s + nbytes / rate + load.played_s > load.due_s:
             moved = order[heappop(cheapest)[1]]
-            here_s -= moved.bytes / rate
+            nbytes -= moved.bytes
             played.discard(moved.request)
             computed.add(moved.request)
     return played, computed
