@@ -2,8 +2,8 @@
 
 All divisions are looked at together, as arrays by choice and stop: for each place at which the engine may stop, some
 choices of tracks for what the network brings. Players change their plans as they go, so mixtures of two choices count
-as well: those with which link and decoders are done at the same time, and those that end just by the deadline or with
-the engine. Without them, the few choices that are tried would make the network look slower than it is.
+as well: those with which link and decoders are done at the same time, and those that end just by the deadline. Without
+them, the few choices that are tried would make the network look slower than it is.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SharedWork:
         self._engine_s, self._inherited = engine_s, inherited
         self._begin, self._ends = edges[0], edges[1:]
         self._columns, left_s = np.arange(len(stops)), np.full(len(stops), view.time_left)
-        self._limits = [left_s - engine_s] if view.front_first else [left_s, engine_s]
-        """When the network should be through: by the deadline; and with the engine, if that works beside it."""
+        self._limit_s = left_s - engine_s if view.front_first else left_s
+        """When the network must be through for the deadline, by stop."""
         self.lacking: npt.NDArray[np.bool_] = stops > view.solid if view.front_first else stops < view.groups
         """Whether the network has to bring anything, by stop."""
         self._wait_s = 0.0 if view.in_flight else view.ttfb_s
@@ -111,8 +111,9 @@ class SharedWork:
         found = costs(lost, network_s)
         best = found.objective.argmin(axis=0), self._columns
         least = Divisions(*(each[best] for each in found))
-        for limit_s in self._limits[0 if found.late.any() else 1 :]:
-            least = better(costs(_lost_at(limit_s, network_s, lost, found.objective), limit_s), least)
+        if found.late.any():
+            just_s = self._limit_s
+            least = better(costs(_lost_at(just_s, network_s, lost, found.objective), just_s), least)
         return least
 
     def _costs(self, lost: Array, ends_s: Array, network_s: Array) -> Divisions:
