@@ -199,7 +199,7 @@ class AsyncClient:
         )  # fmt: skip
         # Plain connections were asked for to the origins alone: on other paths they would expose the token.
         told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
-        self._steering = Steering(lambda url: self._told_of(url, told), self._forget) if steering else None
+        self._steering = Steering(lambda url: self._dialled(url, told)) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
         self._asking_sources: set[asyncio.Task[None]] = set()
@@ -237,10 +237,12 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
-        peer = self._dialled((url, *how.values()), url, how)
+        key = (url, *how.values())
+        if key not in self._peers:
+            self._peers[key] = self._dialled(url, how)
         if price_per_gb is not None:
-            peer.price_per_gb = price_per_gb
-        return peer
+            self._peers[key].price_per_gb = price_per_gb
+        return self._peers[key]
 
     @property
     def origins(self) -> Sequence[ClientPeer]:
@@ -786,6 +788,8 @@ class AsyncClient:
         await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
+        if self._steering is not None:
+            await self._steering.close()
         await self.store.close()
 
     async def __aenter__(self) -> Self:
@@ -925,24 +929,8 @@ class AsyncClient:
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
 
-    def _dialled(self, key: object, url: str, how: DialArguments) -> ClientPeer:
-        """Return the peer that has a key, or make it."""
-        if key not in self._peers:
-            dialled = dialling(url, known=self._history.rate, **how)
-            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
-        return self._peers[key]
-
-    def _told_of(self, url: str, how: DialArguments) -> ClientPeer:
-        """Return the peer that an origin tells of: one of the origins, or one that no caller has, and that may end."""
-        same = (origin for origin in self._origins if origin.name == url)
-        return next(same, None) or self._dialled(("told of", url), url, how)
-
-    async def _forget(self, peer: ClientPeer) -> None:
-        """End a peer that was told of, and is not any more."""
-        for key, each in list(self._peers.items()):
-            if each is peer and peer not in self._origins:
-                del self._peers[key]
-                await peer.close()
+    def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
+        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics, self._keys)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:

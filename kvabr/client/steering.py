@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
@@ -38,13 +38,14 @@ _MOST_PEERS = 64
 class Steering:
     """The sources that the origins of one client tell of."""
 
-    def __init__(self, peer: Callable[[str], ClientPeer], forget: Callable[[ClientPeer], Awaitable[None]]) -> None:
-        """``peer`` makes a peer of a URL, or raises `UsageError`; ``forget`` ends one that nobody tells of any more."""
-        self._peer, self._forget = peer, forget
+    def __init__(self, peer: Callable[[str], ClientPeer]) -> None:
+        """``peer`` makes a peer of a URL, or raises `UsageError`; it ends when nobody tells of it any more."""
+        self._peer = peer
         self._until_s: dict[ClientPeer, float] = {}
         """When each origin is asked again, on the event loop's clock."""
         self._told: dict[ClientPeer, tuple[ClientPeer, ...]] = {}
         self._known: dict[str, ClientPeer] = {}
+        """Peers of its own: what the client was given keeps its price, and stays."""
 
     def peers(self, origins: Sequence[ClientPeer]) -> Sequence[ClientPeer]:
         """Return origins, and behind them what they have told of."""
@@ -84,11 +85,11 @@ class Steering:
             for url in dict.fromkeys(urls)
             if url.startswith(_SCHEME) and max(await _nearness(url), default=math.inf) <= near
         ]
-        found = [self._known_as(url) for url in allowed]
+        given = {one.name for one in origins}
+        found = [self._known_as(url) for url in allowed if url not in given]
         self._told[origin] = tuple(peer for peer in found if peer is not None)
         for peer in self._told[origin]:
-            if peer not in origins:  # which have the prices that the client was given
-                peer.price_per_gb = origin.price_per_gb
+            peer.price_per_gb = origin.price_per_gb
         await self._make_room()
 
     def _known_as(self, url: str) -> ClientPeer | None:
@@ -102,7 +103,12 @@ class Steering:
         for url, peer in list(self._known.items()):
             if peer not in told:
                 del self._known[url]
-                await self._forget(peer)
+                await peer.close()
+
+    async def close(self) -> None:
+        """End all peers."""
+        while self._known:
+            await self._known.popitem()[1].close()
 
 
 class JoiningSources:
