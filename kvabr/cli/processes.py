@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from types import FrameType
 
+from kvabr.cli.interrupt import INTERRUPTED
 from kvabr.types.errors import KvabrError, UsageError
 
 MOST_PROCESSES = 64
@@ -24,10 +25,13 @@ def run_processes(count: int, work: Callable[[int], int]) -> int:
     """
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_run, args=(work, number)) for number in range(count)]
+    told = set[int]()
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def pass_on(number: int, _: FrameType | None, but: Collection[int] = ()) -> None:
         for process in processes:
-            if process.pid is not None and process.is_alive():
+            if process.pid is not None and process.pid not in but and process.is_alive():
+                if number != signal.SIGHUP:
+                    told.add(process.pid)
                 os.kill(process.pid, number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -35,7 +39,7 @@ def run_processes(count: int, work: Callable[[int], int]) -> int:
         for process in processes:
             process.start()
         wait([process.sentinel for process in processes])
-        pass_on(signal.SIGTERM, None)
+        pass_on(signal.SIGTERM, None, told.copy())  # a second one would cut short what they finish
         for process in processes:
             process.join()
     finally:
@@ -62,6 +66,8 @@ def _run(work: Callable[[int], int], number: int) -> None:
         os.setpgrp()
     try:
         raise SystemExit(work(number))
+    except KeyboardInterrupt:  # before it serves
+        raise SystemExit(INTERRUPTED) from None
     except KvabrError as error:
         print(f"kvabr: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -199,7 +199,7 @@ class AsyncClient:
         )  # fmt: skip
         # Plain connections were asked for to the origins alone: on other paths they would expose the token.
         told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
-        self._steering = Steering(lambda url: self.peer(url, **told), self._forget) if steering else None
+        self._steering = Steering(lambda url: self._dialled(url, told)) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
         self._asking_sources: set[asyncio.Task[None]] = set()
@@ -239,8 +239,7 @@ class AsyncClient:
         )  # fmt: skip
         key = (url, *how.values())
         if key not in self._peers:
-            dialled = dialling(url, known=self._history.rate, **how)
-            self._peers[key] = ClientPeer(url, dialled, self.store, self.metrics, self._keys)
+            self._peers[key] = self._dialled(url, how)
         if price_per_gb is not None:
             self._peers[key].price_per_gb = price_per_gb
         return self._peers[key]
@@ -789,6 +788,8 @@ class AsyncClient:
         await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
+        if self._steering is not None:
+            await self._steering.close()
         await self.store.close()
 
     async def __aenter__(self) -> Self:
@@ -928,12 +929,8 @@ class AsyncClient:
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
 
-    async def _forget(self, peer: ClientPeer) -> None:
-        """End a peer that was told of, and is not any more."""
-        for key, each in list(self._peers.items()):
-            if each is peer and peer not in self._origins:
-                del self._peers[key]
-                await peer.close()
+    def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
+        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics, self._keys)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
@@ -971,6 +968,8 @@ class AsyncClient:
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
             if any(map(self._transports.due, some)):
+                if self._measuring is not None:
+                    self._measuring.cancel()  # after another play
                 self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
             if self._steering is not None:
                 asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
@@ -38,13 +38,14 @@ _MOST_PEERS = 64
 class Steering:
     """The sources that the origins of one client tell of."""
 
-    def __init__(self, peer: Callable[[str], ClientPeer], forget: Callable[[ClientPeer], Awaitable[None]]) -> None:
-        """``peer`` makes a peer of a URL, or raises `UsageError`; ``forget`` ends one that nobody tells of any more."""
-        self._peer, self._forget = peer, forget
+    def __init__(self, peer: Callable[[str], ClientPeer]) -> None:
+        """``peer`` makes a peer of a URL, or raises `UsageError`; it ends when nobody tells of it any more."""
+        self._peer = peer
         self._until_s: dict[ClientPeer, float] = {}
         """When each origin is asked again, on the event loop's clock."""
         self._told: dict[ClientPeer, tuple[ClientPeer, ...]] = {}
         self._known: dict[str, ClientPeer] = {}
+        """Peers of its own: what the client was given keeps its price, and stays."""
 
     def peers(self, origins: Sequence[ClientPeer]) -> Sequence[ClientPeer]:
         """Return origins, and behind them what they have told of."""
@@ -61,9 +62,9 @@ class Steering:
         due = [one for one in origins if one.transfers.reached and now >= self._until_s.get(one, -math.inf)]
         for origin in due:
             self._until_s[origin] = now + _AGAIN_S
-        await asyncio.gather(*(self._ask(origin) for origin in due))
+        await asyncio.gather(*(self._ask(origin, origins) for origin in due))
 
-    async def _ask(self, origin: ClientPeer) -> None:
+    async def _ask(self, origin: ClientPeer, origins: Sequence[ClientPeer]) -> None:
         ttl_s, urls = STEERING_TTL_S, tuple[str, ...]()
         try:
             async with (
@@ -78,9 +79,14 @@ class Steering:
         except (TransportError, FormatError, TimeoutError):
             return  # what it told before is still the best that is known
         self._until_s[origin] = asyncio.get_running_loop().time() + ttl_s
-        near = await _nearness(origin.name)
-        allowed = [url for url in dict.fromkeys(urls) if url.startswith(_SCHEME) and await _nearness(url) <= near]
-        found = [self._known_as(url) for url in allowed]
+        near = min(await _nearness(origin.name), default=0)  # its names are its own: one of them may be near
+        allowed = [
+            url
+            for url in dict.fromkeys(urls)
+            if url.startswith(_SCHEME) and max(await _nearness(url), default=math.inf) <= near
+        ]
+        given = {one.name for one in origins}
+        found = [self._known_as(url) for url in allowed if url not in given]
         self._told[origin] = tuple(peer for peer in found if peer is not None)
         for peer in self._told[origin]:
             peer.price_per_gb = origin.price_per_gb
@@ -97,7 +103,12 @@ class Steering:
         for url, peer in list(self._known.items()):
             if peer not in told:
                 del self._known[url]
-                await self._forget(peer)
+                await peer.close()
+
+    async def close(self) -> None:
+        """End all peers."""
+        while self._known:
+            await self._known.popitem()[1].close()
 
 
 class JoiningSources:
@@ -127,17 +138,15 @@ class JoiningSources:
                 joined(self._connection, source, lookup(one, self._connection.sources[source]), found)
 
 
-async def _nearness(url: str) -> int:
-    """Return how near to this machine a host is: 0 public, 1 private, 2 this machine or its link; 3 if it has none."""
+async def _nearness(url: str) -> list[int]:
+    """Return how near to this machine each address of a host is: 0 public, 1 private, 2 this machine or its link."""
     try:
         host, port, _ = parse_url(url)
         async with asyncio.timeout(_ASK_S):
             addresses = await addresses_of(host, port)
-    except (OSError, TimeoutError):
-        return 3
-    except UsageError:  # of an open connection, whose address is not known
-        return 0 if "://" not in url else 3
-    return max((_near(str(where[0])) for _, where in addresses), default=3)
+    except (OSError, TimeoutError, UsageError):  # an open connection has no name
+        return []
+    return [_near(str(where[0])) for _, where in addresses]
 
 
 def _near(address: str) -> int:

@@ -145,7 +145,7 @@ class LanesConnection(PeerConnection):
 
     def _measure(self, waiting: int) -> None:
         """Judge the lanes by what they have brought while ``waiting`` bytes were on their way all the time."""
-        if waiting < self.used * _WAITS_BYTES:
+        if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # that may take a while
             self._since = None
             return
         now = asyncio.get_running_loop().time()
@@ -160,7 +160,7 @@ class LanesConnection(PeerConnection):
         if rate < _MORE * self._before:
             self.used -= 1  # the path, or this machine, carries no more
             self._before, self._again_s = 0.0, now + _AGAIN_S
-        elif self.used < self._most and self._opening is None:
+        elif self.used < self._most:
             self._before = rate
             self._opening = asyncio.get_running_loop().create_task(self._open())
 

@@ -90,6 +90,16 @@ async def test_a_play_ends_a_measurement(served, monkeypatch):
         assert measuring.cancelled()
 
 
+async def test_of_plays_that_end_together_one_measurement_is_left(served, monkeypatch):
+    """It ends with the client."""
+    monkeypatch.setattr(async_client, "IDLE_S", LIMIT_S)
+    before = asyncio.all_tasks()
+    async with a_client(served) as client:
+        await asyncio.gather(*(client.play(LONG, deadline=LIMIT_S) for _ in range(3)))
+    left = [task for task in asyncio.all_tasks() - before if "_measure" in repr(task.get_coro())]
+    assert not left
+
+
 @pytest.mark.parametrize("how", [{"transport": "tcp"}, {"price_per_gb": 0.1}])
 async def test_nobody_is_measured_who_was_asked_for_one_transport_or_costs_something(served, how):
     async with a_client(served, **how) as client:

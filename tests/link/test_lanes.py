@@ -63,6 +63,21 @@ async def test_lanes_are_added_while_each_brings_more(large):
 
 
 @virtual
+async def test_a_lane_that_takes_long_to_open_leaves_those_that_there_are(large):
+    """Meanwhile the rate stays what it was."""
+    catalog, find = large
+    links = [MemoryLink(1e8, 0.001) for _ in range(2)]
+
+    async def another():
+        await asyncio.sleep(0.5)
+        return MemoryConnection(find, links[1])
+
+    async with LanesConnection(MemoryConnection(find, links[0]), another, 2) as lanes:
+        await all_of(lanes, catalog, 16)
+        assert lanes.used == 2
+
+
+@virtual
 async def test_a_path_that_carries_no_more_keeps_one_lane(large):
     """Another lane is tried, and then left alone for a minute."""
     catalog, find = large

@@ -26,6 +26,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import count
 
 from kvabr.engines.layouts import whole_blocks
@@ -46,9 +47,10 @@ _BUSY = 0.5
 time for dearer ones."""
 _SLACK = 1.25
 """What a play gets at least, over the time in which the link should bring it."""
-_LOOK_S, _MANY = 0.05, 64
-"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: that takes 3 ms of
-these for so many requests, and four times as long for twice as many, which are looked at that much less often."""
+_LOOK_S, _MANY, _MOST = 0.05, 128, 512
+"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: that takes some 3 ms
+of these for so many requests, and four times as long for twice as many, which are looked at that much less often. Of
+more than the most, those are looked at that are due first: the engine's scheduler waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class _Waiting:
     due_s: float
     asked_s: float
     terms: Terms
+
+    @property
+    def last_s(self) -> float:
+        """When it is computed at the latest: one deadline later than it should have been there."""
+        return 2 * self.due_s - self.asked_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +294,13 @@ class Promises:
     def _share_out(self, now: float) -> None:
         """Begin plays, and have requests computed, as link and engine allow."""
         few = len(self._waiting) <= _BLIND
-        look_s = _LOOK_S * max(1.0, len(self._waiting) / _MANY) ** 2
+        look_s = _LOOK_S * max(1.0, min(_MOST, len(self._waiting)) / _MANY) ** 2
         if not self._waiting or not ((self._changed and few) or now >= self._looked_s + look_s):
             return
         passed_s, self._looked_s, self._changed = now - self._looked_s, now, False
         late = [name for name, each in self._waiting.items() if now >= each.due_s]
-        order = sorted((name for name in self._waiting if name not in late), key=lambda name: self._waiting[name].due_s)
+        early = [name for name, each in self._waiting.items() if now < each.due_s]
+        order = nsmallest(_MOST, early, key=lambda name: self._waiting[name].due_s)
         if not self._rate or len(self._waiting) + len(self._under_way()) == 1:  # it has link and engine for itself
             self._begin_blindly(order)
             self._compute(late, [], now, late=True)
@@ -317,8 +325,9 @@ class Promises:
                 break
             going += load.bytes
         self._compute([load.request for load in divided.computed], divided.played, now)
-        if not any(load.begun for load in divided.late):  # which may be in time yet
-            self._compute(late, divided.played, now, late=True)
+        if any(load.begun for load in divided.late):  # which may be in time yet
+            late = [name for name in late if now >= self._waiting[name].last_s]
+        self._compute(late, divided.played, now, late=True)
 
     def _advance(self, came: float) -> list[Demand]:
         """Return what plays under way still take, now that the link has brought so many bytes more."""
@@ -364,7 +373,7 @@ class Promises:
         for name in requests:
             held, waiting = self._held.get(name), self._waiting.get(name)
             if waiting is not None:
-                load, last_s = _load(name, waiting), 2 * waiting.due_s - waiting.asked_s
+                load, last_s = _load(name, waiting), waiting.last_s
             else:
                 assert held is not None  # noqa: S101  # it waits, or is played
                 load, last_s = held.load, math.inf

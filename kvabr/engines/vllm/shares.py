@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush
 
 _ENGINE_MARGIN = 1.1
@@ -63,19 +62,12 @@ def divide(loads: Iterable[Demand], rate: float, *, now: float, ttfb_s: float, e
         engine_s: when the engine is free.
     """
     order = sorted(loads, key=lambda load: load.due_s)
-    played, computed = {load.request for load in order}, set[str]()
-    while (first := _first_late(order, played, computed, rate, now + ttfb_s, max(now, engine_s))) is not None:
-        at, link = first
-        before = order[: at + 1]
-        if link:
-            moved = min((load for load in before if load.request in played), key=_price)
-            computed.add(moved.request)
-        else:
-            moved = max((load for load in before if load.request in played | computed), key=partial(_relief, played))
-            computed.discard(moved.request)
-        played.discard(moved.request)
+    played, computed = _by_link(order, rate, now + ttfb_s)
+    _by_engine(order, played, computed, rate, now + ttfb_s, max(now, engine_s))
     plays = [load for load in order if load.request in played]
-    end_s = math.inf
+    here_s, end_s = now + ttfb_s, math.inf
+    for load in plays:
+        here_s = load.here_s = here_s + load.bytes / rate
     for load in reversed(plays):
         end_s = load.by_s = min(load.due_s, end_s) - _ENGINE_MARGIN * load.played_s
     rest = [load for load in order if load.request not in played]
@@ -92,52 +84,74 @@ def _price(load: Demand) -> tuple[bool, float, float, float]:
     return load.begun, more_s / load.bytes if load.bytes > 0 else math.inf, -load.loss, -load.due_s
 
 
-def _relief(played: set[str], load: Demand) -> tuple[bool, float, float]:
-    """Return what it spares the engine if a request is late."""
-    return not load.begun, load.played_s if load.request in played else load.computed_s, load.due_s
+def _relief(load: Demand, work_s: float) -> tuple[bool, float, float]:
+    """Return what the engine gains if a request is late, the most first: what takes longest, and is not under way."""
+    return load.begun, -work_s, -load.due_s
 
 
-def _first_late(
-    order: Sequence[Demand], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
-) -> tuple[int, bool] | None:
-    """Return the first request that is late, and whether the link is why; None if none is."""
-    here_s, jobs = begin_s, []
+def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[str], set[str]]:
+    """Return those that the link brings in time, and those that are computed instead.
+
+    Whoever goes because of one request comes before it, so that those before stay in time.
+    """
+    played, computed = {load.request for load in order}, set[str]()
+    cheapest = list[tuple[tuple[bool, float, float, float], int]]()
+    nbytes = 0.0
     for at, load in enumerate(order):
+        nbytes += load.bytes
+        heappush(cheapest, (_price(load), at))
+        while load.request in played and begin_s + nbytes / rate + load.played_s > load.due_s:
+            moved = order[heappop(cheapest)[1]]
+            nbytes -= moved.bytes
+            played.discard(moved.request)
+            computed.add(moved.request)
+    return played, computed
+
+
+def _by_engine(
+    order: Sequence[Demand], played: set[str], computed: set[str], rate: float, begin_s: float, engine_s: float
+) -> None:
+    """Take those out that wait, so that the engine ends the others in time."""
+    longest = list[tuple[tuple[bool, float, float], int]]()
+    before, all_s = list[Demand](), (engine_s, engine_s, begin_s)
+    for at, load in enumerate(order):
+        work_s = load.played_s if load.request in played else load.computed_s
+        heappush(longest, (_relief(load, work_s), at))
+        before.append(load)
+        all_s = _with(load, played, rate, all_s)
+        if max(all_s[:2]) <= load.due_s:
+            continue
+        while before and before[-1] is load and _ends_s(before, played, rate, begin_s, engine_s) > load.due_s:
+            moved = order[heappop(longest)[1]]
+            before = [each for each in before if each is not moved]
+            played.discard(moved.request)
+            computed.discard(moved.request)
+        all_s = engine_s, engine_s, begin_s
+        for each in before:
+            all_s = _with(each, played, rate, all_s)
+
+
+def _with(load: Demand, played: set[str], rate: float, all_s: tuple[float, float, float]) -> tuple[float, float, float]:
+    """Return when engine and link have done one job more than before.
+
+    That is: the engine, if it never waits; the engine, if nothing is computed; and the link.
+    """
+    busy_s, plays_s, here_s = all_s
+    if load.request not in played:
+        return busy_s + _ENGINE_MARGIN * load.computed_s, plays_s, here_s
+    here_s, work_s = here_s + load.bytes / rate, _ENGINE_MARGIN * load.played_s
+    return busy_s + work_s, max(plays_s, here_s) + work_s, here_s
+
+
+def _ends_s(order: Sequence[Demand], played: set[str], rate: float, begin_s: float, engine_s: float) -> float:
+    """Return when an engine ends the last of some jobs, which does the earliest deadline first, so that one last."""
+    now, here_s = engine_s, begin_s
+    now += _ENGINE_MARGIN * sum(load.computed_s for load in order if load.request not in played)
+    waits = order[-1].request in played
+    for load in order:
         if load.request in played:
             here_s += load.bytes / rate
-            load.here_s = here_s
-            if here_s + load.played_s > load.due_s:
-                return at, True
-            jobs.append((here_s, at, _ENGINE_MARGIN * load.played_s))
-        elif load.request in computed:
-            jobs.append((engine_s, at, _ENGINE_MARGIN * load.computed_s))
-    late = _engine_late([load.due_s for load in order], sorted(jobs), engine_s)
-    return None if late is None else (late, False)
-
-
-def _engine_late(due_s: Sequence[float], jobs: Sequence[tuple[float, int, float]], now: float) -> int | None:
-    """Return the first job that an engine ends late, which does the earliest deadline first; None if it ends none late.
-
-    Args:
-        due_s: when each of them is due, ascending.
-        jobs: when each is ready, which it is, and the seconds that it takes, in the order in which they are ready.
-        now: when the engine begins.
-    """
-    ready: list[tuple[int, float]] = []
-    number, late = 0, len(due_s)
-    while number < len(jobs) or ready:
-        if not ready:
-            now = max(now, jobs[number][0])
-        while number < len(jobs) and jobs[number][0] <= now:
-            heappush(ready, jobs[number][1:])
-            number += 1
-        at, left_s = heappop(ready)
-        next_s = jobs[number][0] if number < len(jobs) else math.inf
-        if now + left_s > next_s:
-            heappush(ready, (at, left_s - (next_s - now)))
-            now = next_s
-            continue
-        now += left_s
-        if now > due_s[at]:
-            late = min(late, at)
-    return late if late < len(due_s) else None
+            if here_s >= now and not waits:
+                break  # it has ended by then
+            now = max(now, here_s) + _ENGINE_MARGIN * load.played_s
+    return now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kvabr.engines.vllm.shares import Demand, divide
@@ -66,3 +68,21 @@ def test_each_play_must_be_there_when_the_engine_begins_with_those_behind_it():
     some = loads((10, 1.0), (10, 1.0))
     divide(some, 100.0, now=0.0, ttfb_s=0.0, engine_s=0.0)
     assert [round(load.by_s, 3) for load in some] == [1.978, 1.989]
+
+
+def test_dividing_a_crowd_takes_steps_for_each_of_it_and_not_for_each_pair():
+    """vLLM's scheduler waits for it."""
+    crowd = [Demand(f"r{n}", 2.0 + n * 1e-3, 40 + n % 7, 0.01, 0.5 + n % 5 * 0.1) for n in range(500)]
+    steps = 0
+
+    def count(frame, event, _):
+        nonlocal steps
+        steps += event == "call"
+
+    sys.setprofile(count)
+    try:
+        done = divide(crowd, 1000.0, now=0.0, ttfb_s=0.0, engine_s=0.0)
+    finally:
+        sys.setprofile(None)
+    assert min(map(len, (done.played, done.computed, done.late))) > 0
+    assert steps < 100 * len(crowd)
