@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvabr.cli import kv_events, serving
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import add_old_name, parse_address
-from kvabr.cli.processes import MOST_PROCESSES, run_processes
+from kvabr.cli.serve_processes import MOST_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kvabr.cli.processes import run_processes
+from kvabr.cli.serve_processes import run_processes
 from tests.processes import gone
 
 pytestmark = pytest.mark.process
