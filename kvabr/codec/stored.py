@@ -52,12 +52,12 @@ _FALLS = (2, 3, 4, 6, 8, 12, 16, 24)
 
 
 def _model(table: int, rows: int) -> CoderModel:
-    """Return what codes so many rows."""
+    """Return the model that codes a number of rows."""
     return _usual_model(table, rows) if rows <= _USUAL_ROWS else _new_model(table, rows)
 
 
 def _new_model(table: int, rows: int) -> CoderModel:
-    """Make what codes so many rows. Tables are made of integers: they are the same on every machine."""
+    """Make the model that codes a number of rows. Tables are made of integers: they are the same on every machine."""
     likely = [1 << 40]
     for _ in range(_MOST):
         likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
@@ -121,7 +121,7 @@ def coarse_size(head: memoryview) -> int:
 
 
 def fine_size(numbers: int) -> int:
-    """Return the bytes of the fine parts of so many numbers."""
+    """Return the bytes that the fine parts of some numbers take."""
     return -(-numbers // _AT_ONCE)
 
 

@@ -77,7 +77,7 @@ def outliers_of(payload, context, track):
 
 
 def near(out, kv, bits=8):
-    """Return whether all errors are within so many bits, with a scale per token, layer and K/V."""
+    """Return whether all errors are within a number of bits, with a scale per token, layer and K/V."""
     largest = kv.abs().amax(dim=(2, 4) if kv.dim() == 5 else (2, 3), keepdim=True)
     return bool(((out - kv).abs() <= largest / (2 ** (bits - 1) - 1) * 0.51).all())
 

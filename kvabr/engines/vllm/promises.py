@@ -48,9 +48,9 @@ time for dearer ones."""
 _SLACK = 1.25
 """What a play gets at least, over the time in which the link should bring it."""
 _LOOK_S, _MANY, _MOST = 0.05, 128, 512
-"""Seconds until what waits is shared out anew though nothing has happened, or though much waits: that takes some 3 ms
-of these for so many requests, and four times as long for twice as many, which are looked at that much less often. Of
-more than the most, those are looked at that are due first: the engine's scheduler waits for it."""
+"""Seconds until what waits is shared out anew if nothing has happened, or if `_MANY` requests wait, for which that takes
+some 3 ms of these. It takes four times as long for twice as many, which are shared out that much less often. Of more than
+`_MOST`, those due first are looked at. The engine's scheduler waits for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class Promises:
         self._compute(late, divided.played, now, late=True)
 
     def _advance(self, came: float) -> list[Demand]:
-        """Return what plays under way still take, now that the link has brought so many bytes more."""
+        """Return what plays under way still take, now that the link has brought ``came`` bytes more."""
         loads = sorted((held.load for held in self._under_way()), key=lambda load: load.due_s)
         for load in loads:
             came, load.bytes = max(0.0, came - load.bytes), max(0.0, load.bytes - came)

@@ -92,7 +92,7 @@ def _relief(load: Demand, work_s: float) -> tuple[bool, float, float]:
 def _by_link(order: Sequence[Demand], rate: float, begin_s: float) -> tuple[set[str], set[str]]:
     """Return those that the link brings in time, and those that are computed instead.
 
-    Whoever goes because of one request comes before it, so that those before stay in time.
+    A request that gives way to another is due before it, so those before stay in time.
     """
     played, computed = {load.request for load in order}, set[str]()
     cheapest = list[tuple[tuple[bool, float, float, float], int]]()

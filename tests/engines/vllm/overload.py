@@ -168,5 +168,5 @@ def _all(one):
 
 
 def engine_of(computes, tokens, deadline_s):
-    """Return the cost of an engine that computes so many prompts by a deadline."""
+    """Return the cost of an engine that computes a number of prompts by a deadline."""
     return PrefillCost.from_rate(computes * (tokens + OWN) / deadline_s)
