@@ -48,9 +48,9 @@ time for dearer ones."""
 _SLACK = 1.25
 """What a play gets at least, over the time in which the link should bring it."""
 _LOOK_S, _MANY, _MOST = 0.05, 128, 512
-"""Seconds until what waits is shared out anew if nothing has happened, or if `_MANY` requests wait, for which that takes
-some 3 ms of these. It takes four times as long for twice as many, which are shared out that much less often. Of more than
-`_MOST`, those due first are looked at. The engine's scheduler waits for all of it."""
+"""Seconds until what waits is shared out anew if nothing has happened, or if `_MANY` requests wait, for which it takes
+some 3 ms. For twice as many it takes four times as long, so it is done that much less often. Of more than `_MOST`,
+those due first are looked at. The engine's scheduler waits for all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def crowd(tmp_path_factory):
 @pytest.mark.parametrize(("carried", "computed"), [(48, 6), (6, 6), (6, 12)])
 @pytest.mark.parametrize("deadlines", [(DEADLINE_S,), (DEADLINE_S, DEADLINE_S / 2)])
 def test_three_of_four_that_could_be_in_time_are(crowd, carried, computed, deadlines):
-    """``carried``: of 24 caches, how many the link carries by the deadline; ``computed``: prompts that the engine does."""
+    """``carried``: caches that the link carries by the deadline, of 24; ``computed``: prompts, of the engine."""
     library, prompts, catalog = crowd
     asked = [Asked(f"r{n}", ids, deadlines[n % len(deadlines)], catalog) for n, ids in enumerate(prompts)]
     rate = carried * min(track.total_bytes for track in catalog.tracks) / DEADLINE_S
