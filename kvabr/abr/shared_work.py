@@ -126,8 +126,8 @@ class SharedWork:
 
 def better(one: Divisions, other: Divisions) -> Divisions:
     """Return what costs less of each."""
-    better = one.objective < other.objective
-    return Divisions(*(np.where(better, *pair) for pair in zip(one, other, strict=True)))
+    cheaper = one.objective < other.objective
+    return Divisions(*(np.where(cheaper, *pair) for pair in zip(one, other, strict=True)))
 
 
 def with_mixtures(sums: Array, ahead_s: Array, first: npt.NDArray[np.intp]) -> Array:

@@ -20,8 +20,8 @@ MOST_PROCESSES = 64
 def run_processes(count: int, work: Callable[[int], int]) -> int:
     """Run ``work`` in ``count`` processes, which it is given the numbers of, from 0 on; return the exit status.
 
-    Signals to end reach all of them. If one ends by itself, the others end as well, and the status is 1: a supervisor
-    can start the command again, and nothing is served by a part of it. ``work`` must be picklable.
+    Signals to end reach all of them. If one ends by itself, the others end as well, so that nothing is served by a part
+    of them. The status is the largest of theirs, and at least 1 if one was killed. ``work`` must be picklable.
     """
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_run, args=(work, number)) for number in range(count)]
