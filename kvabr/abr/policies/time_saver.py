@@ -127,6 +127,7 @@ class TimeSaver:
         if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
             self._stale, self._over, self._kept = True, False, {}
         self._computed, self._computed_s = computed, computed_s
+        self._times.cut_at(computed.start if view.front_first and computed else None)
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
@@ -347,7 +348,7 @@ class TimeSaver:
             return 0.0
         if current == self._times.names[target]:
             return 0.0  # it has that by now
-        saving = view.loss(group, current) - float(self._times.losses[target, group])
+        saving = self._times.saves(group, current, target)
         seconds = view.decode_s(self._times.names[target])
         price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
         return saving / max(price, _FREE)
