@@ -242,9 +242,9 @@ class TimePlanner:
             return self._lost + self._unplayed * _NEVER
         return float(self._staying()[: self._cut].sum())
 
-    def saves(self, group: int, current: str, target: int) -> float:
+    def saves(self, group: int, current: str, target: str) -> float:
         """Return the loss that an upgrade spares, nats per generated token."""
-        tracks = [self._number[current], target]
+        tracks = [self._number[current], self._number[target]]
         before, after = self._lost_behind(self.losses[tracks, group], tracks)
         return float(before - after)
 

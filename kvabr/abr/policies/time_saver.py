@@ -180,7 +180,9 @@ class TimeSaver:
         plan = self._plan
         if plan is None:
             return True
-        nbytes = track.bytes[group]
+        nbytes, current = track.bytes[group], view.track_of[group]
+        if current in view.catalog.by_name and (alone := view.loss(group, current) - track.loss[group]) > 0:
+            worth *= self._times.saves(group, current, track.name) / alone
         return worth * nbytes >= plan.byte_price * nbytes + plan.decode_price * view.decode_s(track.name)
 
     def will_replace(self, view: View, group: int) -> bool:
@@ -348,7 +350,7 @@ class TimeSaver:
             return 0.0
         if current == self._times.names[target]:
             return 0.0  # it has that by now
-        saving = self._times.saves(group, current, target)
+        saving = self._times.saves(group, current, self._times.names[target])
         seconds = view.decode_s(self._times.names[target])
         price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
         return saving / max(price, _FREE)
