@@ -368,6 +368,19 @@ def test_a_play_does_not_end_before_an_engine_has_computed_what_it_was_given():
     assert run["loss"] < 1e-3
 
 
+def test_slow_start_hopes_for_no_link_that_is_much_faster_than_earlier_plays_told():
+    """Groups that come next would be fetched in 8 bits, and hold up all others."""
+    offer = default_catalog()
+    prior = Prior(0.3 * offer.fp16_bytes / 4, 0.1)
+
+    def played(cost, **options):
+        options = ReplayOptions(4.0, 0.1, 0.45, cost, prior=prior, **options)
+        return Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+
+    prefix, alone = played(PrefillCost(0.03, 0.25e-3), mode="suffix", prefix=True), played(None)
+    assert prefix["objective"] < 1.06 * alone["objective"]
+
+
 def test_slow_start_leaves_nothing_to_an_engine_that_no_division_gives_anything():
     """Nothing has come for a tenth of the deadline: that is a round trip."""
     run = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=1.0)
