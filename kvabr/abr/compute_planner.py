@@ -397,17 +397,29 @@ class ComputePlanner:
         if view.rate > 0 and not self._growing:
             if not told:
                 return [view.rate], None
-            # Slow start takes a while to get there. If it takes much longer, that is believed less and less.
-            doublings, first = min(view.now / round_s, _MOST_DOUBLINGS), WINDOW / round_s
-            due = math.log2(max(1.0, view.rate / first))
-            late = _LATE_START * due - view.now / measured_s
-            less = min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
-            return [less * view.rate, view.rate], (2.0**doublings * first, round_s)
+            doublings = min(view.now / round_s, _MOST_DOUBLINGS)
+            less = self._doubt(view, view.rate, measured_s)
+            return [less * view.rate, view.rate], (2.0**doublings * WINDOW / round_s, round_s)
+        ramp = max(view.rate, WINDOW / round_s), round_s
+        if view.told_rate > view.rate:  # too fast for an estimate to begin with it, but that is where slow start leads
+            less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _GROWTH * view.rate)
+            return sorted((less, view.told_rate)), ramp
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = [max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
-        return rates, (max(view.rate, WINDOW / round_s), round_s)
+        return rates, ramp
+
+    @staticmethod
+    def _doubt(view: View, told: float, measured_s: float) -> float:
+        """Return the share of the rate that earlier plays told which the link may have as well.
+
+        Slow start takes a while to get there. If it takes much longer, that is believed less and less.
+        """
+        round_s = view.ttfb_s or _UNKNOWN_WAIT_S
+        due = math.log2(max(1.0, told * round_s / WINDOW))
+        late = _LATE_START * due - view.now / measured_s
+        return min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""

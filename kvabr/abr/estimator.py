@@ -31,6 +31,8 @@ class Estimator(ABC):
     """Estimates the rate of one network path, in bytes per second."""
 
     name: ClassVar[str]
+    told = 0.0
+    """Rate that earlier plays observed, bytes per second; 0.0: none."""
 
     def __init__(self) -> None:
         self._first_byte: float | None = None
@@ -43,6 +45,8 @@ class Estimator(ABC):
     def prime(self, prior: Prior) -> None:
         """Take note, before a play starts, of what earlier plays observed. Estimators may ignore it."""
         self._expected_byte = prior.ttfb_s
+        if prior.rate > 0 < prior.weight:
+            self.told = prior.rate
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
         """Return whether a sample is plausible; others come from clocks that jumped or from a bug in the caller."""

@@ -347,6 +347,8 @@ class View:
     """Expected rate, bytes per second; 0.0 until the first bytes arrive."""
     lower_bound: float = 0.0
     """Rate that the link should exceed most of the time, bytes per second; 0.0 until the first bytes arrive."""
+    told_rate: float = 0.0
+    """Rate that earlier plays told, bytes per second; 0.0: none."""
     growing: bool = False
     """Whether the link is in slow start: its rate still grows from sample to sample."""
     ttfb_s: float = 0.0

@@ -166,6 +166,7 @@ class _LimitedEstimator(Estimator):
         self._limit(self._inner.start, horizon_s)
 
     def prime(self, prior: Prior) -> None:
+        super().prime(prior)
         self._limit(self._inner.prime, prior)
 
     def sample(self, nbytes: float, seconds: float, now: float) -> None:

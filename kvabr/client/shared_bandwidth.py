@@ -300,6 +300,7 @@ class LinkShare(Estimator):
 
     def prime(self, prior: Prior) -> None:
         """See `Estimator.prime`; the prior is of the link. Raise `PolicyError` if the estimator raises."""
+        super().prime(prior)
         try:
             self._inner.prime(prior)
         except Exception as error:

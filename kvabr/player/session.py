@@ -147,6 +147,7 @@ class Session:
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
+        self.view.told_rate = self._sampler.told_rate
         self._best_rate = 0.0
         self.sources = Sources(self._sampler, self.view, offers, round_trips, prices)
         self._decode_rates = decode_rates

@@ -259,6 +259,8 @@ class SourceSamplers:
         """Begin with an estimator of each source; ``chunked``: bytes are reported some time after they came."""
         meter = ChunkedThroughputSampler if chunked else ThroughputSampler
         self._each = [meter(estimator, deadline_s, limited) for estimator in estimators]
+        self.told_rate = sum(estimator.told for estimator in estimators)
+        """Rate that earlier plays told, bytes per second; 0.0: none."""
 
     def __getitem__(self, source: int) -> ThroughputSampler:
         return self._each[source]

@@ -102,8 +102,6 @@ class TimeSaver:
         self._followed = self._heard = 0
         self._fast_s = 0.0
         """When the link was last as fast as it can be."""
-        self._told = math.inf
-        """The rate that earlier plays told, bytes per second."""
         self._known_s = 0.0
         """When the rate was known first."""
         self._over, self._added = False, 0
@@ -138,8 +136,6 @@ class TimeSaver:
         self._over = False
         if self._plan is None:
             self._known_s = view.now
-            if view.now <= 0 < view.rate:
-                self._told = view.rate
         if view.rate <= 0:
             enough = len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES
             enough = enough and self._best_rate <= 0  # in an outage, all bases should come when it ends
@@ -293,7 +289,7 @@ class TimeSaver:
         """Return the target for the fastest link that slow start may lead to, of those that come soon as it is."""
         most = _GROWN_TTFB * view.rate * max(view.ttfb_s, _LEAST_TTFB_SHARE * view.deadline_s)
         for growth in _GROWTHS:
-            if growth * view.rate > _HOPED * self._told:
+            if growth * view.rate > _HOPED * (view.told_rate or math.inf):
                 continue  # earlier plays told a slower link
             found = self._kept_plan(view, growth, growth * view.rate).targets[group]
             if self._times.bytes_to(group, found) <= most:
