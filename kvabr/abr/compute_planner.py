@@ -77,6 +77,8 @@ _DOUBT, _LEAST_DOUBT = 0.7, 0.03
 _LATE_START, _DOUBT_SHARE, _MOST_DOUBLINGS = 1.5, 0.005, 64.0
 """Multiple of the time that slow start takes to that rate after which it is doubted; least round trips in this, as a
 share of the deadline, as the rate is measured no more often; and how often slow start can double."""
+_NOW = 2.0 * math.log(2.0)
+"""Rate of a link in slow start, over the mean of the last round trip."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
@@ -399,8 +401,8 @@ class ComputePlanner:
                 return [view.rate], None
             doublings = min(view.now / round_s, _MOST_DOUBLINGS)
             less = self._doubt(view, view.rate, measured_s)
-            return [less * view.rate, view.rate], (2.0**doublings * WINDOW / round_s, round_s)
-        ramp = max(view.rate, WINDOW / round_s), round_s
+            return [less * view.rate, view.rate], (_NOW * 2.0**doublings * WINDOW / round_s, round_s)
+        ramp = _NOW * max(view.rate, WINDOW / round_s), round_s
         if view.told_rate > view.rate:  # too fast for an estimate to begin with it, but that is where slow start leads
             less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _GROWTH * view.rate)
             return sorted((less, view.told_rate)), ramp
