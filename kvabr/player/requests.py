@@ -160,20 +160,26 @@ def choose_late(
 
 
 def choose_collapsed(
-    view: View, best_rate: float, instead: Callable[[int], Track | None]
+    view: View, best_rate: float, instead: Callable[[int], Track | None], here: Callable[[int], str | None]
 ) -> list[tuple[Transfer, str]]:
-    """Return the transfers of missing groups to ask for on the cheapest track, and that, since the link has collapsed.
+    """Return the transfers to ask for on a smaller track, and that, since the link has collapsed.
 
-    What it was at its best is no measure of what it will be. Those that have not begun cost next to nothing on the
-    cheapest track, and may be improved once they are in place.
+    What it was at its best is no measure of what it will be. Of missing groups, those that have not begun cost next to
+    nothing on the cheapest track, and may be improved once they are in place. Once none is missing, upgrades that have
+    not begun are replaced by those that are worth most at the rate that is left, if that pays for a round trip.
 
     Args:
         view: the play.
         best_rate: the best rate so far, bytes per second.
         instead: returns the cheapest track left for a group.
+        here: returns the track on which a group has arrived or is in place.
     """
     needed = view.in_flight.required_bytes
-    if not 0 < view.rate < _COLLAPSED * best_rate or needed <= _COLLAPSED_SHARE * view.time_left * view.rate:
+    if not 0 < view.rate < _COLLAPSED * best_rate:
+        return []
+    if view.arrived:
+        return _smaller_upgrades(view, here)
+    if needed <= _COLLAPSED_SHARE * view.time_left * view.rate:
         return []
     found = []
     for one in view.in_flight.required.values():
@@ -181,6 +187,33 @@ def choose_collapsed(
         if track is not None and one.remaining >= _MUCH_SMALLER * track.bytes[one.group]:
             found.append((one, track.name))
     return found
+
+
+def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
+    """Return the upgrades in flight to replace by smaller ones at what time and bytes cost now; or none."""
+    tracks, pays, found = view.catalog.by_name, -view.time_price * view.ttfb_s, []
+    rate = view.lower_bound
+
+    def cost(one: Transfer, track: str, nbytes: int) -> float:
+        seconds = max(nbytes / rate, view.decode_s(track) * view.catalog.share(one.group) / view.decoders)
+        return view.loss(one.group, track) + view.time_price * seconds + view.byte_price * nbytes
+
+    for one in view.in_flight.upgrades.values() if rate > 0 else ():
+        current = here(one.group)
+        if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
+            continue
+        least, best = cost(one, one.track, one.remaining), one.track
+        for name in tracks:
+            layers = view.layers(name, current)
+            nbytes = sum(view.bytes(one.group, layer) for layer in layers)
+            if nbytes >= one.remaining or any((one.group, layer) in view.unavailable for layer in layers):
+                continue
+            if (other := cost(one, name, nbytes)) < least:
+                least, best = other, name
+        if best != one.track:
+            pays += cost(one, one.track, one.remaining) - least
+            found.append((one, best))
+    return found if pays > 0 else []
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
