@@ -7,7 +7,8 @@ can be served in this order, too: the same bytes then save the most in all of th
 before an older one of its play that is under way, as of two halves neither is worth anything, unless it saves many
 times as much per byte.
 
-Those are cancelled that will be late while a cheaper one would not, and those that have stalled.
+Those are cancelled that will be late while a cheaper one would not, those that a collapsed link brings too slowly to be
+worth it, and those that have stalled.
 
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
 every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
@@ -206,7 +207,7 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
         for name in tracks:
             layers = view.layers(name, current)
             nbytes = sum(view.bytes(one.group, layer) for layer in layers)
-            if nbytes >= one.remaining or any((one.group, layer) in view.unavailable for layer in layers):
+            if not 0 < nbytes < one.remaining or any((one.group, layer) in view.unavailable for layer in layers):
                 continue
             if (other := cost(one, name, nbytes)) < least:
                 least, best = other, name

@@ -148,7 +148,9 @@ class ThroughputSampler:
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
-            if self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
+            if not self._bytes:  # what was on its way does not come: see `_silent`
+                self._ramp_rate = None if self._ramp_rate else self._ramp_rate
+            elif self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
                 self._forget_slow_start(self._bytes / seconds)
             self._sample(self._bytes, seconds, now)
         self._bytes = 0
