@@ -104,6 +104,8 @@ _ONCE_BEGUN = 0.7
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
 """A link has collapsed at this share of its best rate, if what is needed takes that share of the time left; a track is
 much smaller by this factor."""
+_BEGUN = 0.5
+"""An upgrade that has begun is replaced by what costs this share of it."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
@@ -195,24 +197,26 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
     tracks, pays, found = view.catalog.by_name, -view.time_price * view.ttfb_s, []
     rate = view.lower_bound
 
-    def cost(one: Transfer, track: str, nbytes: int) -> float:
-        seconds = max(nbytes / rate, view.decode_s(track) * view.catalog.share(one.group) / view.decoders)
-        return view.loss(one.group, track) + view.time_price * seconds + view.byte_price * nbytes
+    def cost(group: int, track: str, current: str, nbytes: int) -> float:
+        seconds = max(nbytes / rate, view.decode_s(track) * view.catalog.share(group) / view.decoders)
+        late = seconds > view.time_left
+        return view.loss(group, current if late else track) + view.time_price * seconds + view.byte_price * nbytes
 
     for one in view.in_flight.upgrades.values() if rate > 0 else ():
-        current = here(one.group)
-        if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
+        group, current = one.group, here(one.group)
+        if one.local or tracks[one.track].refines or current not in tracks:
             continue
-        least, best = cost(one, one.track, one.remaining), one.track
+        kept = cost(group, one.track, current, one.remaining)
+        least, best = kept * (_BEGUN if one.first_byte_s is not None else 1.0), one.track
         for name in tracks:
             layers = view.layers(name, current)
-            nbytes = sum(view.bytes(one.group, layer) for layer in layers)
-            if not 0 < nbytes < one.remaining or any((one.group, layer) in view.unavailable for layer in layers):
+            nbytes = sum(view.bytes(group, layer) for layer in layers)
+            if not 0 < nbytes < one.remaining or any((group, layer) in view.unavailable for layer in layers):
                 continue
-            if (other := cost(one, name, nbytes)) < least:
+            if (other := cost(group, name, current, nbytes)) < least:
                 least, best = other, name
         if best != one.track:
-            pays += cost(one, one.track, one.remaining) - least
+            pays += kept - least
             found.append((one, best))
     return found if pays > 0 else []
 

@@ -174,16 +174,28 @@ class Sources:
         fresh = [source for source in sound if (source, group, track) not in self._refused]
         fresh = self._in_use(fresh) or fresh
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
+        idle = next((source for source in fresh if source != chosen and self._idle(source, now)), None)
+        if idle is not None and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle):
+            chosen = idle
+            self._tries[idle] = min(_MOST_TRIES, self._tries.get(idle, 0) + 1)
+        elif chosen not in self._in_flight.asked:
+            self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
             self._heard_s[chosen] = now
         return chosen
+
+    def _idle(self, source: int, now: float) -> bool:
+        """Return whether a source was not asked for so long that its rate may be another by now."""
+        since_s = self._heard_s.get(source, now)
+        again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
+        return source not in self._in_flight.asked and now - since_s >= again_s
 
     def heard(self, source: int, now: float) -> None:
         """Note that bytes of a source came."""
         if self.several:
             self._heard_s[source] = now
-            self._silent.pop(source, None)
-            self._tries.pop(source, None)
+            if self._silent.pop(source, None) is not None:
+                self._tries.pop(source, None)
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""

@@ -267,8 +267,11 @@ class SourceSamplers:
 
     @property
     def growing(self) -> bool:
-        """See `ThroughputSampler.growing`; of any source."""
-        return any(each.growing for each in self._each)
+        """See `ThroughputSampler.growing`; of those that bring most."""
+        growing = [each for each in self._each if each.growing]
+        if len(growing) in {0, len(self._each)}:
+            return bool(growing)
+        return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self, used: Sequence[int] | None = None) -> tuple[float, float, float]:
         """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`.
