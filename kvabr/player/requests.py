@@ -104,8 +104,8 @@ _ONCE_BEGUN = 0.7
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
 """A link has collapsed at this share of its best rate, if what is needed takes that share of the time left; a track is
 much smaller by this factor."""
-_BEGUN = 0.5
-"""An upgrade that has begun is replaced by what costs this share of it."""
+_SAVED = 0.2
+"""Upgrades are replaced if that saves this share of what they cost, and a round trip at least."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
@@ -194,31 +194,30 @@ def choose_collapsed(
 
 def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
     """Return the upgrades in flight to replace by smaller ones at what time and bytes cost now; or none."""
-    tracks, pays, found = view.catalog.by_name, -view.time_price * view.ttfb_s, []
-    rate = view.lower_bound
+    tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
 
     def cost(group: int, track: str, current: str, nbytes: int) -> float:
-        seconds = max(nbytes / rate, view.decode_s(track) * view.catalog.share(group) / view.decoders)
+        seconds = max(nbytes / view.lower_bound, view.decode_s(track) * view.catalog.share(group) / view.decoders)
         late = seconds > view.time_left
         return view.loss(group, current if late else track) + view.time_price * seconds + view.byte_price * nbytes
 
-    for one in view.in_flight.upgrades.values() if rate > 0 else ():
+    for one in view.in_flight.upgrades.values() if view.lower_bound > 0 else ():
         group, current = one.group, here(one.group)
-        if one.local or tracks[one.track].refines or current not in tracks:
+        if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
             continue
-        kept = cost(group, one.track, current, one.remaining)
-        least, best = kept * (_BEGUN if one.first_byte_s is not None else 1.0), one.track
+        kept = least = cost(group, one.track, current, one.bytes)
+        best = one.track
         for name in tracks:
             layers = view.layers(name, current)
             nbytes = sum(view.bytes(group, layer) for layer in layers)
-            if not 0 < nbytes < one.remaining or any((group, layer) in view.unavailable for layer in layers):
+            if not 0 < nbytes < one.bytes or any((group, layer) in view.unavailable for layer in layers):
                 continue
             if (other := cost(group, name, current, nbytes)) < least:
                 least, best = other, name
+        total, saved = total + kept, saved + kept - least
         if best != one.track:
-            pays += kept - least
             found.append((one, best))
-    return found if pays > 0 else []
+    return found if saved > max(_SAVED * total, view.time_price * view.ttfb_s) else []
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:
