@@ -46,6 +46,8 @@ _AGAIN = 3.0
 """A silent source is asked for one group after as many times that long; twice as many whenever it stays silent."""
 _MOST_TRIES = 8
 """Doublings at most."""
+_TELLING_BYTES = 1 << 15
+"""Least size of what a source is asked for to learn its rate anew."""
 _MOVED, _MOVED_S = 1.5, 0.05
 """What has not begun is moved if it would take this many times as long as elsewhere, and so many seconds longer."""
 _MOVED_BEGUN = 3.0
@@ -174,10 +176,10 @@ class Sources:
         fresh = [source for source in sound if (source, group, track) not in self._refused]
         fresh = self._in_use(fresh) or fresh
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
-        idle = next((source for source in fresh if source != chosen and self._idle(source, now)), None)
-        if idle is not None and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle):
-            chosen = idle
-            self._tries[idle] = min(_MOST_TRIES, self._tries.get(idle, 0) + 1)
+        idle = [source for source in fresh if source != chosen and self._idle(source, now)]
+        if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
+            chosen = idle[0]
+            self._tries[chosen] = min(_MOST_TRIES, self._tries.get(chosen, 0) + 1)
         elif chosen not in self._in_flight.asked:
             self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
@@ -274,6 +276,8 @@ class Sources:
         asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
         while asked and (others := self._others(last := asked.pop())):
             begun = last.first_byte_s is not None
+            if not begun and source in self._tries:
+                break  # its rate is what this is to tell
             own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
             other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
             if own_s <= (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S:

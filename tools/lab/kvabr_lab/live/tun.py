@@ -46,8 +46,10 @@ class Device:
         """Create it.
 
         Raises:
-            OSError: there is no such device here, or the right to make one is missing.
+            OSError: there is no such device here, the right to make one is missing, or another link runs.
         """
+        if _is_here(NEAR):
+            raise OSError(f"{NEAR} is taken: another link runs")
         self._file = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
         try:
             made = fcntl.ioctl(self._file, _TUNSETIFF, struct.pack("16sH14x", b"kvabr%d", _IFF_TUN | _IFF_NO_PI))
@@ -77,6 +79,15 @@ class Device:
     def close(self) -> None:
         """Remove it."""
         os.close(self._file)
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _ip(*command: str) -> None:
