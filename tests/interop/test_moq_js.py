@@ -1,5 +1,8 @@
 """kvabr against @moq/net, an independent implementation in JavaScript: it subscribes to a growing track over TCP.
 
+The track is empty at first: 0.3.4 of it reads the largest object with a length before it, which draft 17 has removed
+(github.com/moq-dev/moq/issues/3558). MoQT's FETCH is not implemented in it.
+
 It needs packages of its own: `tools/setup-peers .peers moqjs`; without them this is skipped.
 """
 
