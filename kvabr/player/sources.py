@@ -180,7 +180,7 @@ class Sources:
         if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
             chosen = idle[0]
             self._tries[chosen] = min(_MOST_TRIES, self._tries.get(chosen, 0) + 1)
-        elif chosen not in self._in_flight.asked:
+        else:
             self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
             self._heard_s[chosen] = now
