@@ -66,6 +66,7 @@ class TransportComparison:
             # The first time, one has just been dialled; of the others the sooner, as something else may be in the way.
             ratio = min(one for one, _ in took[1:]) / min(other for _, other in took[1:])
             self._history.heard(source.name_of(other), ratio * rate, here.stats().rtt_s or 0.0)
+            await asyncio.get_running_loop().run_in_executor(None, self._history.save)
             if ratio > CLEARLY and peer.transfers.connection is here and source.other[0] == used:
                 await here.renew()
 
