@@ -7,49 +7,96 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from kvabr.cli.interrupt import INTERRUPTED
 from kvabr.types.errors import KvabrError, UsageError
 
 MOST_PROCESSES = 64
+_MOST_KILLED, _WITHIN_S = 5, 60.0
+"""Processes that are replaced within so many seconds: where more are killed, something is wrong with the machine."""
 
 
 def run_processes(count: int, work: Callable[[int], int]) -> int:
     """Run ``work`` in ``count`` processes, which it is given the numbers of, from 0 on; return the exit status.
 
-    Signals to end reach all of them. If one ends by itself, the others end as well, so that nothing is served by a part
-    of them. The status is the largest of theirs, and at least 1 if one was killed. ``work`` must be picklable.
+    Signals to end reach all of them. One that is killed, as by a system that has no memory left, is started again, and
+    standard error says so; where that happens often, and if one ends by itself, the others end as well, so that nothing
+    is served by a part of them. The status is the largest of theirs, and at least 1 if one was killed and not replaced.
+    ``work`` must be picklable.
     """
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_run, args=(work, number)) for number in range(count)]
-    told = set[int]()
-
-    def pass_on(number: int, _: FrameType | None, but: Collection[int] = ()) -> None:
-        for process in processes:
-            if process.pid is not None and process.pid not in but and process.is_alive():
-                if number != signal.SIGHUP:
-                    told.add(process.pid)
-                os.kill(process.pid, number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    group = _Processes(count, work)
+    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        for process in processes:
-            process.start()
-        wait([process.sentinel for process in processes])
-        pass_on(signal.SIGTERM, None, told.copy())  # a second one would cut short what they finish
-        for process in processes:
-            process.join()
+        for number in range(count):
+            group.start(number)
+        while (killed := group.killed()) and group.replaces(killed):
+            for number, _ in killed:
+                group.start(number)
+        return group.end()
     finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
+        for process in group.running.values():
+            process.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
-    codes = [process.exitcode for process in processes]
-    return max(1 if code is None or code < 0 else code for code in codes)
+
+
+class _Processes:
+    def __init__(self, count: int, work: Callable[[int], int]) -> None:
+        self._count, self._work = count, work
+        self.running: dict[int, BaseProcess] = {}
+        """By number."""
+        self._told = set[int | None]()
+        """Those that have got a signal to end."""
+        self._killed_s = deque[float](maxlen=_MOST_KILLED + 1)
+
+    def start(self, number: int) -> None:
+        process = multiprocessing.get_context("spawn").Process(target=_run, args=(self._work, number))
+        process.start()
+        self.running[number] = process
+
+    def pass_on(self, number: int, _: FrameType | None = None, but: Collection[int | None] = ()) -> None:
+        """Send a signal to all that run."""
+        for process in self.running.values():
+            if process.pid is not None and process.pid not in but and process.is_alive():
+                if number != signal.SIGHUP:
+                    self._told.add(process.pid)
+                os.kill(process.pid, number)
+
+    def killed(self) -> list[tuple[int, int]]:
+        """Wait until one has ended; return numbers and statuses of those that were killed, or none if one was not."""
+        ready = wait([process.sentinel for process in self.running.values()])
+        ended = [(number, process) for number, process in self.running.items() if process.sentinel in ready]
+        for _, process in ended:
+            process.join()  # for its status
+        codes = [(number, process.exitcode or 0) for number, process in ended]
+        return codes if all(code < 0 for _, code in codes) else []
+
+    def replaces(self, killed: list[tuple[int, int]]) -> bool:
+        """Return whether to start again what was killed, and say it: not if that is often, or all are to end."""
+        if self._told:
+            return False
+        now = time.monotonic()
+        self._killed_s.extend(now for _ in killed)
+        often = len(self._killed_s) > _MOST_KILLED and now - self._killed_s[0] < _WITHIN_S
+        then = f"as {_MOST_KILLED} were in the last minute: all end" if often else "it is started again"
+        for number, code in killed:
+            said = f"kvabr: process {number + 1} of {self._count} was killed (signal {-code}); {then}"
+            print(said, file=sys.stderr, flush=True)
+        return not often
+
+    def end(self) -> int:
+        """Have all end; return their status."""
+        self.pass_on(signal.SIGTERM, but=self._told.copy())  # a second one would cut short what they finish
+        for process in self.running.values():
+            process.join()
+        codes = [process.exitcode for process in self.running.values()]
+        return max(1 if code is None or code < 0 else code for code in codes)
 
 
 def _run(work: Callable[[int], int], number: int) -> None:

@@ -7,7 +7,8 @@ can be served in this order, too: the same bytes then save the most in all of th
 before an older one of its play that is under way, as of two halves neither is worth anything, unless it saves many
 times as much per byte.
 
-Those are cancelled that will be late while a cheaper one would not, and those that have stalled.
+Those are cancelled that will be late while a cheaper one would not, those that a collapsed link brings too slowly to be
+worth it, and those that have stalled.
 
 Abandoning follows dash.js and hls.js, applied to a deadline, and weighs the whole play. If everything in flight plus
 every missing group at its cheapest cannot arrive in time at the expected rate, cancel the transfer whose replacement by
@@ -104,6 +105,8 @@ _ONCE_BEGUN = 0.7
 _COLLAPSED, _COLLAPSED_SHARE, _MUCH_SMALLER = 0.3, 0.3, 4.0
 """A link has collapsed at this share of its best rate, if what is needed takes that share of the time left; a track is
 much smaller by this factor."""
+_SAVED = 0.2
+"""Upgrades are replaced if that saves this share of what they cost, and a round trip at least."""
 
 LEAST_SILENCE_S = 0.2
 """A shorter silence proves nothing, seconds: machines are busy with something else for that long now and then."""
@@ -161,20 +164,26 @@ def choose_late(
 
 
 def choose_collapsed(
-    view: View, best_rate: float, instead: Callable[[int], Track | None]
+    view: View, best_rate: float, instead: Callable[[int], Track | None], here: Callable[[int], str | None]
 ) -> list[tuple[Transfer, str]]:
-    """Return the transfers of missing groups to ask for on the cheapest track, and that, since the link has collapsed.
+    """Return the transfers to ask for on a smaller track, and that, since the link has collapsed.
 
-    What it was at its best is no measure of what it will be. Those that have not begun cost next to nothing on the
-    cheapest track, and may be improved once they are in place.
+    What it was at its best is no measure of what it will be. Of missing groups, those that have not begun cost next to
+    nothing on the cheapest track, and may be improved once they are in place. Once none is missing, upgrades that have
+    not begun are replaced by those that are worth most at the rate that is left, if that pays for a round trip.
 
     Args:
         view: the play.
         best_rate: the best rate so far, bytes per second.
         instead: returns the cheapest track left for a group.
+        here: returns the track on which a group has arrived or is in place.
     """
     needed = view.in_flight.required_bytes
-    if not 0 < view.rate < _COLLAPSED * best_rate or needed <= _COLLAPSED_SHARE * view.time_left * view.rate:
+    if not 0 < view.rate < _COLLAPSED * best_rate:
+        return []
+    if view.arrived:
+        return _smaller_upgrades(view, here)
+    if needed <= _COLLAPSED_SHARE * view.time_left * view.rate:
         return []
     found = []
     for one in view.in_flight.required.values():
@@ -182,6 +191,34 @@ def choose_collapsed(
         if track is not None and one.remaining >= _MUCH_SMALLER * track.bytes[one.group]:
             found.append((one, track.name))
     return found
+
+
+def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
+    """Return the upgrades in flight to replace by smaller ones at what time and bytes cost now; or none."""
+    tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
+
+    def cost(group: int, track: str, current: str, nbytes: int) -> float:
+        seconds = max(nbytes / view.lower_bound, view.decode_s(track) * view.catalog.share(group) / view.decoders)
+        late = seconds > view.time_left
+        return view.loss(group, current if late else track) + view.time_price * seconds + view.byte_price * nbytes
+
+    for one in view.in_flight.upgrades.values() if view.lower_bound > 0 else ():
+        group, current = one.group, here(one.group)
+        if one.first_byte_s is not None or one.local or tracks[one.track].refines or current not in tracks:
+            continue
+        kept = least = cost(group, one.track, current, one.bytes)
+        best = one.track
+        for name in tracks:
+            layers = view.layers(name, current)
+            nbytes = sum(view.bytes(group, layer) for layer in layers)
+            if not 0 < nbytes < one.bytes or any((group, layer) in view.unavailable for layer in layers):
+                continue
+            if (other := cost(group, name, current, nbytes)) < least:
+                least, best = other, name
+        total, saved = total + kept, saved + kept - least
+        if best != one.track:
+            found.append((one, best))
+    return found if saved > max(_SAVED * total, view.time_price * view.ttfb_s) else []
 
 
 def choose_hopeless(view: View, here: Callable[[int], str | None]) -> tuple[Transfer, str] | None:

@@ -781,21 +781,24 @@ class Session:
         view, begun = self.view, 0
         self._best_rate = max(self._best_rate, view.rate)
         if self.guard.policy.paces:  # it will ask for better ones if they come after all
-            for transfer, track in choose_collapsed(view, self._best_rate, self.retries.cheapest_left):
-                why = f"the link has collapsed: {track} comes first"
+            found = choose_collapsed(view, self._best_rate, self.retries.cheapest_left, self.groups.here)
+            for transfer, track in found:
+                group, why = transfer.group, f"the link has collapsed: {track} comes first"
                 self.record.abandoned += 1
                 self.cancel(transfer, why, now)
-                if transfer.group in view.missing_groups:
-                    self._fetch(transfer.group, track, Decision.fetch(transfer.group, track, why), now)
+                if group in view.missing_groups:
+                    self._fetch(group, track, Decision.fetch(group, track, why), now)
+                elif group in view.settled:
+                    self._fetch(group, track, Decision.upgrade(group, track, why), now)
         while begun < _ABANDONED:
-            found = choose_late(view, self.retries.cheapest_left, begun=begun > 0)
-            if found is None:
+            late = choose_late(view, self.retries.cheapest_left, begun=begun > 0)
+            if late is None:
                 break
             begun += 1
             self.record.abandoned += 1
-            if not found[0].upgrade:
-                self.retries.abandoned(found[0].group)
-            self.cancel(*found, now)
+            if not late[0].upgrade:
+                self.retries.abandoned(late[0].group)
+            self.cancel(*late, now)
         if not begun and self.aim.drops_upgrades and (hopeless := choose_hopeless(view, self.groups.here)) is not None:
             self.record.abandoned += 1
             self.retries.dropped(hopeless[0].group, hopeless[0].track)

@@ -46,6 +46,8 @@ _AGAIN = 3.0
 """A silent source is asked for one group after as many times that long; twice as many whenever it stays silent."""
 _MOST_TRIES = 8
 """Doublings at most."""
+_TELLING_BYTES = 1 << 15
+"""Least size of what a source is asked for to learn its rate anew."""
 _MOVED, _MOVED_S = 1.5, 0.05
 """What has not begun is moved if it would take this many times as long as elsewhere, and so many seconds longer."""
 _MOVED_BEGUN = 3.0
@@ -174,16 +176,28 @@ class Sources:
         fresh = [source for source in sound if (source, group, track) not in self._refused]
         fresh = self._in_use(fresh) or fresh
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
+        idle = [source for source in fresh if source != chosen and self._idle(source, now)]
+        if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
+            chosen = idle[0]
+            self._tries[chosen] = min(_MOST_TRIES, self._tries.get(chosen, 0) + 1)
+        else:
+            self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
             self._heard_s[chosen] = now
         return chosen
+
+    def _idle(self, source: int, now: float) -> bool:
+        """Return whether a source was not asked for so long that its rate may be another by now."""
+        since_s = self._heard_s.get(source, now)
+        again_s = self._patience_s(source) * 2 ** self._tries.get(source, 0)
+        return source not in self._in_flight.asked and now - since_s >= again_s
 
     def heard(self, source: int, now: float) -> None:
         """Note that bytes of a source came."""
         if self.several:
             self._heard_s[source] = now
-            self._silent.pop(source, None)
-            self._tries.pop(source, None)
+            if self._silent.pop(source, None) is not None:
+                self._tries.pop(source, None)
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""
@@ -262,6 +276,8 @@ class Sources:
         asked = sorted(self._of(source), key=lambda one: (one.first_byte_s is None, one.priority, one.request))
         while asked and (others := self._others(last := asked.pop())):
             begun = last.first_byte_s is not None
+            if not begun and source in self._tries:
+                break  # its rate is what this is to tell
             own_s = self._ends_s(source, moved[source] if not begun else last.remaining, alone=begun)
             other_s, other = min((self._ends_s(each, moved[each] + last.bytes), each) for each in others)
             if own_s <= (_MOVED_BEGUN if begun else _MOVED) * other_s + _MOVED_S:

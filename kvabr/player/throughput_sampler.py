@@ -148,7 +148,9 @@ class ThroughputSampler:
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""
         if self._says_something(self._bytes / seconds, now):
-            if self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
+            if not self._bytes:  # what was on its way does not come: see `_silent`
+                self._ramp_rate = None if self._ramp_rate else self._ramp_rate
+            elif self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
                 self._forget_slow_start(self._bytes / seconds)
             self._sample(self._bytes, seconds, now)
         self._bytes = 0
@@ -267,8 +269,11 @@ class SourceSamplers:
 
     @property
     def growing(self) -> bool:
-        """See `ThroughputSampler.growing`; of any source."""
-        return any(each.growing for each in self._each)
+        """See `ThroughputSampler.growing`; of those that bring most."""
+        growing = [each for each in self._each if each.growing]
+        if len(growing) in {0, len(self._each)}:
+            return bool(growing)
+        return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
     def estimates(self, used: Sequence[int] | None = None) -> tuple[float, float, float]:
         """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`.

@@ -141,14 +141,7 @@ class Server(Host[Peer]):
         except OSError as error:
             for sock in socks:
                 sock.close()
-            where = f"{self.host}:{self.port}"
-            if error.errno == errno.EADDRINUSE:
-                hint = "another server is running there; stop it, or give another --bind HOST:PORT"
-                if self.tcp != "off":
-                    hint += ", or --tcp off if it has the TCP port alone"
-            else:
-                hint = "give an address of this machine with --bind HOST:PORT"
-            raise TransportError(f"{where}: cannot be bound ({error.strerror or error}); {hint}") from error
+            raise _not_bound(self.host, self.port, error, tcp=self.tcp != "off") from error
 
     @property
     def address(self) -> tuple[str, int]:
@@ -280,6 +273,26 @@ class Server(Host[Peer]):
             self._lib.demand_proof(self._server, self._retry_tokens)
         else:
             self._lib.demand_proof(self._server, None)
+
+
+def check_unused(host: str, port: int, *, tcp: bool) -> None:
+    """Raise `TransportError` if others serve at an address, even if they would share it, or it is not ours."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)[0]
+        for sock in _bound(family, address, tcp=tcp, shared=False):
+            sock.close()
+    except OSError as error:
+        raise _not_bound(host, port, error, tcp=tcp) from error
+
+
+def _not_bound(host: str, port: int, error: OSError, *, tcp: bool) -> TransportError:
+    if error.errno == errno.EADDRINUSE:
+        hint = "another server is running there; stop it, or give another --bind HOST:PORT"
+        if tcp:
+            hint += ", or --tcp off if it has the TCP port alone"
+    else:
+        hint = "give an address of this machine with --bind HOST:PORT"
+    return TransportError(f"{host}:{port}: cannot be bound ({error.strerror or error}); {hint}")
 
 
 def _bound(family: int, address: Any, *, tcp: bool, shared: bool) -> list[socket.socket]:

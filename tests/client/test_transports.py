@@ -9,6 +9,7 @@ import pytest
 from kvabr.client import async_client
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.client.shared_bandwidth import PeerHistory
 from kvabr.types.events import PlayStarted
 from tests.client.served import LIMIT_S, Served
 from tests.toymodel import prompt
@@ -33,14 +34,16 @@ def a_client(served, log=None, **how):
     return AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, options=options, **how)
 
 
-async def test_both_are_measured_after_the_first_play(served):
+async def test_both_are_measured_after_the_first_play(served, tmp_path):
     sent = []
-    async with a_client(served, sent.append) as client:
+    async with a_client(served, sent.append, cache=tmp_path / "cache") as client:
         (peer,) = client.origins
         assert (await client.play(LONG, deadline=LIMIT_S)).met
         await client._measuring
         rates = [client._history.rate(name) for name in peer.transfers.source.peers[:2]]
         assert min(rates) > 0
+        kept = PeerHistory(tmp_path / "cache" / "peers.json")  # for other processes
+        assert [kept.rate(name) for name in peer.transfers.source.peers[:2]] == rates
         assert not client._transports.due(peer)  # they are known now
         connection = peer.transfers.connection
         assert connection.peer == peer.transfers.source.name_of("tcp" if connection.backend == "tcp" else "quic")

@@ -1,9 +1,10 @@
-"""Processes that share an address: how they end."""
+"""Processes that share an address: how they end, and are replaced."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -42,3 +43,39 @@ def test_one_that_has_ended_does_not_cut_short_what_another_finishes(tmp_path):
 
     threading.Thread(target=end, daemon=True).start()
     assert run_processes(2, partial(_serve, tmp_path)) == 0
+
+
+def _killed(folder, number):
+    """Say that it runs; then the second one dies, as often as it is started, and the first goes on until it is told."""
+    runs = folder / f"{number}-{os.getpid()}"
+    runs.touch()
+    if number == 1:
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    while True:
+        time.sleep(0.01)
+
+
+def test_one_that_is_killed_is_started_again_and_said_but_not_for_ever(tmp_path, capfd):
+    (tmp_path / "go").touch()
+    assert run_processes(2, partial(_killed, tmp_path)) == 1
+    said = capfd.readouterr().err.splitlines()
+    again = "kvabr: process 2 of 2 was killed (signal 9); it is started again"
+    assert said == [again] * 5 + ["kvabr: process 2 of 2 was killed (signal 9); as 5 were in the last minute: all end"]
+    assert len(list(tmp_path.glob("1-*"))) == 6
+    assert len(list(tmp_path.glob("0-*"))) == 1
+
+
+def test_one_that_is_killed_after_all_were_told_to_end_is_not_started_again(tmp_path, capfd):
+    def end():
+        while len(list(tmp_path.glob("?-*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)  # the second one has no handler yet: it dies of this
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=end, daemon=True).start()
+    assert run_processes(2, partial(_killed, tmp_path)) == 1
+    assert not capfd.readouterr().err
+    assert len(list(tmp_path.glob("1-*"))) == 1

@@ -260,6 +260,12 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
                 async with await dial(options, "tcp") as connection:
                     assert await fetch(connection, asset.namespace, CATALOG_TRACK)
                     served |= {pid for pid in children if established(pid)}
+            other = await asyncio.create_subprocess_exec(
+                sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            )
+            _, said = await other.communicate()
+            assert other.returncode == 1
+            assert b"another server is running there" in said
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         assert all(map(gone, children))

@@ -49,8 +49,10 @@ _MAX_ADDRESSES = 8
 
 CLEARLY = 1.1
 """How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
-SHORT_S = 0.005
-"""Seconds within which a TCP connection must be there for the path to count as short."""
+_MUCH, _MUCH_S = 2.0, 1.0
+"""Where TCP carries so many times as much, it has so many seconds for TLS before QUIC is dialled as well."""
+SHORT_S = 0.15
+"""Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp", "tcp-plain"]
 _OVER: tuple[Over, ...] = ("quic", "tcp")
 """What ``auto`` chooses from; without TLS only what was asked for."""
@@ -204,13 +206,13 @@ class Connecting:
         return RedialledConnection(await self._dial(), self._dial, peer=self.peers[0])
 
     async def _auto(self) -> MoqtConnection:
-        """Dial over TCP where the path is short, or TCP was better before; else over QUIC, and TCP if that is silent.
+        """Dial over TCP unless it is not there soon, or QUIC was better before; then over QUIC.
 
-        QUIC needs two round trips less until the first request, and a lost packet holds up one stream alone; TCP takes
-        a fraction of the processor's time. Where both were measured (`kvabr.client.transports`), what carries clearly
-        more is dialled first.
+        QUIC needs a round trip less until the first request, and a lost packet holds up one stream alone. TCP takes a
+        fraction of the processor's time, and origins may have a congestion control that random losses do not slow
+        down. Where both were measured (`kvabr.client.transports`), what carries clearly more is dialled first.
         """
-        better = self._better()
+        better, rates = self._better(), self._rates()
         # Who accepts on TCP and says nothing may be somebody else.
         order: list[tuple[Over, float | None]] = [(over, None) for over in _OVER]
         if better != "quic":
@@ -230,7 +232,8 @@ class Connecting:
 
         chosen: MoqtConnection | UnauthorizedError | None = None
         try:
-            chosen = await first_of(order, attempt, HEAD_START_S)
+            much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"] > 0
+            chosen = await first_of(order, attempt, _MUCH_S if much else HEAD_START_S)
         except NoAnswerError as error:
             raise silent.get("quic", error) from None
         finally:
@@ -243,12 +246,16 @@ class Connecting:
 
     def _better(self) -> Over | None:
         """Return what clearly carried more before, to this peer, or else what works; None if nothing is known."""
-        rates = {over: self._known(peer_name(self._where, over)) for over in _OVER}
+        rates = self._rates()
         if all(rates.values()):
             for over in _OVER:
                 if rates[over] > CLEARLY * min(rates.values()):
                     return over
         return self._over
+
+    def _rates(self) -> dict[Over, float]:
+        """Return what plays have seen by each transport, bytes per second; 0.0: nothing is known."""
+        return {over: self._known(peer_name(self._where, over)) for over in _OVER}
 
     @property
     def _over(self) -> Over | None:

@@ -76,13 +76,13 @@ class Lane:
         self.most_queued = self.queued
         self.carried = self.carried_bytes = self.overflowed = self.lost = 0
 
-    def admit(self, now: float, payload: int) -> float | None:
-        """Handle a packet of ``payload`` bytes of UDP.
+    def admit(self, now: float, payload: int, headers: int = HEADER_BYTES) -> float | None:
+        """Handle a packet of ``payload`` bytes of UDP, or of other ``headers``.
 
         Returns:
             When it arrives at the other end, never before an earlier packet; None if it is dropped.
         """
-        size = payload + HEADER_BYTES
+        size = payload + headers
         departs = now
         if self._capacity is not None:
             queue = self._queue

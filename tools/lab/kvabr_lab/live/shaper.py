@@ -1,5 +1,7 @@
 """An emulated link in user space: forwards UDP between loopback ports as a trace, a delay, a queue and losses allow.
 
+`kvabr_lab.live.tun` does the same for whole IP packets.
+
 The shaper runs in a process of its own, so that it does not share an interpreter lock with the peers. Its parent talks
 to it over a pipe, and it ends with the pipe.
 
@@ -23,15 +25,18 @@ import random
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 from kvabr.replay.link import Capacity, running_sums
 from kvabr.replay.trace import Trace
 from kvabr_lab.live.child import Child, Usage
-from kvabr_lab.live.lane import Conditions, Lane, line_rate
+from kvabr_lab.live.lane import HEADER_BYTES, Conditions, Lane, line_rate
 
 Address = tuple[str, int]
 
@@ -142,7 +147,7 @@ class Shaper(Child):
 def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) -> None:
     gc.disable()  # there are no reference cycles here, and a pause is a delay
     try:
-        forwarder = _Forwarder(origin, host, conditions)
+        forwarder = _SocketForwarder(origin, host, conditions)
     except OSError as error:
         pipe.send(f"{error} (forwarding {host} to {origin[0]} port {origin[1]})")
         return
@@ -151,21 +156,31 @@ def _main(pipe: Connection, origin: Address, host: str, conditions: Conditions) 
         forwarder.run(pipe)
 
 
+class Port(Protocol):
+    """Where packets come from and go to: a socket, or a device."""
+
+    def fileno(self) -> int:
+        """Return its file descriptor."""
+
+    def send(self, data: bytes, /) -> int:
+        """Send a packet."""
+
+
 @dataclass(slots=True, eq=False)
-class _Way:
+class Way:
     """One direction: its lane and the packets in flight."""
 
     lane: Lane
-    held: deque[tuple[float, socket.socket, Address | None, bytes]] = field(default_factory=deque)
+    held: deque[tuple[float, Port, Address | None, bytes]] = field(default_factory=deque)
     """In order."""
-    strays: list[tuple[float, int, socket.socket, Address | None, bytes]] = field(default_factory=list)
+    strays: list[tuple[float, int, Port, Address | None, bytes]] = field(default_factory=list)
     """A heap of those that arrive out of order."""
     held_bytes: int = 0
     unruly: bool = False
     """Whether packets may arrive out of order, or twice."""
     number: int = 0
 
-    def stray(self, due: float, to: socket.socket, address: Address | None, data: bytes) -> None:
+    def stray(self, due: float, to: Port, address: Address | None, data: bytes) -> None:
         """Have a packet arrive whenever it is due."""
         self.number += 1  # tuples that are equal up to here would compare sockets
         heapq.heappush(self.strays, (due, self.number, to, address, data))
@@ -179,72 +194,59 @@ class _Way:
         return first
 
 
-class _Forwarder:
-    """Sockets and loop of the child process."""
+class Forwarder(ABC):
+    """Loop of the child process: what it reads waits for its time on one of two ways."""
 
-    def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
-        self._origin = origin
-        self.listener = _socket()
-        self.listener.bind((host, 0))
-        self._upstream: dict[Address, socket.socket] = {}
-        self._player: dict[socket.socket, Address] = {}
-        self._down = _Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
-        self._up = _Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
+    def __init__(self, conditions: Conditions) -> None:
+        """Begin without a bottleneck."""
+        self.down = Way(Lane(random.Random(f"down:{conditions.seed}")))  # noqa: S311  # losses, not secrets
+        self.up = Way(Lane(random.Random(f"up:{conditions.seed}")))  # noqa: S311
         self._trace: tuple[Trace, list[float], float] | None = None
         """The trace that was loaded last, its running sums, and its line rate."""
         self._begin(_Begin(conditions, None, time.monotonic()))
 
+    @abstractmethod
+    def ports(self) -> Iterable[Port]:
+        """Return what to read."""
+
+    @abstractmethod
+    def read(self, port: Port, now: float) -> None:
+        """Take some of the packets that are there from a port, and `hold` them."""
+
+    @abstractmethod
+    def rebind(self, origin: Address | None) -> None:
+        """See `Shaper.rebind`."""
+
+    @abstractmethod
+    def kernel_drops(self) -> int | None:
+        """Return the packets that the kernel dropped before they were read (Linux)."""
+
     def run(self, pipe: Connection) -> None:
         """Forward until the pipe ends."""
         clock = time.monotonic
-        ways = (self._down, self._up)
+        ways = (self.down, self.up)
         while True:
             due = min((at for way in ways if (at := way.due()) is not None), default=None)
             wait = None if due is None else max(0.0, due - clock())
-            watched: list[Connection | socket.socket] = [pipe, self.listener, *self._player]
+            watched: list[Connection | Port] = [pipe, *self.ports()]
             readable, _, _ = select.select(watched, (), (), wait)
             # Poll again: packets sent after a message must not be treated as if they came before it.
             while select.select([pipe], (), (), 0)[0]:
                 self._obey(pipe)
             now = clock()
             for ready in readable:
-                if isinstance(ready, Connection):
-                    continue
-                if ready is self.listener:
-                    self._read_players(now)
-                else:
-                    self._read_origin(ready, now)
+                if not isinstance(ready, Connection):
+                    self.read(ready, now)
             for way in ways:
                 self._deliver(way, clock())
 
-    def _read_players(self, now: float) -> None:
-        listener, way = self.listener, self._up
-        try:
-            for _ in range(_BATCH):
-                data, address = listener.recvfrom(65536)
-                upstream = self._upstream.get(address) or self._connect(address)
-                self._hold(way, now, upstream, None, data)
-        except BlockingIOError:
-            pass
-
-    def _read_origin(self, upstream: socket.socket, now: float) -> None:
-        way, address, listener = self._down, self._player.get(upstream), self.listener
-        if address is None:
-            return  # closed a moment ago, to make room
-        try:
-            for _ in range(_BATCH):
-                self._hold(way, now, listener, address, upstream.recv(65536))
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            pass  # nothing listens at the origin's port; QUIC notices by itself
-
     @staticmethod
-    def _hold(way: _Way, now: float, to: socket.socket, address: Address | None, data: bytes) -> None:
+    def hold(way: Way, now: float, to: Port, address: Address | None, data: bytes, headers: int = HEADER_BYTES) -> None:
+        """Have a packet wait for its time, or drop it; it has ``headers`` besides ``data`` on the wire."""
         if way.held_bytes > _HELD:
             way.lane.overflowed += 1
             return
-        due = way.lane.admit(now, len(data))
+        due = way.lane.admit(now, len(data), headers)
         if due is None:
             return
         overtaken = None
@@ -257,7 +259,7 @@ class _Forwarder:
             way.held.append((due, to, address, data))
             way.held_bytes += len(data)
 
-    def _deliver(self, way: _Way, now: float) -> None:
+    def _deliver(self, way: Way, now: float) -> None:
         held, limit, late = way.held, now + _EARLY_S, self._late
         while held and held[0][0] <= limit:
             due, to, address, data = held.popleft()
@@ -271,27 +273,12 @@ class _Forwarder:
             with contextlib.suppress(OSError):
                 _send(to, address, data)
 
-    def _connect(self, address: Address) -> socket.socket:
-        if len(self._upstream) >= _PLAYERS:
-            oldest = next(iter(self._upstream))
-            gone = self._upstream.pop(oldest)
-            del self._player[gone]
-            gone.close()
-        upstream = _socket()
-        upstream.connect(self._origin)
-        self._upstream[address], self._player[upstream] = upstream, address
-        return upstream
-
     def _obey(self, pipe: Connection) -> None:
         message = pipe.recv()
         if isinstance(message, _Begin):
             self._begin(message)
         elif isinstance(message, _Rebind):
-            self._origin = message.origin or self._origin
-            for upstream in self._player:
-                upstream.close()  # what is on its way from it is lost
-            self._upstream.clear()
-            self._player.clear()
+            self.rebind(message.origin)
         elif isinstance(message, Trace):
             self._trace = message, running_sums(message), line_rate(message)
         else:
@@ -304,7 +291,7 @@ class _Forwarder:
             trace, sums, rate = self._trace
             capacity = Capacity(trace, message.start_s, slow_start=False, sums=sums)
             limit = conditions.limit_bytes(rate)
-        down, up = self._down, self._up
+        down, up = self.down, self.up
         # Packets past the bottleneck go on; those in its queue belong to the play before.
         passed = time.monotonic() + conditions.rtt_s / 2
         while down.held and down.held[-1][0] > passed:
@@ -318,15 +305,15 @@ class _Forwarder:
         self._reset()
 
     def _reset(self) -> None:
-        for way in (self._down, self._up):
+        for way in (self.down, self.up):
             way.lane.reset()
         self._late = [0] * _LATE_STEPS
-        self._missed = self._kernel_drops()
+        self._missed = self.kernel_drops()
         self._began = Usage.now()
 
     def _stats(self) -> ShaperStats:
-        down, up = self._down.lane, self._up.lane
-        missed = self._kernel_drops()
+        down, up = self.down.lane, self.up.lane
+        missed = self.kernel_drops()
         return ShaperStats(
             forwarded_down=down.carried,
             bytes_down=down.carried_bytes,
@@ -350,8 +337,72 @@ class _Forwarder:
                 return step * _LATE_STEP_S
         return _LATE_STEPS * _LATE_STEP_S
 
-    def _kernel_drops(self) -> int | None:
-        """Return the packets that the kernel dropped at our sockets (Linux)."""
+
+class _SocketForwarder(Forwarder):
+    """Reads UDP from a socket for players, and from one for each player towards the origin."""
+
+    def __init__(self, origin: Address, host: str, conditions: Conditions) -> None:
+        self._origin = origin
+        self.listener = _socket()
+        self.listener.bind((host, 0))
+        self._upstream: dict[Address, socket.socket] = {}
+        self._player: dict[socket.socket, Address] = {}
+        super().__init__(conditions)
+
+    def ports(self) -> Iterable[Port]:
+        """See `Forwarder.ports`."""
+        return (self.listener, *self._player)
+
+    def read(self, port: Port, now: float) -> None:
+        """See `Forwarder.read`."""
+        if port is self.listener:
+            self._read_players(now)
+        elif isinstance(port, socket.socket):
+            self._read_origin(port, now)
+
+    def rebind(self, origin: Address | None) -> None:
+        """See `Forwarder.rebind`."""
+        self._origin = origin or self._origin
+        for upstream in self._player:
+            upstream.close()  # what is on its way from it is lost
+        self._upstream.clear()
+        self._player.clear()
+
+    def _read_players(self, now: float) -> None:
+        listener, way = self.listener, self.up
+        try:
+            for _ in range(_BATCH):
+                data, address = listener.recvfrom(65536)
+                upstream = self._upstream.get(address) or self._connect(address)
+                self.hold(way, now, upstream, None, data)
+        except BlockingIOError:
+            pass
+
+    def _read_origin(self, upstream: socket.socket, now: float) -> None:
+        way, address, listener = self.down, self._player.get(upstream), self.listener
+        if address is None:
+            return  # closed a moment ago, to make room
+        try:
+            for _ in range(_BATCH):
+                self.hold(way, now, listener, address, upstream.recv(65536))
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            pass  # nothing listens at the origin's port; QUIC notices by itself
+
+    def _connect(self, address: Address) -> socket.socket:
+        if len(self._upstream) >= _PLAYERS:
+            oldest = next(iter(self._upstream))
+            gone = self._upstream.pop(oldest)
+            del self._player[gone]
+            gone.close()
+        upstream = _socket()
+        upstream.connect(self._origin)
+        self._upstream[address], self._player[upstream] = upstream, address
+        return upstream
+
+    def kernel_drops(self) -> int | None:
+        """See `Forwarder.kernel_drops`."""
         inodes = {str(Path(f"/proc/self/fd/{sock.fileno()}")) for sock in (self.listener, *self._player)}
         try:
             wanted = {str(Path(path).readlink()).removeprefix("socket:[").removesuffix("]") for path in inodes}
@@ -361,8 +412,8 @@ class _Forwarder:
         return sum(int(columns[-1]) for columns in map(str.split, lines) if columns[9] in wanted)
 
 
-def _send(to: socket.socket, address: Address | None, data: bytes) -> None:
-    if address is not None:
+def _send(to: Port, address: Address | None, data: bytes) -> None:
+    if address is not None and isinstance(to, socket.socket):
         to.sendto(data, address)
         return
     try:

@@ -1,0 +1,41 @@
+"""Plays over two links, of which one is slow for a moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvabr.abr.estimators import DualEwma
+from kvabr.data import default_catalog
+from kvabr.player.throughput_sampler import SourceSamplers
+from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.trace import Trace
+from kvabr.types.events import RequestSent
+
+
+@pytest.mark.parametrize(("slow", "until_s"), [(1e3, 0.3), (2e4, 0.3), (5e4, 0.3)])
+def test_a_source_that_was_slow_for_a_moment_is_tried_again(slow, until_s):
+    steady = Trace("steady", "made", (0.0,), (3e6,), 60.0)
+    other = Trace("other", "made", (0.0, 0.1, until_s), (1e6, slow, 4e6), 60.0)
+    options = ReplayOptions(4.0, 0.02, links=(other,), slow_start=False)
+    outcome = Experiment(default_catalog(), options).play(steady, 0.0, "anytime", log=True)
+    asked = [0, 0]
+    for event in outcome.log:
+        if isinstance(event, RequestSent) and event.t > 1.0:
+            asked[event.source] += event.bytes
+    assert asked[1] > asked[0] > 0  # nothing, if it is left alone
+    assert outcome.run["objective"] < 1.35 * outcome.run["clairvoyant_objective"]  # 2.0 and 2.1 then
+
+
+@pytest.mark.parametrize(("rates", "growing"), [((1e6, 8e6), True), ((8e6, 1e6), False)])
+def test_slow_start_of_a_source_that_brings_little_is_not_that_of_the_play(rates, growing):
+    """The first source brings the same all the time, the second twice as much in each sample."""
+    samplers = SourceSamplers([DualEwma(), DualEwma()], 4.0, chunked=False)
+    for source in range(2):
+        samplers[source].first_byte(0.02, 0.02)
+    for step in range(1, 5):
+        samplers[0].received(int(0.02 * rates[0]), 0.02 + 0.02 * step)
+        samplers[1].received(int(0.02 * rates[1] / 2 ** (4 - step)), 0.02 + 0.02 * step)
+        for source in range(2):
+            samplers[source].settle(0.02 + 0.02 * step, idle=False)
+    assert [samplers[source].growing for source in range(2)] == [False, True]
+    assert samplers.growing == growing

@@ -1,0 +1,156 @@
+"""An emulated link for whole IP packets: the kernel's own TCP and UDP through one bottleneck, on one machine.
+
+The shaper's queue, rate, delay and losses, in front of a TUN device instead of sockets. What is sent to `FAR` leaves by
+the device; the shaper's process gives it the addresses of the other end and hands it back to the kernel, as if it came
+from another machine. So player and origin need no network namespaces of their own:
+
+    player 198.18.0.1, to 198.18.0.4 (`FAR`) | device, shaper, device | from 198.19.0.2, to 198.19.0.1 (`NEAR`) origin
+
+The four addresses are chosen so that both pairs have the same sum, and no checksum changes. They are of the range for
+benchmarks (RFC 2544), of which this process takes two small networks while it runs. It needs Linux, iproute2 and the
+right to administer the network (CAP_NET_ADMIN, which root has).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+
+from kvabr_lab.live.child import Child
+from kvabr_lab.live.lane import Conditions
+from kvabr_lab.live.shaper import Address, Forwarder, Port, Shaper
+
+NEAR, FAR = "198.19.0.1", "198.18.0.4"
+"""Where an origin listens, and where players reach it."""
+_PLAYER, _FAR_PLAYER = "198.18.0.1", "198.19.0.2"
+"""A player's address, and how an origin sees it."""
+MTU = 1500
+_DEVICE = "/dev/net/tun"
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+_BATCH = 64
+_ADDRESSES = slice(12, 20)
+"""Where source and destination stand in a packet of IPv4."""
+
+
+class Device:
+    """A TUN device with both addresses; it is gone once it is closed."""
+
+    def __init__(self) -> None:
+        """Create it.
+
+        Raises:
+            OSError: there is no such device here, the right to make one is missing, or another link runs.
+        """
+        if _is_here(NEAR):
+            raise OSError(f"{NEAR} is taken: another link runs")
+        self._file = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            made = fcntl.ioctl(self._file, _TUNSETIFF, struct.pack("16sH14x", b"kvabr%d", _IFF_TUN | _IFF_NO_PI))
+            name = made[:16].rstrip(b"\0").decode()
+            for command in (
+                ("addr", "add", f"{_PLAYER}/24", "dev", name),
+                ("addr", "add", f"{NEAR}/24", "dev", name),
+                ("link", "set", name, "mtu", str(MTU), "txqueuelen", "10000", "up"),
+            ):
+                _ip(*command)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return its file descriptor."""
+        return self._file
+
+    def read(self) -> bytes:
+        """Return the next packet that leaves by the device; raises BlockingIOError if there is none."""
+        return os.read(self._file, MTU)
+
+    def send(self, data: bytes, /) -> int:
+        """Have a packet arrive."""
+        return os.write(self._file, data)
+
+    def close(self) -> None:
+        """Remove it."""
+        os.close(self._file)
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _ip(*command: str) -> None:
+    done = subprocess.run(("ip", *command), capture_output=True, text=True, check=False)  # noqa: S603, S607
+    if done.returncode:
+        raise OSError(f"ip {' '.join(command)}: {done.stderr.strip()}")
+
+
+class TunShaper(Shaper):
+    """Runs the process of a link for IP packets; an origin that listens at `NEAR` is reached at `FAR`.
+
+    As `Shaper`, but there is nothing to rebind.
+    """
+
+    def __init__(self, conditions: Conditions | None = None) -> None:
+        """Create the device, and a link without a bottleneck.
+
+        Raises:
+            TransportError: it cannot be created here, and why.
+        """
+        Child.__init__(self, "link shaper", _main, conditions or Conditions())
+        self.address, self._trace = self.greeting, None
+
+
+def _main(pipe: Connection, conditions: Conditions) -> None:
+    gc.disable()  # as in the shaper of UDP
+    try:
+        forwarder = _PacketForwarder(Device(), conditions)
+    except OSError as error:
+        pipe.send(f"{error}; a link for TCP needs {_DEVICE}, `ip` and the right to administer the network (root)")
+        return
+    pipe.send((FAR, 0))
+    with contextlib.suppress(EOFError, OSError):
+        forwarder.run(pipe)
+
+
+class _PacketForwarder(Forwarder):
+    """Carries packets from the device back to the device, with the addresses of the other end."""
+
+    def __init__(self, device: Device, conditions: Conditions) -> None:
+        self._device = device
+        super().__init__(conditions)
+        player, far, far_player, near = map(socket.inet_aton, (_PLAYER, FAR, _FAR_PLAYER, NEAR))
+        self._ways = {player + far: (self.up, far_player + near), near + far_player: (self.down, far + player)}
+        """The way of a packet, and its addresses at the end of it, by those that it has."""
+
+    def ports(self) -> Iterable[Port]:
+        """See `Forwarder.ports`."""
+        return (self._device,)
+
+    def read(self, port: Port, now: float) -> None:
+        """See `Forwarder.read`."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_BATCH):
+                packet = self._device.read()
+                if (found := self._ways.get(packet[_ADDRESSES])) is not None:  # else nobody that we know
+                    way, addresses = found
+                    there = packet[: _ADDRESSES.start] + addresses + packet[_ADDRESSES.stop :]
+                    self.hold(way, now, port, None, there, 0)
+
+    def rebind(self, origin: Address | None) -> None:
+        """See `Forwarder.rebind`; there are no ports of ours to change."""
+
+    def kernel_drops(self) -> int | None:
+        """See `Forwarder.kernel_drops`."""
+        return None
