@@ -10,6 +10,10 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy.fft  # noqa: F401  # here, and not while the first play waits for it
+
+import kvabr.abr.compute_planner  # as above
+import kvabr.abr.time_planner  # noqa: F401
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.result import PlayedPrefix
