@@ -106,3 +106,30 @@ def test_importing_kvabr_loads_nothing_heavy():
     command = [sys.executable, "-c", "import sys, kvabr; print(*sys.modules)"]
     names = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()  # noqa: S603
     assert not {"torch", "numpy", "asyncio", "kvabr.client"} & set(names)
+
+
+FIRST_PLAY = """
+import asyncio, pathlib, sys
+import kvabr.engines.player_process.process
+from kvabr.client.async_client import AsyncClient
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.cost import PrefillCost
+from tests.client.playing import connection
+from tests.client.virtual import VirtualLoop
+from tests.toymodel import SPEC, prompt, toy_asset
+async def play():
+    async with AsyncClient(connection(PublishedAssets(folder), 1e6, 0.02), model=SPEC) as client:
+        found = await client.find(prompt(70).tokens, within_s=60)
+        played = await client.play_prefix(found, deadline=60.0, cost=PrefillCost.from_rate(1.0), behind=16)
+    assert played.tokens, played.cut
+folder = pathlib.Path(sys.argv[1])
+toy_asset(folder / "one")
+before = set(sys.modules)
+with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    runner.run(play())
+print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in {"kvabr", "numpy", "torch"}))
+"""
+
+
+def test_the_first_play_of_a_player_process_waits_for_no_module(tmp_path):
+    assert loaded(FIRST_PLAY, tmp_path) == "[]"

@@ -463,9 +463,13 @@ class TimePlanner:
         queue_s = view.decode_backlog_s + (requests > 0) * self._flying_s(view)
         ready_s, begun = self._ready_s(view, stops), None
         if self._on_base is not None:
-            base = self._number[view.ladder.cheapest]
-            lacks = np.add.reduceat(np.where(self._missing, self._bytes[base], 0.0), starts)
-            here_s = work.carried_s(work.brought(lacks) + flying) + work.lacking * work.first_s
+            base = view.ladder.cheapest
+            lacks = np.where(self._missing, np.array((self._bytes[self._number[base]], np.ones(groups))), 0.0)
+            nbytes, bases = work.brought(np.add.reduceat(lacks, starts, axis=1))
+            decode_s = view.decode_s(base) / view.decoders
+            here_s = work.carried_s(nbytes + flying) + work.lacking * work.first_s
+            decoded_s = np.maximum(work.first_s - decode_s, queue_s) + bases * decode_s
+            here_s = np.maximum(here_s, work.lacking * decoded_s)
             begun = np.maximum(here_s, ready_s), self._on_base[stops]
         behind, counts = self._behind, np.diff(np.append(starts, groups))
 

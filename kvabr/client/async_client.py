@@ -49,7 +49,7 @@ from kvabr.client.play_connection import PlayConnection, PlaySources, first_reac
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
-from kvabr.client.runner import PlayRunner
+from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.steering import Steering
 from kvabr.client.transports import IDLE_S, TransportComparison
@@ -583,7 +583,7 @@ class AsyncClient:
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
-        async with self._play(left_s, options, peer, ahead=True) as play:
+        async with self._play(left_s, options, peer, purpose="hint") as play:
             played = play.over(await play.coded(await play.prepare(name), whole=False))
         if keep_s > 0:
             # The first groups of all tracks come first: they are the last that are kept no longer.
@@ -838,11 +838,12 @@ class AsyncClient:
         self, tokens: Sequence[int], deadline: float, options: PlayOptions, model: KVSpec | str | None, peer: PeersLike
     ) -> None:
         """Fetch a prompt's cache beside an engine that computes it, to learn what the link carries."""
-        options = replace(options, log=None, telemetry=None, watch=None)
+        options = replace(options, log=None, telemetry=None, watch=None, out=None, after=None)
         with suppress(KvabrError):
             found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
             if found is not None:
-                await self.play_coded(found, deadline=deadline, options=options, peer=peer)
+                async with self._play(deadline, options, peer, purpose="trial") as play:
+                    play.over(await play.coded(await play.prepare(found)))
 
     async def _hint_node(self, asset: TrackNamespace | Found, node: PeerLike, within_s: float, keep_s: float) -> Hinted:
         groups = len(asset.catalog.chunks) if isinstance(asset, Found) else 0
@@ -956,14 +957,14 @@ class AsyncClient:
         cost: PrefillCost | None = None,
         tokens: Sequence[int] = (),
         *,
-        ahead: bool = False,
+        purpose: Purpose = "play",
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
         if self._measuring is not None:
             self._measuring.cancel()  # plays come first
         some = self._some(peer)
         try:
-            async with self._runner.play(some, deadline, options, ahead=ahead) as turn:
+            async with self._runner.play(some, deadline, options, purpose) as turn:
                 turn.connection.grows = set(self._origins) <= set(some)
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:

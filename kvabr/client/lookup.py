@@ -80,6 +80,14 @@ class Found:
     live: LiveCatalog | None = None
     """What is known of an asset that is still being prefilled; None if it is complete. `catalog` then has the sizes
     that are expected."""
+    only: frozenset[str] | None = None
+    """The tracks that a play may use; None: all."""
+
+    @property
+    def to_play(self) -> Catalog:
+        """What a play of all of it needs."""
+        catalog = self.catalog.to_play
+        return catalog if self.only is None else catalog.with_tracks(self.only)
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class Play:
         """
         if (seal := found.catalog.seal) is not None:
             raise SealedError(f"this cache is sealed: give one of the keys {ids(seal.wraps)} (--keys FILE, keys=...)")
-        catalog = found.catalog.to_play
+        catalog = found.to_play
         with suppress(TransportError, TimeoutError):  # then its requests say why
             async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
                 await self.connection.reached()

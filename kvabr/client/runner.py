@@ -20,7 +20,7 @@ from bisect import insort
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
@@ -33,6 +33,8 @@ from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import BusyError, PlayError, told_if_exhausted
 
 K = TypeVar("K")
+Purpose = Literal["play", "hint", "trial"]
+"""What a turn is for: a play; a hint, which fetches ahead of plays; or to try a link while an engine computes."""
 
 # ------------------------------------------------------------- whose turn it is
 
@@ -274,12 +276,12 @@ class PlayRunner:
         peers: Sequence[ClientPeer],
         deadline_s: float,
         options: PlayOptions,
-        *,
-        ahead: bool = False,
+        purpose: Purpose = "play",
     ) -> AsyncIterator[Turn]:
         """Yield a play's turn once it has come; the body plays, and says what came of it by `Turn.over`.
 
-        What is fetched ``ahead`` of plays takes neither their turns nor, while they want it, the link. The sources are
+        A hint takes neither the turns of plays nor, while they want it, the link. A trial, beside a play that computes,
+        is not counted, nor is a play of which the body says nothing, which goes on in another turn. The sources are
         ``peers``, which are dialled when it asks something of them. Closing the client ends the body, not the task that
         it runs in.
 
@@ -287,7 +289,7 @@ class PlayRunner:
             BusyError: there are too many plays.
             PlayError: the client was closed meanwhile.
         """
-        clock, result = Clock(deadline_s), "failed"
+        clock, result, ahead = Clock(deadline_s), "failed", purpose == "hint"
         try:
             with ExitStack() as reporting:
                 for peer in peers:
@@ -304,7 +306,8 @@ class PlayRunner:
             if isinstance(played, Played):
                 result = "met" if played.met else "late"
             else:
-                result = "nothing" if isinstance(played, NothingCached | None) or not played.tokens else "met"
+                nothing = isinstance(played, NothingCached) or (played is not None and not played.tokens)
+                result = "nothing" if nothing else "met" if played is not None else ""
         except BusyError:
             result = "refused"
             raise
@@ -315,7 +318,8 @@ class PlayRunner:
                 raise PlayError("the client was closed before the cache was there") from None
             raise
         finally:
-            self._metrics.plays_total.labels("hint" if ahead else result).inc()
+            if purpose != "trial" and result:
+                self._metrics.plays_total.labels("hint" if ahead else result).inc()
 
     # -------------------------------------------------------------- internals
 

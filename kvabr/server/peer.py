@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -33,6 +34,8 @@ from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, STEERING_TRACK, 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
 It has other habits as well; see `Responder.lenient` and `Subscriptions.to_track`."""
+_ENDED = 256
+"""Streams that the peer has broken off which are told from others, as the two sides of one may be broken off apart."""
 _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
@@ -57,8 +60,10 @@ class Peer(Endpoint):
         self._feeding = False
         self._requests_left = RateLimiter(server.limits.requests_per_s)
         self._updates_left = RateLimiter(server.limits.requests_per_s)
-        # A request that is cancelled has two streams.
+        # Requests that are refused may have been cancelled before.
         self._ends_left = RateLimiter(2 * server.limits.requests_per_s)
+        self._ended: deque[int] = deque(maxlen=_ENDED)
+        """The streams that it has broken off last."""
         self._waiting = WaitingRequests(server, self._found_soon)
         self._waking = False
         self._pushing = Pushing(server, self._queue, self._wake)
@@ -115,15 +120,21 @@ class Peer(Endpoint):
                     self.log.warning("connection closed", why=event.reason, code=name_of(event.code, SessionCode))
 
     def was_reset(self, stream: int, code: int) -> None:
-        self._count_end()
+        self._count_end(stream)
         super().was_reset(stream, code)
 
     def was_stopped(self, stream: int, code: int) -> None:
-        self._count_end()
+        self._count_end(stream)
         super().was_stopped(stream, code)
 
-    def _count_end(self) -> None:
-        """Count a stream that the peer breaks off, whether or not a request came on it."""
+    def _count_end(self, stream: int) -> None:
+        """Count a stream of the peer's that it breaks off, whether or not a request came on it.
+
+        Who cancels a request breaks off both sides of its stream, and the stream of the answer, which is ours.
+        """
+        if stream & 1 or stream in self._ended:
+            return
+        self._ended.append(stream)
         if not self._ends_left.take() and self._ends_left.overdrawn and self.session is not None:
             self.session.close(SessionCode.INTERNAL_ERROR, f"more than {self._ends_left.rate:g} streams reset a second")
 

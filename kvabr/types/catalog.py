@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -402,6 +403,11 @@ class Catalog(CommonFacts):
             return track, self.offset + group
         unit = self.units[group]
         return self.spec.parts[unit.part].track_name(track), unit.group
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what it says, hex, which is its name between processes with one version of kvabr."""
+        return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
 
     @cached_property
     def by_name(self) -> dict[str, Track]:

@@ -320,6 +320,15 @@ def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(
     assert list(found.objective) == pytest.approx([7.0, 12.0, 17.0], abs=0.05)
 
 
+@pytest.mark.parametrize("backlog_s", [0.0, 3.0])
+def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_decoded(backlog_s):
+    offer = catalog(4, layered=True, decode=1000.0)  # a second for each group on FP16, two on the base
+    play = View(Ladder(offer), 60.0, cost=PrefillCost(0.0, 1.0), front_first=True, time_price=1.0, decoders=1)
+    play.decode_backlog_s = backlog_s
+    found = TimePlanner(play).divide(play, 1e12, 0, np.array([2, 3]), np.full(2, 7.0), np.zeros(2))
+    assert list(found.objective) == pytest.approx([backlog_s + 9.0, backlog_s + 10.0], abs=0.1)
+
+
 def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
     """The engine begins behind the base, whose layers come while it computes."""
     offer = catalog(16, layered=True)

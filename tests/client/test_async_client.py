@@ -432,6 +432,12 @@ class Late(ToyModel):
         return super().prefill(tokens, before)
 
 
+def counted_plays(client):
+    """How many plays are over, by their results."""
+    (family,) = client.metrics.plays_total.collect()
+    return {one.labels["result"]: one.value for one in family.samples if one.name.endswith("_total")}
+
+
 async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, short):
     """Of a link of which nothing is known the engine does not wait; the cache is fetched as long as it computes."""
     engine, options = Late(), PlayOptions(prefill_cost=PrefillCost(0.1, 0.001))
@@ -446,6 +452,7 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
         assert close(played.kv)
         assert link.downloads == 0
         assert client._history.link(link.peer).rate > 0
+        assert counted_plays(client) == {"met": 1}
         assert computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, KnownLink(0.0, 0.0))
         assert not computes_blindly(options, PrefillCost(0.1, 0.01), len(TOKENS), 600.0, KnownLink(0.0, 0.0))
         assert not computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, client._history.link(link.peer))
@@ -461,3 +468,4 @@ async def test_an_engine_that_fails_before_a_lookup_leaves_it_to_the_network(ori
         played = await play(client, TOKENS, peer=link, deadline=4.0, engine=Broken(), prefill_cost=COST)
         assert "recomputed" not in played.coverage
         assert played.met
+        assert counted_plays(client) == {"met": 1}

@@ -15,7 +15,7 @@ import pytest
 
 from kvabr.link.transport import MOST_AHEAD_BYTES
 from kvabr.moqt.codes import RequestCode, SessionCode
-from kvabr.moqt.events import Ready, Refused
+from kvabr.moqt.events import Ready, Received, Refused
 from kvabr.moqt.messages import RequestUpdate, SubscribeNamespace
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
@@ -355,6 +355,26 @@ async def test_a_mistake_of_ours_beside_the_event_loop(root, tls, fingerprint, c
             assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
         await served.empty()
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+async def test_a_request_that_is_cancelled_counts_once(root, tls, fingerprint, catalog, library, monkeypatch):
+    """Though it ends both sides of its own stream, and the stream of its answer."""
+    monkeypatch.setattr(limits, "time", STOPPED)
+    async with serving(root, tls, fingerprint, library=library, requests_per_s=50) as served:
+        async with rude_client(served.address) as end:
+            await until(lambda: any(isinstance(event, Ready) for event in end.events))
+            (peer,) = served.server.peers
+            numbers = [ask(end, catalog, group=number % 6) for number in range(40)]
+            end.transport.flush()
+            await until(lambda: any(isinstance(event, Received) for event in end.events))
+            for number in numbers:
+                end.session.requester.cancel(number)
+            end.settle_and_send()
+            await until(lambda: len(peer._ended) == 40)
+            await others_are_served(served)
+            assert peer._ends_left._left == 100 - 40
+        await served.empty()
 
 
 async def test_priorities_changed_without_end(root, tls, fingerprint, catalog, monkeypatch):

@@ -1,7 +1,8 @@
 """Messages between two processes of one user: pickled objects and open files, over a Unix socket.
 
-Bytes and codec profiles are not pickled with the rest. The sender puts bytes into shared memory (`regions`); a profile
-is sent once, and then named by its digest.
+Bytes, codec profiles and catalogs are not pickled with the rest. The sender puts bytes into shared memory (`regions`).
+A profile is sent once, and then named by its digest. So is a catalog, of which both ends keep the same ones, those used
+last. The end that got one can name it, too; if the other has just forgotten it, `LackingError` says so.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import os
 import pickle
 import socket
 import struct
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvabr.codec.profile import Profile
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
@@ -27,8 +29,11 @@ _MOST_BYTES = 1 << 30
 _READ_BYTES = 256 << 10
 _MOST_FILES = 8
 _NOTHING = memoryview(b"")
-_BYTES, _PROFILE = 0, 1
-"""What stands for something that is not pickled: bytes in shared memory, or a profile."""
+_MOST_CATALOG_BYTES = 16 << 20
+"""Of catalogs that an end keeps of each direction, pickled: two for a million tokens, or hundreds for 8,192. As objects
+they take two to three times as much."""
+_BYTES, _PROFILE, _CATALOG = 0, 1, 2
+"""What stands for something that is not pickled with the rest: bytes in shared memory, a profile, or a catalog."""
 _CREDENTIALS = struct.Struct("=iii")
 """A process, its user and its group, as Linux tells them of the other end of a socket."""
 
@@ -39,6 +44,15 @@ class ChannelMessage(NamedTuple):
     data: bytes
     files: tuple[int, ...]
     """Descriptors, which the receiver closes."""
+
+
+class LackingError(FormatError):
+    """A message names a catalog that is not here any more."""
+
+    def __init__(self, message: Any) -> None:
+        """Describe it; ``message`` has None instead of the catalog."""
+        super().__init__("a catalog is not here any more")
+        self.message = message
 
 
 class ProcessChannel:
@@ -67,11 +81,17 @@ class ProcessChannel:
         """Profiles that the other end has."""
         self._profiles: dict[str, Profile] = {}
         """Those that it has sent."""
+        self._sent, self._got = _Catalogs(), _Catalogs()
         self._open = True
         self._loop.add_reader(link, self._read)
 
     def send(
-        self, message: object, *, places: Mapping[int, tuple[int, int]] = MappingProxyType({}), file: int | None = None
+        self,
+        message: object,
+        *,
+        places: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        file: int | None = None,
+        theirs: bool = False,
     ) -> None:
         """Send an object; nothing once the connection has ended.
 
@@ -79,14 +99,16 @@ class ProcessChannel:
             message: the object.
             places: offset and bytes in shared memory of views within the message, by their ids.
             file: an open file to send along, which may be closed afterwards.
+            theirs: whether catalogs that came from the other end are named, although it may have forgotten them.
         """
         if not self._open:
             return
         out = io.BytesIO()
         out.write(bytes(_HEAD.size))
-        told = set(self._told)
-        _Pickler(out, places, told).dump(message)
-        self._told = told  # unless it could not be pickled
+        pickler = _Pickler(out, places, set(self._told), self._sent, self._got if theirs else _Catalogs())
+        pickler.dump(message)
+        self._told = pickler.told  # unless it could not be pickled
+        self._sent.use(pickler.used)
         data = out.getbuffer()
         _HEAD.pack_into(data, 0, len(data) - _HEAD.size, file is not None)
         files = () if file is None else (os.dup(file),)
@@ -98,14 +120,20 @@ class ProcessChannel:
         """Return the object of a message; ``shared`` is the memory that its views lie in. Read them in their order.
 
         Raises:
+            LackingError: it names a catalog that this end has forgotten after it was sent.
             FormatError: it is not from this version of kvabr.
         """
+        unpickler = _Unpickler(message.data, shared, self._profiles, self._got, self._sent)
         try:
-            return _Unpickler(message.data, shared, self._profiles).load()
+            thing = unpickler.load()
         except FormatError:
             raise
         except Exception as error:  # unpickling raises whatever it likes
             raise FormatError(f"a message that cannot be read: {error!r}") from error
+        self._got.use(unpickler.used)
+        if unpickler.lacks:
+            raise LackingError(thing)
+        return thing
 
     def close(self) -> None:
         """End the connection."""
@@ -173,19 +201,60 @@ class ProcessChannel:
         return [self._files.popleft() for _ in range(min(count, len(self._files)))]
 
 
+class _Catalogs:
+    """Catalogs that one end has sent and the other has got: the same ones at both, as messages keep their order."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Catalog, int]] = OrderedDict()
+        """With their sizes in bytes, pickled; the longest unused first."""
+        self._nbytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._kept
+
+    def get(self, digest: str) -> Catalog | None:
+        """Return one; None if it is not kept."""
+        return self._kept[digest][0] if digest in self._kept else None
+
+    def use(self, used: Mapping[str, tuple[Catalog, int]]) -> None:
+        """Keep those of a message; only then are others forgotten, which it may have named, too."""
+        for digest, (catalog, nbytes) in used.items():
+            if digest not in self._kept:
+                self._kept[digest] = catalog, nbytes
+                self._nbytes += nbytes
+            self._kept.move_to_end(digest)
+        while self._nbytes > _MOST_CATALOG_BYTES:
+            self._nbytes -= self._kept.popitem(last=False)[1][1]
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, places: Mapping[int, tuple[int, int]], told: set[str]) -> None:
+    def __init__(
+        self, out: io.BytesIO, places: Mapping[int, tuple[int, int]], told: set[str], sent: _Catalogs, got: _Catalogs
+    ) -> None:
         super().__init__(out, pickle.HIGHEST_PROTOCOL)
-        self._places, self._told = places, told
+        self.told, self.used = told, dict[str, tuple[Catalog, int]]()
+        self._places, self._sent, self._got = places, sent, got
 
     def persistent_id(self, thing: object) -> tuple[object, ...] | None:
         if isinstance(thing, memoryview):
             return (_BYTES, *self._places[id(thing)])
         if isinstance(thing, Profile):
-            new = thing.digest not in self._told
-            self._told.add(thing.digest)
+            new = thing.digest not in self.told
+            self.told.add(thing.digest)
             return _PROFILE, thing.digest, thing.to_bytes() if new else None
+        if isinstance(thing, Catalog):
+            return _CATALOG, thing.digest, self._new(thing)
         return None
+
+    def _new(self, catalog: Catalog) -> bytes | None:
+        """Return a catalog for an end that lacks it."""
+        digest, data = catalog.digest, None
+        if digest in self._sent or digest in self.used:
+            self.used.setdefault(digest, (catalog, 0))
+        elif digest not in self._got:
+            data = pickle.dumps(catalog, pickle.HIGHEST_PROTOCOL)
+            self.used[digest] = catalog, len(data)
+        return data
 
     def reducer_override(self, thing: object) -> Any:
         if isinstance(thing, BaseException):  # those with arguments of their own cannot be made again by calling them
@@ -204,16 +273,32 @@ def _error(kind: type[BaseException], args: tuple[object, ...], facts: dict[str,
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, shared: memoryview, profiles: dict[str, Profile]) -> None:
+    def __init__(
+        self, data: bytes, shared: memoryview, profiles: dict[str, Profile], got: _Catalogs, sent: _Catalogs
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._shared, self._profiles = shared, profiles
+        self.used, self.lacks = dict[str, tuple[Catalog, int]](), False
+        self._shared, self._profiles, self._got, self._sent = shared, profiles, got, sent
 
-    def persistent_load(self, place: Any) -> memoryview | Profile:
+    def persistent_load(self, place: Any) -> memoryview | Profile | Catalog | None:
         kind, first, second = place
         if kind == _BYTES:
             if not 0 <= first <= first + second <= len(self._shared):
                 raise FormatError(f"{second} bytes at {first} of {len(self._shared)} in shared memory")
             return self._shared[first : first + second]
+        if kind == _CATALOG:
+            return self._catalog(first, second)
         if second is not None and first not in self._profiles:
             self._profiles[first] = Profile.from_bytes(second)
         return self._profiles[first]
+
+    def _catalog(self, digest: str, data: bytes | None) -> Catalog | None:
+        if data is not None:
+            self.used[digest] = pickle.loads(data), len(data)  # noqa: S301  # as all that comes
+        elif (found := self._got.get(digest)) is not None:
+            self.used.setdefault(digest, (found, 0))
+        elif digest not in self.used:
+            found = self._sent.get(digest)
+            self.lacks |= found is None
+            return found
+        return self.used[digest][0]

@@ -31,7 +31,7 @@ from kvabr.client.warming import warm_engine, warm_in_background
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.engines.client_arguments import ClientArguments
 from kvabr.engines.player_process import regions
-from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.channel import ChannelMessage, LackingError, ProcessChannel
 from kvabr.engines.player_process.messages import (
     OPENED,
     CallAnswer,
@@ -254,18 +254,22 @@ class _Link:
     async def call(self, name: str, args: tuple[object, ...], options: dict[str, object]) -> Any:
         """Have a method called, and return what it returns; cancelling this cancels it."""
         number = next(self._numbers)
+        call = CallMethod(number, name, args, options)
         try:
-            return await self._answer(number, CallMethod(number, name, args, options))
+            try:
+                return await self._answer(number, call, theirs=True)
+            except LackingError:
+                return await self._answer(number, call)
         except asyncio.CancelledError:
             self._channel.send(CancelCall(number))
             raise
 
-    async def _answer(self, number: int, message: object) -> Any:
+    async def _answer(self, number: int, message: object, *, theirs: bool = False) -> Any:
         answer = self._answers[number] = self._loop.create_future()
         try:
             if self.over:
                 raise ConnectionLostError("the player process has ended")
-            self._channel.send(message)
+            self._channel.send(message, theirs=theirs)
             return await answer
         finally:
             del self._answers[number]

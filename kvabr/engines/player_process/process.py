@@ -10,11 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy.fft  # noqa: F401  # here, and not while the first play waits for it
+
+import kvabr.abr.compute_planner  # as above
+import kvabr.abr.time_planner  # noqa: F401
 from kvabr import __version__
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.result import PlayedPrefix
 from kvabr.engines.client_arguments import ClientArguments
-from kvabr.engines.player_process.channel import ChannelMessage, ProcessChannel
+from kvabr.engines.player_process.channel import ChannelMessage, LackingError, ProcessChannel
 from kvabr.engines.player_process.messages import (
     OPENED,
     CallAnswer,
@@ -208,6 +212,8 @@ class _Engine:
     def _received(self, message: ChannelMessage) -> None:
         try:
             self._take(self._channel.read(message))
+        except LackingError as lack:
+            self._fail(lack.message.number, LackingError(None))
         except FormatError as error:
             self._channel.send(
                 CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {error}"))

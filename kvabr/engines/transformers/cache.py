@@ -39,6 +39,8 @@ LAYERS = (*_WHOLE, *_WHOLE.values(), "DynamicIndexedLayer", "LinearAttentionLaye
 RECURRENT, SCAN, CONVOLUTION, INDEXER = "recurrent", "scan", "convolution", "indexer"
 _NOTHING = ("moe", "mlp")
 """Layers, by their type in a configuration, that keep nothing."""
+EMPTY = "DummyLayer"
+"""What a cache has for layers that keep nothing, or use what another one keeps, from transformers 5.24 on."""
 SNAPSHOTS = "kvabr_snapshots"
 """Attribute of a cache: by tokens before it, a snapshot of all its states, as `states_of` returns them."""
 
@@ -187,7 +189,7 @@ def rewind(cache: Any, spec: KVSpec, tokens: int) -> bool:
     if any(each.kind == "state" or each.role for each in spec.classes):
         return False
     for layer in cache.layers:
-        if layer.is_initialized:
+        if layer.is_initialized and layer.keys is not None:
             layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
     return True
 
@@ -202,8 +204,10 @@ def _number(role: str) -> int:
 
 def _places(model: Any) -> list[int]:
     """Return where a model's cache has each layer that keeps anything; none if all do."""
-    types = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
-    return [index for index, kind in enumerate(types) if kind not in _NOTHING]
+    config = model.config.get_text_config(decoder=True)
+    types, modes = getattr(config, "layer_types", None) or (), getattr(config, "kv_sharing_modes", None) or ()
+    reused = {index for index, mode in enumerate(modes) if mode == "reuse"}
+    return [index for index, kind in enumerate(types) if kind not in _NOTHING and index not in reused]
 
 
 def _keys_and_values(parts: Sequence[torch.Tensor], spec: KVSpec) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -226,7 +230,9 @@ def held_layers(cache: Any) -> list[int]:
     return [
         index
         for index in range(len(cache))
-        if index >= len(layers) or hasattr(layers[index], "keys") or _states(cache, index)
+        if index >= len(layers)
+        or (hasattr(layers[index], "keys") and type(layers[index]).__name__ != EMPTY)
+        or _states(cache, index)
     ]
 
 

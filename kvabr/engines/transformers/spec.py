@@ -20,6 +20,7 @@ import torch
 from kvabr.engines.adapters import require
 from kvabr.engines.transformers.cache import (
     CONVOLUTION,
+    EMPTY,
     INDEXER,
     LAYERS,
     cache_argument,
@@ -184,7 +185,7 @@ def _kinds(model: Any, name: str) -> list[tuple[str, int | None]]:
     kinds: list[tuple[str, int | None]] = []
     for index, layer in enumerate(require("transformers").DynamicCache(config=model.config).layers):
         own = types[index] if index < len(types) else type(layer).__name__
-        if type(layer).__name__ not in LAYERS:
+        if type(layer).__name__ not in (*LAYERS, EMPTY):
             raise ModelError(f"{name}: layer {index} is {own}; kvabr needs layers that keep keys and values, or states")
         window = getattr(layer, "sliding_window", None)
         if window is None:

@@ -229,10 +229,10 @@ def sizes(catalog: Catalog, only: str | None) -> tuple[int, ...]:
 
 
 def within(found: Found, skip: int, most: int) -> Found:
-    """Return what was found, without tracks that can take more than ``most`` bytes behind ``skip`` groups."""
+    """Return what was found, to be played without tracks that can take more than ``most`` bytes behind some groups."""
     left = found.catalog.suffix(skip)
-    names = {track.name for track in left.tracks if _with_lower(left, track) <= most}
-    return replace(found, catalog=found.catalog.with_tracks(names))
+    names = frozenset(track.name for track in left.tracks if _with_lower(left, track) <= most)
+    return found if len(names) == len(left.tracks) else replace(found, only=names)
 
 
 def _with_lower(catalog: Catalog, track: Track) -> int:

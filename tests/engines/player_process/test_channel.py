@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import resource
 import socket
 
@@ -13,10 +14,11 @@ import pytest
 from kvabr.client.result import IncompleteError
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
-from kvabr.engines.player_process import regions
-from kvabr.engines.player_process.channel import ProcessChannel
+from kvabr.engines.player_process import channel, regions
+from kvabr.engines.player_process.channel import LackingError, ProcessChannel
 from kvabr.player.session_types import PlayRecord
 from kvabr.types.errors import FormatError, KvabrError, NotFoundError, PlayError, Reason
+from tests.catalogs import catalog
 from tests.toymodel import SPEC, ToyModel, prompt
 
 
@@ -118,6 +120,46 @@ async def test_a_profile_crosses_once(pair):
     size = len(profile.to_bytes())
     pair.one.send(profile)
     assert len((await pair.came.get()).data) < size / 4
+
+
+async def test_a_catalog_crosses_once_and_is_named_by_both_ends(pair):
+    sent, like, other = catalog(20), catalog(20), catalog(21)
+    first, _ = await pair.cross({"found": sent})
+    assert first == {"found": sent}
+    for again in (sent, like):  # the origin was asked again
+        pair.one.send([again, again])
+        message = await pair.came.get()
+        assert len(message.data) < 300
+        assert all(each is first["found"] for each in pair.two.read(message))
+    back = asyncio.Queue()
+    pair.one._received = back.put_nowait
+    for thing, wanted in ((first, sent), (other, other), (other, other)):
+        pair.two.send(thing, theirs=True)
+        message = await back.get()
+        assert pair.one.read(message) in (wanted, {"found": wanted})
+    assert len(message.data) < 300
+
+
+async def test_both_ends_forget_the_same_catalogs(pair, monkeypatch):
+    """Within a message, too, which names one that a new one displaces."""
+    many = [catalog(20 + number) for number in range(8)]
+    monkeypatch.setattr(channel, "_MOST_CATALOG_BYTES", 3 * len(pickle.dumps(many[0])))
+    came = []
+    for numbers in ([0], [1], [2, 0], [3, 4], [0], [2, 5, 1], [1, 2, 3, 4, 5, 6, 7], [7, 0]):
+        found, _ = await pair.cross([many[number] for number in numbers])
+        assert found == [many[number] for number in numbers]
+        assert list(pair.one._sent._kept) == list(pair.two._got._kept)
+        came += found
+    assert 0 < pair.one._sent._nbytes == pair.two._got._nbytes <= channel._MOST_CATALOG_BYTES
+    back = asyncio.Queue()
+    pair.one._received = back.put_nowait
+    pair.one.send(many[:7])  # on its way while the other end names what this makes it forget
+    pair.two.send({"call": came[-1]}, theirs=True)
+    with pytest.raises(LackingError) as lacks:
+        pair.one.read(await back.get())
+    assert lacks.value.message == {"call": None}
+    pair.two.send({"call": came[-1]})
+    assert pair.one.read(await back.get()) == {"call": many[0]}
 
 
 @pytest.mark.parametrize(

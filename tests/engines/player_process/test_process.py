@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,34 @@ def test_plays_that_an_engine_keeps_take_none_of_its_descriptors(served, home):
         kept += [play(client) for _ in range(5)]
         assert len(link_of(client)._regions) == 6
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_catalog_crosses_once_and_again_if_the_process_has_forgotten_it(served, home, monkeypatch):
+    with engine(served) as client:
+
+        async def ask(client):
+            return await client.find(TOKENS, model=SPEC, any_dtype=True, within_s=LIMIT_S)
+
+        async def again(client, found):
+            how = PlayOptions(policy="fixed:FP16", tail=0)
+            return await client.play_prefix(found, deadline=LIMIT_S, cost=COST, options=how)
+
+        found, same = (client.begin(ask).result(LIMIT_S) for _ in range(2))
+        assert found.catalog is same.catalog
+        link, seen = link_of(client), []
+        answer = link._answer
+
+        async def noted(number, message, **how):
+            seen.append(how)
+            return await answer(number, message, **how)
+
+        monkeypatch.setattr(link, "_answer", noted)
+        wanted = client.begin(lambda client: again(client, found)).result(LIMIT_S)
+        unheard = replace(found, catalog=found.catalog.with_tracks({"FP16", "Int8"}))
+        link._channel._got.use({unheard.catalog.digest: (unheard.catalog, 1)})
+        played = client.begin(lambda client: again(client, unheard)).result(LIMIT_S)
+        assert torch.equal(played.kv, wanted.kv)
+        assert seen == [{"theirs": True}] * 2 + [{}]
 
 
 def test_what_goes_wrong_is_told_as_inside(served, home):

@@ -12,7 +12,10 @@ pytest.importorskip("peft", reason="peft is not installed: tools/setup-venv")
 
 import peft
 import torch
+import transformers
+from packaging.version import parse
 from safetensors.torch import save
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from kvabr.engines.transformers import engine_of, prefill_prompt, publish_cache
 from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
@@ -21,9 +24,12 @@ from kvabr.engines.transformers.model_loader import folder_name
 from kvabr.engines.transformers.publish import cache_publisher
 from kvabr.publish.publisher import Slot
 from kvabr.types.errors import ModelError
-from tests import tinymodels
+from tests import needs, tinymodels
 
-pytestmark = pytest.mark.model
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(parse(peft.__version__) < parse(MIN_PEFT_VERSION), reason=needs.OLD_PEFT),
+]
 
 TOKENS = list(range(200))
 
@@ -35,8 +41,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def base(folder):
-    import transformers
-
     return transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
@@ -75,8 +79,6 @@ def test_each_adapter_has_a_name(model, folder):
 
 
 def test_the_name_is_that_of_the_weights_whatever_the_adapter_is_called(model, folder, tmp_path):
-    import transformers
-
     model.set_adapter("legal")
     model.save_pretrained(tmp_path / "legal")
     other = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -124,8 +126,6 @@ def test_a_folder_without_a_good_adapter_is_refused(base, tmp_path, change, why)
 
 
 def test_a_peft_model_is_the_model_in_it(model, base, folder, tmp_path):
-    import transformers
-
     model.set_adapter("legal")
     model.save_pretrained(tmp_path / "legal")
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)

@@ -59,7 +59,7 @@ def test_each_stage_publishes_its_own_layers(world, cold):
 @pytest.mark.parametrize("mode", ["play-first", "promise-first"])
 def test_stages_play_what_stages_have_published(world, cold, mode):
     world.engine.use(mode)
-    text, counted = world.says(world.prompt)
+    text, counted = world.says(world.prompt, deadline_s=30.0)
     assert text == cold
     assert counted["lookups_hit"] == 1
     assert counted["plays"] == 2

@@ -118,12 +118,12 @@ def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, st
 
 
 def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
-    in_time = "max((index for index, cost in enumerate(costs) if cost < 0.5), default=0)"
+    in_time = "max((index for index, cost in enumerate(costs) if cost < 30.0), default=0)"
     (tmp_path / "longest.py").write_text(LONGEST.replace("len(offers) - 1", in_time))
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first", deadline_s=0.5)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first", deadline_s=30.0)
     try:
         counts = []
-        for rate in (10.0, 1e6, None):
+        for rate in (0.1, 1e6, None):
             bench.scheduler.measured(None if rate is None else PrefillCost.from_rate(rate))
             counts.append(bench.matched(request(f"r{rate}"))[0])
         assert counts == [64, 32, 32]
