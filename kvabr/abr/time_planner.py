@@ -128,6 +128,9 @@ class TimePlanner:
         """Loss of each group if nothing more is requested for it."""
         self._lost, self._unplayed = 0.0, groups
         """Sum of these, without those of groups that would be missing; and how many these are."""
+        self._state = np.zeros(groups, int) - 1
+        """Track of each group that is in place or in flight, or -1."""
+        self._cut: int | None = None
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
         self._added = 0
@@ -166,7 +169,7 @@ class TimePlanner:
     def set(self, group: int, track: str | None, *, flying: bool = False, computed: bool = False) -> None:
         """Note that a group now has a track, or will have once what is in flight arrives; None: it is missing."""
         self._missing[group] = track is None and not computed
-        self._flying[group] = -1
+        self._flying[group] = self._state[group] = -1
         if computed or track is None or track not in self._number:
             self._bytes[:, group], self._loss[:, group] = self._steps[-1, :, group], self._offers[-1, :, group]
             self._moves[:, group], self._waste[:, group] = 1.0, 0.0
@@ -175,7 +178,7 @@ class TimePlanner:
             self._later[:, group] = self._loss[:, group]
             self._stays_at(group, 0.0 if computed or track is not None else _NEVER)
             return
-        state = self._number[track]
+        state = self._state[group] = self._number[track]
         self._bytes[:, group], self._moves[:, group] = self._steps[state, :, group], 1.0
         self._waste[:, group] = self._discards[state, :, group]
         self._later[:, group] = self._offers[state, :, group]
@@ -226,16 +229,50 @@ class TimePlanner:
                 self._unplayed += sign
         self._stay[group] = loss
 
+    def cut_at(self, group: int | None) -> None:
+        """Note from which group on an engine is to compute the rest: it brings out the errors right in front of it.
+
+        None: no engine that needs what is in front.
+        """
+        self._cut = group if self._behind is not None else None
+
     def lost(self) -> float:
         """Return the loss if nothing more is requested, nats per generated token."""
-        return self._lost + self._unplayed * _NEVER
+        if self._cut is None:
+            return self._lost + self._unplayed * _NEVER
+        return float(self._staying()[: self._cut].sum())
+
+    def saves(self, group: int, current: str, target: str) -> float:
+        """Return the loss that an upgrade spares, nats per generated token."""
+        tracks = [self._number[current], self._number[target]]
+        before, after = self._lost_behind(self.losses[tracks, group], tracks)
+        return float(before - after)
+
+    def _lost_behind(self, loss: Array, tracks: list[int] | npt.NDArray[np.intp] | slice) -> Array:
+        """Return what is lost on some tracks if the engine computes the rest: one loss for each, or a row."""
+        if self._behind is None or self._cut is None:
+            return loss
+        factor, even = self._behind[:, tracks, self._cut]
+        if loss.ndim > factor.ndim:
+            factor, even = factor[:, None], even[:, None]
+        behind: Array = factor * loss + even
+        return np.where(loss < _NEVER, behind, loss)
+
+    def _staying(self) -> Array:
+        """Return the loss of each group if nothing more is requested for it, as it is with what is computed behind."""
+        if self._cut is None:
+            return self._stay
+        return np.where(self._state < 0, self._stay, self._lost_behind(self._stay, self._state))
 
     def next_best(self, view: View) -> tuple[int, str, float, float] | None:
         """Return the upgrade that pays best: its group and track, what it saves and what it costs, in nats.
 
         None if nothing can be improved.
         """
-        savings = np.where(self._moves > 0.0, self._stay - self._loss, -_NEVER)
+        loss = self._lost_behind(self._loss, slice(None))
+        savings = np.where(self._moves > 0.0, self._staying() - loss, -_NEVER)
+        if self._cut is not None:
+            savings[:, self._cut :] = -_NEVER
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
         prices = view.time_price * seconds + view.byte_price * self._bytes
@@ -285,7 +322,8 @@ class TimePlanner:
         share, level = _LINK_SHARES, np.ones(len(_LINK_SHARES))
         for free in _FREE_LEVELS if computed_s > 0 else ():
             share, level = np.append(share, _FEW_SHARES), np.append(level, np.full(len(_FEW_SHARES), free))
-        now = _Options(self._loss, self._bytes, self._moves, self._waste)
+        loss = self._lost_behind(self._loss, slice(None))
+        now = _Options(loss, self._bytes, self._moves, self._waste)
         picked = self._pick(view, rate, price * level * share, price * level * (1.0 - share), now, self._share)
         outside = np.ones(len(self._missing))
         outside[computed.start : computed.stop] = 0.0
@@ -302,7 +340,7 @@ class TimePlanner:
         best = int(totals.argmin())
         idle = np.inf
         if not (self._missing * outside).any():
-            idle = float(self._stay @ outside) + price * max(
+            idle = float(self._staying() @ outside) + price * max(
                 view.outstanding_bytes / rate, view.decode_backlog_s + self._flying_s(view), computed_s
             )
         paid = price * float(level[best])

@@ -41,8 +41,9 @@ LEAST_URGENT = 128
 """Priorities from here on are those of upgrades, which are served after everything that is required."""
 _OCTAVE = 3.0
 """Priorities per factor of two in loss saved per byte."""
-_OVERTAKES = 24
-"""Priorities between two upgrades from which on the later one overtakes the older one."""
+_OVERTAKES, _OVERTAKES_HELD = 24, 9
+"""Priorities between two upgrades from which on the later one overtakes the older one; and between it and one that
+waits behind that, which would wait for ever if all that is a little better overtook both."""
 _MOST_WORTH = 2.0**-12
 """Loss saved per byte that has the most urgent priority, nats per generated token; the least urgent is 1e-17."""
 
@@ -63,8 +64,8 @@ class RequestPriorities:
         self._groups = groups
         self._places: dict[int, int] = {}
         """Request order of each group that was required."""
-        self._last = (-1, LEAST_URGENT)
-        """The upgrade that was requested last, and its priority."""
+        self._last = (-1, LEAST_URGENT, LEAST_URGENT)
+        """The upgrade that was requested last, its priority, and the one that it is worth."""
 
     def required(self, group: int, *, dearer: bool) -> int:
         """Return the priority of a group that is missing; it stays the same if the group is requested again.
@@ -84,11 +85,11 @@ class RequestPriorities:
             nbytes: its bytes, with those of the layers below it that are requested together with it.
             in_flight: numbers of the requests in flight.
         """
-        before, least = self._last
-        priority = upgrade_priority(saved, nbytes)
-        if before in in_flight and priority > least - _OVERTAKES:
-            priority = max(priority, least)
-        self._last = (request, priority)
+        before, least, worth = self._last
+        own = priority = upgrade_priority(saved, nbytes)
+        if before in in_flight and (own > least - _OVERTAKES or own > worth - _OVERTAKES_HELD):
+            priority = max(own, least)
+        self._last = (request, priority, own)
         return priority
 
 

@@ -350,6 +350,37 @@ def test_the_last_group_of_a_prefix_comes_with_a_layer_as_it_carries_most_of_the
     assert prefix["objective"] < 1.5 * alone["objective"]
 
 
+@pytest.mark.parametrize("load", [0.062, 0.07])
+def test_layers_in_front_of_what_an_engine_computes_are_worth_what_it_would_bring_out(load):
+    """Their errors count about twice as much then. A play that does not see that is cut on the base."""
+    offer, cost = default_catalog(), PrefillCost(0.03, 0.25e-3)
+    options = ReplayOptions(4.0, 0.02, load, cost, mode="suffix", prefix=True)
+    run = Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+    assert 0.0 < run["recompute_s"] < cost.seconds(0, offer.tokens)
+    assert run["loss"] < 1e-3
+
+
+def test_a_play_does_not_end_before_an_engine_has_computed_what_it_was_given():
+    """All groups are in place, the last ones on the base, as the engine is to take them over."""
+    options = ReplayOptions(4.0, 0.02, 0.25, PrefillCost(0.03, 0.25e-3), mode="suffix")
+    run = Experiment(default_catalog(), options).play(world("steady", [1e6]), 0.0, "anytime").run
+    assert run["recompute_s"] > 0
+    assert run["loss"] < 1e-3
+
+
+def test_slow_start_hopes_for_no_link_that_is_much_faster_than_earlier_plays_told():
+    """Groups that come next would be fetched in 8 bits, and hold up all others."""
+    offer = default_catalog()
+    prior = Prior(0.3 * offer.fp16_bytes / 4, 0.1)
+
+    def played(cost, **options):
+        options = ReplayOptions(4.0, 0.1, 0.45, cost, prior=prior, **options)
+        return Experiment(offer, options).play(world("steady", [1e6]), 0.0, "anytime").run
+
+    prefix, alone = played(PrefillCost(0.03, 0.25e-3), mode="suffix", prefix=True), played(None)
+    assert prefix["objective"] < 1.06 * alone["objective"]
+
+
 def test_slow_start_leaves_nothing_to_an_engine_that_no_division_gives_anything():
     """Nothing has come for a tenth of the deadline: that is a round trip."""
     run = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=1.0)

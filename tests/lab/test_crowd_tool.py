@@ -12,7 +12,7 @@ import pytest
 from tests.nginx import NGINX
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench-crowd"
-PLAYERS = 40
+PLAYERS = 24
 
 
 def crowd(tmp_path, *words):

@@ -51,6 +51,15 @@ def test_an_upgrade_overtakes_an_older_one_under_way_only_if_it_saves_far_more()
     assert given_.upgrade(4, 1e-5, 1000, set()) == upgrade_priority(1e-5, 1000) < first
 
 
+def test_an_upgrade_that_waits_behind_a_lesser_one_is_not_overtaken_by_what_is_hardly_better():
+    """It would wait for all that is worth more than the lesser one, and miss the deadline."""
+    given_ = RequestPriorities(4)
+    first = given_.upgrade(0, 1e-6, 1000, set())
+    assert given_.upgrade(1, 2.0e-4, 1000, {0}) == first
+    assert given_.upgrade(2, 2.9e-4, 1000, {0, 1}) == first
+    assert given_.upgrade(3, 3.0e-3, 1000, {0, 1, 2}) == upgrade_priority(3.0e-3, 1000) < first
+
+
 class Mixed(Policy):
     """Two groups on FP16, the others on the cheapest track, then Int8 for all."""
 

@@ -165,12 +165,15 @@ class Anytime(Policy):
     def decide(self, view: View) -> Decision:
         """Use an idle engine first, then request the base of every group, then upgrades."""
         decision = self._decide(view)
-        first = view.first_missing()
-        if decision.kind not in {"wait", "finish", "deliver"} or first is None:
+        if decision.kind not in {"wait", "finish", "deliver"}:
             return decision
-        if not view.in_flight and view.engine_backlog_s <= 0:
-            if self._planner is not None and (rest := self._planner.rest(view, idle=True)) is not None:
-                return rest
+        first, idle = view.first_missing(), view.engine_backlog_s <= 0
+        ends = decision.kind != "wait" or not view.in_flight
+        if ends and idle and self._planner is not None and (rest := self._planner.rest(view, idle=True)) is not None:
+            return rest
+        if first is None:
+            return decision
+        if not view.in_flight and idle:
             # Whatever was planned for the engine, it does not come to it.
             return Decision.fetch(first, self._base.name, "nothing is under way, and this is missing")
         return decision if decision.kind == "wait" else Decision.wait("the engine computes the rest")

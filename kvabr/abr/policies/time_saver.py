@@ -48,6 +48,8 @@ _GROWTH = 2.0
 """Growth of the rate until a request has an effect, in slow start."""
 _GROWTHS = (8.0, 4.0, 2.0)
 """Growth until the end of slow start that is hoped for, most first."""
+_HOPED = 1.5
+"""Multiple of the rate that earlier plays told which is hoped for at most."""
 _WINDOW = 1.8
 """Growth of the window per round trip of slow start, with pacing."""
 _MOST_GROWTH = 3.5
@@ -100,6 +102,8 @@ class TimeSaver:
         self._followed = self._heard = 0
         self._fast_s = 0.0
         """When the link was last as fast as it can be."""
+        self._told = math.inf
+        """The rate that earlier plays told, bytes per second."""
         self._known_s = 0.0
         """When the rate was known first."""
         self._over, self._added = False, 0
@@ -127,12 +131,15 @@ class TimeSaver:
         if abs(here - before) > view.keeps or bool(computed) != bool(self._computed):
             self._stale, self._over, self._kept = True, False, {}
         self._computed, self._computed_s = computed, computed_s
+        self._times.cut_at(computed.start if view.front_first and computed else None)
 
     def request(self, view: View) -> Decision | None:
         """Request a missing group on its final track, or wait; None: its base is next."""
         self._over = False
         if self._plan is None:
             self._known_s = view.now
+            if view.now <= 0 < view.rate:
+                self._told = view.rate
         if view.rate <= 0:
             enough = len(view.in_flight) >= _FIRST_GROUPS and view.outstanding_bytes >= _FIRST_BYTES
             enough = enough and self._best_rate <= 0  # in an outage, all bases should come when it ends
@@ -179,7 +186,9 @@ class TimeSaver:
         plan = self._plan
         if plan is None:
             return True
-        nbytes = track.bytes[group]
+        nbytes, current = track.bytes[group], view.track_of[group]
+        if current in view.catalog.by_name and (alone := view.loss(group, current) - track.loss[group]) > 0:
+            worth *= self._times.saves(group, current, track.name) / alone
         return worth * nbytes >= plan.byte_price * nbytes + plan.decode_price * view.decode_s(track.name)
 
     def will_replace(self, view: View, group: int) -> bool:
@@ -284,6 +293,8 @@ class TimeSaver:
         """Return the target for the fastest link that slow start may lead to, of those that come soon as it is."""
         most = _GROWN_TTFB * view.rate * max(view.ttfb_s, _LEAST_TTFB_SHARE * view.deadline_s)
         for growth in _GROWTHS:
+            if growth * view.rate > _HOPED * self._told:
+                continue  # earlier plays told a slower link
             found = self._kept_plan(view, growth, growth * view.rate).targets[group]
             if self._times.bytes_to(group, found) <= most:
                 return found
@@ -347,7 +358,7 @@ class TimeSaver:
             return 0.0
         if current == self._times.names[target]:
             return 0.0  # it has that by now
-        saving = view.loss(group, current) - float(self._times.losses[target, group])
+        saving = self._times.saves(group, current, self._times.names[target])
         seconds = view.decode_s(self._times.names[target])
         price = plan.byte_price * self._times.bytes_to(group, target) + plan.decode_price * seconds
         return saving / max(price, _FREE)
