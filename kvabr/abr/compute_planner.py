@@ -421,7 +421,7 @@ class ComputePlanner:
         round_s = view.ttfb_s or _UNKNOWN_WAIT_S
         due = math.log2(max(1.0, told * round_s / WINDOW))
         late = _LATE_START * due - view.now / measured_s
-        return min(_DOUBT, max(_LEAST_DOUBT, 2.0 ** min(0.0, late)))
+        return min(_DOUBT, max(_LEAST_DOUBT, math.exp2(min(0.0, late))))
 
     def _grows(self, view: View) -> bool:
         """Return whether the link may be in slow start: its rate was clearly lower a round trip ago, or not known."""
