@@ -213,6 +213,8 @@ def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tup
             nbytes = sum(view.bytes(group, layer) for layer in layers)
             if not 0 < nbytes < one.bytes or any((group, layer) in view.unavailable for layer in layers):
                 continue
+            if view.loss(group, name) >= view.loss(group, current):
+                continue
             if (other := cost(group, name, current, nbytes)) < least:
                 least, best = other, name
         total, saved = total + kept, saved + kept - least
