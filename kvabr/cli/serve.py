@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _EXPIRES_SOON_DAYS = 14
 _MAX_DAYS = 36_500
+_MAX_PORT = 65_535
 
 _EPILOG = """\
 a first try, on this machine only:
@@ -116,6 +117,10 @@ def _check_processes(args: argparse.Namespace) -> None:
     for what, address in (("--bind", args.bind), ("--metrics", args.metrics)):
         if address is not None and parse_address(address, what)[1] == 0:
             raise UsageError(f"--processes: give a port with {what}, which they share or count from")
+    if args.metrics is not None:
+        port = parse_address(args.metrics, "--metrics")[1]
+        if port + args.processes - 1 > _MAX_PORT:
+            raise UsageError(f"--metrics: {args.processes} processes count from port {port} on, past {_MAX_PORT}")
 
 
 def _process(args: argparse.Namespace, limits: ServerLimits, number: int) -> int:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -18,6 +19,7 @@ from kvabr.cli.interrupt import INTERRUPTED
 from kvabr.types.errors import KvabrError, UsageError
 
 MOST_PROCESSES = 64
+_PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _MOST_KILLED, _WITHIN_S = 5, 60.0
 """Processes that are replaced within so many seconds: where more are killed, something is wrong with the machine."""
 
@@ -31,7 +33,7 @@ def run_processes(count: int, work: Callable[[int], int]) -> int:
     ``work`` must be picklable.
     """
     group = _Processes(count, work)
-    before = {number: signal.signal(number, group.pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, group.pass_on) for number in _PASSED_ON}
     try:
         for number in range(count):
             group.start(number)
@@ -53,15 +55,27 @@ class _Processes:
         """By number."""
         self._told = set[int | None]()
         """Those that have got a signal to end."""
+        self._ends: int | None = None
+        """The signal to end that came."""
         self._killed_s = deque[float](maxlen=_MOST_KILLED + 1)
 
     def start(self, number: int) -> None:
         process = multiprocessing.get_context("spawn").Process(target=_run, args=(self._work, number))
-        process.start()
-        self.running[number] = process
+        resource_tracker.ensure_running()  # which would let signals through
+        # In it, signals wait until it can handle them: see `_run`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        try:
+            process.start()
+            self.running[number] = process
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+        if self._ends is not None:  # it came before this one was told
+            self.pass_on(self._ends, but=self._told.copy())
 
     def pass_on(self, number: int, _: FrameType | None = None, but: Collection[int | None] = ()) -> None:
         """Send a signal to all that run."""
+        if number != signal.SIGHUP:
+            self._ends = number
         for process in self.running.values():
             if process.pid is not None and process.pid not in but and process.is_alive():
                 if number != signal.SIGHUP:
@@ -109,9 +123,10 @@ def _run(work: Callable[[int], int], number: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The parent passes on Ctrl-C, which a terminal sends to all.
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()
+    os.setpgrp()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what is to be read again has not been read yet
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         raise SystemExit(work(number))
     except KeyboardInterrupt:  # before it serves
         raise SystemExit(INTERRUPTED) from None

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -43,6 +44,30 @@ def test_one_that_has_ended_does_not_cut_short_what_another_finishes(tmp_path):
 
     threading.Thread(target=end, daemon=True).start()
     assert run_processes(2, partial(_serve, tmp_path)) == 0
+
+
+def _sleeps(_):
+    """Return what nobody expects, after a while."""
+    time.sleep(10.0)
+    return 5
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])
+def test_a_signal_while_they_start_ends_all_without_a_traceback(number, status, capfd, monkeypatch):
+    """It comes when the first one is about to run, and is no member yet."""
+    started = BaseProcess.start
+
+    def start(process):
+        started(process)
+        if not hits:
+            hits.append(process)
+            os.kill(os.getpid(), number)
+
+    hits = []
+    monkeypatch.setattr(BaseProcess, "start", start)
+    assert run_processes(2, _sleeps) == status
+    assert hits
+    assert not capfd.readouterr().err
 
 
 def _killed(folder, number):
