@@ -9,7 +9,7 @@ import pytest
 from kvabr.data import default_catalog
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.trace import Trace
-from kvabr.types.events import RequestCancelled, RequestSent
+from kvabr.types.events import DecisionMade, GroupDecoded, RequestCancelled, RequestSent
 
 CATALOG = default_catalog()
 EXPERIMENT = Experiment(CATALOG, ReplayOptions(deadline_s=4.0, rtt_s=0.02, scale_to_mean=1.0))
@@ -56,6 +56,19 @@ def test_large_upgrades_in_flight_are_replaced_by_smaller_ones(gap_s, burst, mos
         assert asked.bytes < CATALOG.by_name[event.track].bytes[event.group]
     assert taken
     assert outcome.run["objective"] < most  # 0.0098 to 0.0108 if they are waited for
+
+
+@pytest.mark.parametrize("seed", [7, 104])
+def test_no_upgrade_in_flight_is_replaced_by_what_is_worse_than_what_is_in_place(seed):
+    outcome = EXPERIMENT.play(bursts(seed), 0.0, "anytime", log=True)
+    losses, asked = [dict[str, float]() for _ in range(CATALOG.groups)], 0
+    for event in outcome.log:
+        if isinstance(event, GroupDecoded):
+            losses[event.group][event.track] = CATALOG.by_name[event.track].loss[event.group]
+        elif isinstance(event, DecisionMade) and event.kind == "upgrade" and "collapsed" in event.reason:
+            asked += 1
+            assert CATALOG.by_name[event.track].loss[event.group] < min(losses[event.group].values())
+    assert asked
 
 
 @pytest.mark.parametrize(("from_s", "rate"), [(0.05, 4e6), (0.08, 1.2e6), (0.12, 4e6)])
