@@ -13,6 +13,8 @@ from typing import ClassVar
 
 WINDOW = 14_600
 """Bytes of the first round trip in slow start (RFC 9002, section 7.2)."""
+_TRUSTED = 0.5
+"""Confidence from which what earlier plays observed is told to policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Estimator(ABC):
     def prime(self, prior: Prior) -> None:
         """Take note, before a play starts, of what earlier plays observed. Estimators may ignore it."""
         self._expected_byte = prior.ttfb_s
-        if prior.rate > 0 < prior.weight:
+        if prior.rate > 0 and prior.weight >= _TRUSTED:
             self.told = prior.rate
 
     def sound(self, nbytes: float, seconds: float, now: float) -> bool:
