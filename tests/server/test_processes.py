@@ -64,8 +64,8 @@ def test_one_that_is_killed_is_started_again_and_said_but_not_for_ever(tmp_path,
     (tmp_path / "go").touch()
     assert run_processes(2, partial(_killed, tmp_path)) == 1
     said = capfd.readouterr().err.splitlines()
-    again = "kvabr: process 2 of 2 was killed (signal 9); it is started again"
-    assert said == [again] * 5 + ["kvabr: process 2 of 2 was killed (signal 9); so were 5 others within a minute, so all end"]
+    killed = "kvabr: process 2 of 2 was killed (signal 9)"
+    assert said == [f"{killed}; it is started again"] * 5 + [f"{killed}; so were 5 others within a minute, so all end"]
     assert len(list(tmp_path.glob("1-*"))) == 6
     assert len(list(tmp_path.glob("0-*"))) == 1
 
