@@ -78,7 +78,7 @@ _LATE_START, _DOUBT_SHARE, _MOST_DOUBLINGS = 1.5, 0.005, 64.0
 """Multiple of the time that slow start takes to that rate after which it is doubted; least round trips in this, as a
 share of the deadline, as the rate is measured no more often; and how often slow start can double."""
 _NOW = 2.0 * math.log(2.0)
-"""Rate of a link in slow start, over the mean of the last round trip."""
+"""Rate of a link in slow start, over the mean of the last round trip; it counts where it is told to what it grows."""
 _RAMP_ROUNDS, _RAMP = 1.5, 1.3
 """A link whose rate was lower by this factor as many times to first byte ago is in slow start."""
 _LEAST_WAIT_S = 0.02
@@ -402,15 +402,15 @@ class ComputePlanner:
             doublings = min(view.now / round_s, _MOST_DOUBLINGS)
             less = self._doubt(view, view.rate, measured_s)
             return [less * view.rate, view.rate], (_NOW * 2.0**doublings * WINDOW / round_s, round_s)
-        ramp = _NOW * max(view.rate, WINDOW / round_s), round_s
+        begins = max(view.rate, WINDOW / round_s)
         if view.told_rate > view.rate:  # too fast for an estimate to begin with it, but that is where slow start leads
             less = max(self._doubt(view, view.told_rate, measured_s) * view.told_rate, _GROWTH * view.rate)
-            return sorted((less, view.told_rate)), ramp
+            return sorted((less, view.told_rate)), (_NOW * begins, round_s)
         # It has not been slower so far; and as long as nothing is known, it is trusted to carry the base in time.
         left_s = max(view.time_left, _SAME_TIME * view.deadline_s, _LEAST_WAIT_S)
         least = max(_GROWTH * view.rate, SPARE * view.ladder.tracks[0].total_bytes / left_s)
         rates = [max(least, load * view.catalog.fp16_bytes / left_s) for load in LOADS]
-        return rates, ramp
+        return rates, (begins, round_s)
 
     @staticmethod
     def _doubt(view: View, told: float, measured_s: float) -> float:

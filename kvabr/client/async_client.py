@@ -29,6 +29,7 @@ from kvabr.abr.tail import TailOffer
 from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
+from kvabr.client.hinting import hint_node
 from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
@@ -63,7 +64,7 @@ from kvabr.store.files import sweep
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.store.locations import open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.interface import Connection, PeerConnection, read_all
+from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
@@ -73,14 +74,12 @@ from kvabr.types.errors import (
     FormatError,
     KvabrError,
     ModelError,
-    NotFoundError,
     PlayError,
     TransportError,
     UsageError,
     told_if_exhausted,
 )
 from kvabr.types.events import LookupFailed
-from kvabr.types.hints import MAX_ANSWER_BYTES, HintAnswer, HintRequest
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
@@ -578,7 +577,7 @@ class AsyncClient:
         options = replace(options or self.options, time_price=time_price, live=False, out=None, after=None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
         if node is not None:
-            return await self._hint_node(name, node, within_s, keep_s)
+            return await hint_node(self.connect(node), name, within_s, keep_s)
         ends_s = asyncio.get_running_loop().time() + within_s
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
@@ -844,24 +843,6 @@ class AsyncClient:
             if found is not None:
                 async with self._play(deadline, options, peer, purpose="trial") as play:
                     play.over(await play.coded(await play.prepare(found)))
-
-    async def _hint_node(self, asset: TrackNamespace | Found, node: PeerLike, within_s: float, keep_s: float) -> Hinted:
-        groups = len(asset.catalog.chunks) if isinstance(asset, Found) else 0
-        name = asset.catalog.namespace if isinstance(asset, Found) else asset
-        wanted = HintRequest(within_s, keep_s, groups)
-        try:
-            async with asyncio.timeout(within_s + _FIND_S):
-                connection = await self.connect(node)
-                answer = HintAnswer.loads(await read_all(connection.fetch(name, wanted.track, limit=MAX_ANSWER_BYTES)))
-        except TimeoutError as error:
-            raise TransportError(f"the node has not answered within {within_s + _FIND_S:g} s") from error
-        except NotFoundError as error:
-            raise NotFoundError(
-                "there is no such cache, or the peer is no node: hints are for nodes that serve what they fetch "
-                "(`kvabr player --serve`)",
-                reason=error.reason,
-            ) from error
-        return Hinted(answer.tokens, answer.nbytes, answer.loss)
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):
