@@ -95,6 +95,9 @@ class Level:
         check(self, f"track {self.name}")
         check_tails(self.tails, f"track {self.name}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return fields_of(self, type(self))  # without what was worked out from them
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return to_json(self, "refines", "decode_s", "measured", last=_TRACK_ORDER)
@@ -408,6 +411,10 @@ class Catalog(CommonFacts):
     def digest(self) -> str:
         """SHA-256 of what it says, hex, which is its name between processes with one version of kvabr."""
         return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = vars(self).get("digest")  # the other process names it alike
+        return fields_of(self, type(self)) | ({} if known is None else {"digest": known})
 
     @cached_property
     def by_name(self) -> dict[str, Track]:
