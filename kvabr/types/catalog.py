@@ -30,7 +30,18 @@ from kvabr.types.errors import AssetError, FormatError, MissingAssetError, Seale
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
-from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, decode, fields_of, read_members, to_json
+from kvabr.types.records import (
+    IN_MEMORY,
+    Number,
+    Positive,
+    Sha256,
+    check,
+    decode,
+    fields_of,
+    own_state,
+    read_members,
+    to_json,
+)
 from kvabr.types.sealed_runs import SealedRuns
 from kvabr.types.sealing import AssetKey, KeyRing, Seal, boxed, ids, unboxed
 from kvabr.types.tails import (
@@ -96,7 +107,7 @@ class Level:
         check_tails(self.tails, f"track {self.name}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return fields_of(self, type(self))  # without what was worked out from them
+        return own_state(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -414,7 +425,7 @@ class Catalog(CommonFacts):
 
     def __getstate__(self) -> dict[str, Any]:
         known = vars(self).get("digest")  # the other process names it alike
-        return fields_of(self, type(self)) | ({} if known is None else {"digest": known})
+        return own_state(self) | ({} if known is None else {"digest": known})
 
     @cached_property
     def by_name(self) -> dict[str, Track]:

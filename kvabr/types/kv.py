@@ -21,7 +21,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvabr.types.arguments import checked
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.records import decode, fields_of
+from kvabr.types.records import decode, own_state
 
 if TYPE_CHECKING:
     import torch
@@ -456,7 +456,7 @@ class KVSpec:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return fields_of(self, type(self))  # without what was worked out from them
+        return own_state(self)
 
     @cached_property
     def summary(self) -> str:
