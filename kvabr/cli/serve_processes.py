@@ -98,7 +98,7 @@ class _Processes:
         now = time.monotonic()
         self._killed_s.extend(now for _ in killed)
         often = len(self._killed_s) > _MOST_KILLED and now - self._killed_s[0] < _WITHIN_S
-        then = f"as {_MOST_KILLED} were in the last minute: all end" if often else "it is started again"
+        then = f"so were {_MOST_KILLED} others within a minute, so all end" if often else "it is started again"
         for number, code in killed:
             said = f"kvabr: process {number + 1} of {self._count} was killed (signal {-code}); {then}"
             print(said, file=sys.stderr, flush=True)

@@ -30,7 +30,18 @@ from kvabr.types.errors import AssetError, FormatError, MissingAssetError, Seale
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
-from kvabr.types.records import IN_MEMORY, Number, Positive, Sha256, check, decode, fields_of, read_members, to_json
+from kvabr.types.records import (
+    IN_MEMORY,
+    Number,
+    Positive,
+    Sha256,
+    check,
+    decode,
+    fields_of,
+    own_state,
+    read_members,
+    to_json,
+)
 from kvabr.types.sealed_runs import SealedRuns
 from kvabr.types.sealing import AssetKey, KeyRing, Seal, boxed, ids, unboxed
 from kvabr.types.tails import (
@@ -94,6 +105,9 @@ class Level:
         check_track_name(self.name)
         check(self, f"track {self.name}")
         check_tails(self.tails, f"track {self.name}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return own_state(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -408,6 +422,10 @@ class Catalog(CommonFacts):
     def digest(self) -> str:
         """SHA-256 of what it says, hex, which is its name between processes with one version of kvabr."""
         return hashlib.sha256(pickle.dumps(self, pickle.HIGHEST_PROTOCOL)).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = vars(self).get("digest")  # the other process names it alike
+        return own_state(self) | ({} if known is None else {"digest": known})
 
     @cached_property
     def by_name(self) -> dict[str, Track]:

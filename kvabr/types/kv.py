@@ -21,7 +21,7 @@ from msgspec import Meta, Raw, Struct
 
 from kvabr.types.arguments import checked
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.records import decode
+from kvabr.types.records import decode, own_state
 
 if TYPE_CHECKING:
     import torch
@@ -454,6 +454,9 @@ class KVSpec:
 
         made: torch.dtype = getattr(torch, self.dtype)
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return own_state(self)
 
     @cached_property
     def summary(self) -> str:

@@ -165,6 +165,11 @@ def fields_of(record: object, kind: type) -> dict[str, Any]:
     return {each.name: getattr(record, each.name) for each in _fields(kind)}
 
 
+def own_state(record: object) -> dict[str, Any]:
+    """Return all fields of a dataclass, as it is to be pickled: without what it has worked out from them and keeps."""
+    return {each.name: getattr(record, each.name) for each in fields(cast("Any", record))}
+
+
 # ------------------------------------------------------- what annotations say
 
 

@@ -239,6 +239,13 @@ def test_a_prior_counts_until_samples_do():
     assert estimator.ttfb() == 0.2
 
 
+@pytest.mark.parametrize(("weight", "told"), [(1.0, 2e6), (0.5, 2e6), (0.02, 0.0)])
+def test_what_was_observed_long_ago_is_not_told_to_policies(weight, told):
+    estimator = ESTIMATORS["tracking"]()
+    estimator.prime(Prior(2e6, 0.03, weight))
+    assert estimator.told == told
+
+
 @pytest.mark.parametrize(("deadline_s", "counts"), [(4.0, True), (1.0, False)])
 def test_a_prior_that_slow_start_cannot_reach_in_time_does_not_count(deadline_s, counts):
     estimator = ESTIMATORS["tracking"]()

@@ -12,7 +12,7 @@ from collections import deque
 import pytest
 import structlog
 
-from kvabr.link.moqt.connect import connect, dial
+from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
@@ -392,6 +392,32 @@ async def test_a_peer_that_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, 
                 assert connection.backend in ("qh3", "aioquic")
                 return
         raise AssertionError("it waits for TCP")
+
+
+async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, monkeypatch):
+    """Another service may have the TCP port, and the path may lose QUIC's first packets."""
+    dial_over, refused, answers = Connecting._dial_over, [], True
+
+    async def slow(self, over, connect_s=None):
+        if over == "tcp":
+            refused.append(over)
+            raise TransportError("this is a web server")
+        while len(refused) < 2:  # noqa: ASYNC110  # TCP is tried once more
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        if not answers:
+            raise NoAnswerError("nothing came back")
+        return await dial_over(self, over, connect_s)
+
+    monkeypatch.setattr(Connecting, "_dial_over", slow)
+    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 0.005)
+    async with served(asset, tls) as server:
+        async with joined(server, tls) as connection:
+            assert connection.backend in ("qh3", "aioquic")
+        answers = False
+        with pytest.raises(TransportError, match="this is a web server"):
+            async with joined(server, tls):
+                pass
 
 
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):

@@ -218,15 +218,17 @@ class Connecting:
         if better != "quic":
             order.insert(0, ("tcp", SHORT_S if better is None else HEAD_START_S))
         made: list[MoqtConnection] = []
-        silent: dict[Over, NoAnswerError] = {}
+        failed: dict[Over, TransportError] = {}
 
         async def attempt(how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
             try:
                 made.append(await self._dial_over(*how))
             except UnauthorizedError as error:
                 return error  # the other would fare no better
-            except NoAnswerError as error:
-                silent[how[0]] = error
+            except TransportError as error:
+                failed[how[0]] = error
+                if how[0] == "tcp":  # perhaps another service's port, which says nothing about QUIC's
+                    raise NoAnswerError(str(error)) from error
                 raise
             return made[-1]
 
@@ -235,7 +237,8 @@ class Connecting:
             much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"] > 0
             chosen = await first_of(order, attempt, _MUCH_S if much else HEAD_START_S)
         except NoAnswerError as error:
-            raise silent.get("quic", error) from None
+            said = next((each for each in failed.values() if not isinstance(each, NoAnswerError)), None)
+            raise said or failed.get("quic", error) from None
         finally:
             for connection in made:  # both may have answered at the same time
                 if connection is not chosen:

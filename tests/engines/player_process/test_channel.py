@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import resource
 import socket
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -138,6 +140,22 @@ async def test_a_catalog_crosses_once_and_is_named_by_both_ends(pair):
         message = await back.get()
         assert pair.one.read(message) in (wanted, {"found": wanted})
     assert len(message.data) < 300
+
+
+async def test_what_a_catalog_has_worked_out_neither_crosses_nor_changes_its_name(pair):
+    used, fresh = (catalog(20).suffix(4) for _ in range(2))  # with fields that no file has
+    play = used.to_play
+    for one in (used, play, used.spec, *used.tracks):
+        for name, _ in inspect.getmembers(type(one), lambda value: isinstance(value, cached_property)):
+            if name != "digest":
+                getattr(one, name)
+    assert used.digest == fresh.digest
+    found, _ = await pair.cross(used)
+    assert found == used
+    assert vars(found).keys() - {"digest"} <= vars(catalog(20)).keys()
+    assert found.digest == used.digest
+    pair.one.send(fresh)
+    assert len((await pair.came.get()).data) < 300
 
 
 async def test_both_ends_forget_the_same_catalogs(pair, monkeypatch):
