@@ -131,6 +131,7 @@ class TimePlanner:
         self._state = np.zeros(groups, int) - 1
         """Track of each group that is in place or in flight, or -1."""
         self._cut: int | None = None
+        """See `cut_at`."""
         self._flying = np.zeros(groups, int) - 1
         """Track that is in flight for each group, or -1."""
         self._added = 0

@@ -21,7 +21,7 @@ from kvabr.types.errors import KvabrError, UsageError
 MOST_PROCESSES = 64
 _PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 _MOST_KILLED, _WITHIN_S = 5, 60.0
-"""Processes that are replaced within so many seconds: where more are killed, something is wrong with the machine."""
+"""Most processes that are started again within these seconds: where more are killed, the machine is in trouble."""
 
 
 def run_processes(count: int, work: Callable[[int], int]) -> int:

@@ -50,7 +50,7 @@ _MAX_ADDRESSES = 8
 CLEARLY = 1.1
 """How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
 _MUCH, _MUCH_S = 2.0, 1.0
-"""Where TCP carries so many times as much, it has so many seconds for TLS before QUIC is dialled as well."""
+"""Multiple of QUIC's rate from which TCP has these seconds for TLS before QUIC is dialled as well."""
 SHORT_S = 0.15
 """Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp", "tcp-plain"]
