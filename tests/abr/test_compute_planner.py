@@ -390,6 +390,22 @@ def test_slow_start_hopes_for_no_link_that_is_much_faster_than_earlier_plays_tol
     assert prefix["objective"] < 1.06 * alone["objective"]
 
 
+def test_what_earlier_plays_told_bounds_the_rates_also_where_slow_start_takes_long_to_get_there():
+    """The estimate does not begin with such a rate, as slow start may not reach it in time."""
+    offer = catalog(8, layered=True)
+    view = View(Ladder(offer), 1.0, PrefillCost.from_rate(3000.0), time_price=1e-3)
+    view.ttfb_s, told = 0.1, offer.fp16_bytes / 3
+    planner = ComputePlanner(view, TimePlanner(view), lambda *_: 0.0)
+    spread, _ = planner._rates_of(view)
+    assert min(spread) < 0.7 * told < told < max(spread)
+    view.told_rate = told
+    rates, ramp = planner._rates_of(view)
+    assert rates == pytest.approx([0.7 * told, told])
+    assert ramp is not None
+    view.rate, view.growing = 0.9 * told, True
+    assert max(planner._rates_of(view)[0]) == pytest.approx(1.35 * told)  # it may double before a request has an effect
+
+
 def test_slow_start_leaves_nothing_to_an_engine_that_no_division_gives_anything():
     """Nothing has come for a tenth of the deadline: that is a round trip."""
     run = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=1.0)
