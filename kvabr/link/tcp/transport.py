@@ -407,9 +407,10 @@ class QmuxTransport(StreamTransport):
 
     def _read_some(self, conn: QmuxConnection) -> int:
         """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
-        into, scratch = self._room(conn), self._scratch
-        count = self._channel.receive([scratch] if into is None else [into, scratch])
-        direct = 0 if into is None else min(count, len(into))
+        into = self._room(conn)
+        scratch = self._scratch[: _DIRECT_BYTES if into else None]
+        count = self._channel.receive([*into, scratch])
+        direct = min(count, sum(map(len, into)))
         if direct:
             assert conn.expected is not None  # noqa: S101  # there was room
             stream = conn.expected[0]
@@ -420,9 +421,9 @@ class QmuxTransport(StreamTransport):
             self._handle(conn)
         return count
 
-    def _room(self, conn: QmuxConnection) -> memoryview | None:
+    def _room(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
-            return None
+            return []
         return self._endpoint.room(*expected)
 
     def _handle(self, conn: QmuxConnection) -> None:
