@@ -160,7 +160,7 @@ class ObjectParser:
         return self._left
 
     def took(self, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
-        """Note what came instead of passing it to `feed`: ``left`` bytes at most, `follower`, ``size`` at most, and so on.
+        """Note what came and is not passed to `feed`: ``left`` bytes at most, `follower`, ``size`` at most, and so on.
 
         Returns:
             How many bytes of payload that was; and from where on something else came, which must be passed to `feed`.
