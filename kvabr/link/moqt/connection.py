@@ -403,9 +403,9 @@ class MoqtConnection(Endpoint, PeerConnection):
         session = self.session
         assert session is not None  # noqa: S101  # there was room
         payload = session.requester.expected(stream)
-        assert payload is not None  # noqa: S101  # as above
-        fetch = self._requests.under_way(payload.request)
-        assert fetch is not None  # noqa: S101  # as above
+        fetch = None if payload is None else self._requests.under_way(payload.request)
+        if payload is None or fetch is None:  # cancelled while a thread read
+            return
         placed, others = session.requester.took(stream, list(filled(self._placed, count)))
         self._placed = []
         self._count(placed)
@@ -414,6 +414,10 @@ class MoqtConnection(Endpoint, PeerConnection):
         if others:
             session.receive(stream, b"".join(others), fin=False)
             self.settle()
+
+    def worked(self, cpu_s: float) -> None:
+        """See `Endpoint.worked`."""
+        self.watch.worked(cpu_s)
 
     def alive(self) -> None:
         """See `Endpoint.alive`."""

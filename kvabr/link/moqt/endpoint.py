@@ -72,6 +72,9 @@ class Endpoint(ABC):
     def took(self, stream: int, count: int) -> None:  # noqa: B027  # most have no room
         """Note that bytes of a stream have been written to what `room` returned last."""
 
+    def worked(self, cpu_s: float) -> None:  # noqa: B027  # most do not care
+        """Note processor time that a thread of the transport has taken, seconds."""
+
     def was_reset(self, stream: int, code: int) -> None:
         """Handle the reset of a stream by the peer."""
         if self.session is not None:
