@@ -32,6 +32,7 @@ class PrefixAim(WholeAim):
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""
+        self.play.record.used = first
         self.deliver(now, cut=why or f"groups {first} to {last - 1} are sooner computed than fetched")
         return False
 
