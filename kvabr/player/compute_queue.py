@@ -175,7 +175,7 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the end of the next run: what a call needs if there is time to re-plan, all if only that is in time."""
+        """Return the end of the next run: a short call if there is time to re-plan, all if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))

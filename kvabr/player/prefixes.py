@@ -39,7 +39,8 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
         tokens = max(0, (first + catalog.tokens_before(solid)) // block * block - first)
         groups = takewhile(lambda group: catalog.tokens_before(group) < tokens, range(solid))
         return PlacedPrefix(tokens, tuple(groups), (Span(first, tokens),))
-    there = {(unit.part, unit.group): index for index, unit in enumerate(catalog.units) if index < len(placed) and placed[index]}
+    units = enumerate(zip(catalog.units, placed, strict=False))
+    there = {(unit.part, unit.group): index for index, (unit, here) in units if here}
     for count in range(_solid(catalog, there), 0, -1):
         end = (first + min(count * size, catalog.tokens)) // block * block
         if end > first + (count - 1) * size and (found := _at(catalog, there, end)) is not None:

@@ -66,7 +66,7 @@ def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now:
 
 def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadline_s: float) -> None:
     """Have the engine compute what a play of a prefix did not deliver, as soon as that is there."""
-    here = min(record.missing[:1] + (catalog.groups if record.used is None else record.used,))
+    here = min((*record.missing[:1], catalog.groups if record.used is None else record.used))
     if here == catalog.groups or record.delivered_s is None:
         return
     first = catalog.cut(here)
