@@ -472,9 +472,9 @@ class Assembler:
         with self._lock:
             self._handed = self._taken = True
         found = longest_prefix(self._catalog, self._tracks[:groups], block)
-        groups = tuple(self._coded_group(group) for group in found.groups)
+        coded = tuple(self._coded_group(group) for group in found.groups)
         self.seal()
-        return groups, found
+        return coded, found
 
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
