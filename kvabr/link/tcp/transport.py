@@ -405,7 +405,7 @@ class QmuxTransport(StreamTransport):
             into = self._room(conn)
             if self._fast and into:
                 self._end_turn(conn, None)
-                self._read_beside(into)
+                self._read_beside(conn)
                 return
             count = self._take(conn, into, self._receive(self._with_scratch(into)))
             if not count:
@@ -416,11 +416,11 @@ class QmuxTransport(StreamTransport):
     def _with_scratch(self, into: list[memoryview]) -> list[memoryview]:
         return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
 
-    def _receive(self, buffers: list[memoryview]) -> int | Exception:
+    def _receive(self, buffers: list[memoryview]) -> int | OSError:
         """Read once; return how many bytes came, or why none."""
         try:
             return self._channel.receive(buffers)
-        except Exception as error:  # noqa: BLE001  # a thread's, too
+        except OSError as error:
             return error
 
     def _take(self, conn: QmuxConnection, into: list[memoryview], came: int | Exception) -> int | None:
@@ -467,22 +467,28 @@ class QmuxTransport(StreamTransport):
         elif count and self._channel.pending:
             self._loop.call_soon(self._ready)  # the socket would not say so
 
-    def _read_beside(self, into: list[memoryview]) -> None:
+    def _read_beside(self, conn: QmuxConnection) -> None:
         """Read in a thread."""
         if self._closed:
             return
-        self._reading = True
+        self._reading, into = True, self._room(conn)
         self._loop.remove_reader(self._sock.fileno())
         self._watch_room(wanted=False)
         _readers().submit(self._beside, into)
 
     def _beside(self, into: list[memoryview]) -> None:
         begin = time.thread_time()
-        came = self._fill(self._with_scratch(into), sum(map(len, into)))
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        came: int | Exception
+        try:
+            came = self._fill(self._with_scratch(into), sum(map(len, into)))
+        except Exception as error:  # noqa: BLE001  # the loop raises it
+            came = error
+        try:
             self._loop.call_soon_threadsafe(self._back, into, came, time.thread_time() - begin)
+        except RuntimeError:  # the loop is closed
+            self._sock.close()
 
-    def _fill(self, buffers: list[memoryview], wanted: int) -> int | Exception:
+    def _fill(self, buffers: list[memoryview], wanted: int) -> int | OSError:
         """Read until ``wanted`` bytes have come, or a while is over; return as `_receive`."""
         until_s, came = time.monotonic() + _BESIDE_S, 0
         poll = select.poll()
