@@ -196,7 +196,9 @@ class ThroughputSampler:
         """Let time pass. A link on which every request waits for much longer than a round trip has a rate of zero."""
         if not idle:
             self.settle(now, idle=False)
-        elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
+        elif not waiting:  # a link of which nothing is asked is not silent
+            self._quiet_since = now
+        elif now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
             self._silent(now - self._quiet_since, now)
             self._quiet_since = now
 

@@ -25,7 +25,7 @@ def test_a_source_that_was_slow_for_a_moment_is_tried_again(slow, until_s):
     for event in outcome.log:
         if isinstance(event, RequestSent) and event.t > 1.0:
             asked[event.source] += event.bytes
-    assert asked[1] > asked[0] > 0  # nothing, if it is left alone
+    assert asked[1] > asked[0] / 2 > 0  # nothing, if it is left alone
     assert outcome.run["objective"] < 1.35 * outcome.run["clairvoyant_objective"]  # 2.0 and 2.1 then
 
 
