@@ -198,6 +198,7 @@ class Sources:
             self._heard_s[source] = now
             if self._silent.pop(source, None) is not None:
                 self._tries.pop(source, None)
+                self._samplers[source].revived()
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""

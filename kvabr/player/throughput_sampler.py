@@ -182,6 +182,11 @@ class ThroughputSampler:
         self._ramp_rate = None if self._ramp_rate else self._ramp_rate
         self._sample(0, seconds, now)
 
+    def revived(self) -> None:
+        """Forget what the link has brought so far: it was dead, and may be another now."""
+        self._ramp_rate = None
+        self._begin()
+
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
         with self._asking():
