@@ -59,7 +59,7 @@ _DIRECT_BYTES = 16 << 10
 _BESIDE_BYTES, _BESIDE_S = 256 << 10, 0.004
 """Least payload for which a thread is worth while, and how long it waits for it: one that comes faster is."""
 _READERS = 16
-_CORES = len(os.sched_getaffinity(0))
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 512 << 10
 _REQUESTS_BYTES = 16 << 10
 """The same of a server, which receives nothing but requests."""
