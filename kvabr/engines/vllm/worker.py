@@ -460,9 +460,8 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
     """Return what a play loses for a request that shares nothing of what is computed behind it."""
     catalog = load.found.catalog
-    if not (prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources):
+    if not (prefix.tokens and catalog.even):
         return prefix.loss
-    skip = catalog.group_at(prefix.first)
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
-    played = shorter.suffix(skip)
+    played = shorter.suffix(catalog.group_at(prefix.first))
     return promised_loss(played, prefix.coverage, predicted_loss(played, prefix.coverage))
