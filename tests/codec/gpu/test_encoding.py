@@ -15,7 +15,6 @@ from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser
 from kvabr.data import default_catalog
-from kvabr.publish import frames as publish_frames
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
@@ -74,9 +73,7 @@ def test_payloads_are_those_of_the_processor(make, track, there):
     assert made == wanted
 
 
-@pytest.mark.parametrize("ahead", [1, 8])
-def test_groups_of_a_cache_are_encoded_together(there, monkeypatch, ahead):
-    monkeypatch.setattr(publish_frames, "_TOGETHER", ahead)
+def test_groups_of_a_cache_are_encoded_together(there):
     kv, tracks = related(SHAPE, SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
     frames = []
     for device in (torch.device("cpu"), DEVICE):

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv"
 
 from kvabr.codec.gpu import levels  # not without Triton
 
-SPECS = {**ALONE, "usual": KVSpec.uniform("m", "t", 2, 4, 64, "bfloat16")}
+SPECS = {**ALONE, "usual": KVSpec.uniform("m", "t", 2, 2, 64, "bfloat16")}
 SMALL = KVSpec.uniform("m", "t", 2, 1, 16, "bfloat16")
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 INTERPRETED = DEVICE.type == "cpu"
