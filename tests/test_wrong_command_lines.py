@@ -25,8 +25,8 @@ from tests.toymodel import toy_asset
 
 TRACES = Path(__file__).parent.parent / "traces"
 FEW = 3
-"""Values that an option is tried with in a quick run, or if another command's of this name and type was tried with every
-value: of all options together, every value."""
+"""Values that an option is tried with in a quick run, or if one of this name and type was tried with every value: of all
+options together, every value."""
 SLOW = {"doctor"}
 """Commands that look at everything else first: each option has few values in every run."""
 LONG_S = 60
