@@ -25,7 +25,7 @@ from tests.toymodel import toy_asset
 
 TRACES = Path(__file__).parent.parent / "traces"
 FEW = 3
-"""Values that an option is tried with in a quick run, or if one of this name and type was tried with every value: of all
+"""Values that an option is tried with in a quick run, or if one of its name and type was tried with every value: of all
 options together, every value."""
 SLOW = {"doctor"}
 """Commands that look at everything else first: each option has few values in every run."""
