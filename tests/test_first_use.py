@@ -17,6 +17,7 @@ from kvabr.cli.main import main
 from kvabr.codec.threads import decoder_threads
 from kvabr.data import default_catalog
 from kvabr.replay import run
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
@@ -24,19 +25,20 @@ from tests.client.served import Served
 TRACES = Path(__file__).parent.parent / "traces"
 
 
-@pytest.fixture(scope="module")
-def played_once():
-    """The plays of a demo are the same every time, so tests of what it prints share them."""
-    replay, known = run.replay, {}
+_demos: dict[ReplayOptions, run.Report] = {}
+
+
+@pytest.fixture
+def played_once(monkeypatch):
+    """Have tests of what a demo prints share its plays, which are the same every time."""
+    replay = run.replay
 
     def once(matrix, **how):
-        if matrix.options not in known:
-            known[matrix.options] = replay(matrix, **how)
-        return known[matrix.options]
+        if matrix.options not in _demos:
+            _demos[matrix.options] = replay(matrix, **how)
+        return _demos[matrix.options]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "replay", once)
-        yield
+    monkeypatch.setattr(run, "replay", once)
 
 
 @pytest.mark.slow
