@@ -469,7 +469,7 @@ class ComputePlanner:
         """Return what each division of the work costs at each rate."""
         cost, catalog, groups, ends = view.cost, view.catalog, view.groups, self._ends
         assert cost is not None  # noqa: S101  # see `plan`
-        first = (view.solid if view.prefix else 0) if self._suffix else start
+        first = 0 if self._suffix else start
         stops = np.arange(first, groups + 1)
         if self._suffix and not catalog.every_token:
             stops = np.array([one for one in range(first, groups + 1) if one == groups or catalog.cut(one) == one])

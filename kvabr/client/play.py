@@ -362,12 +362,12 @@ class Play:
     def _coded(self, driver: Driver, prepared: Prepared, block: int) -> PlayedPrefix:
         """Return what a play has left compressed."""
         catalog = prepared.catalog
-        groups, found = driver.assembler.take_coded(block)
+        groups, found = driver.assembler.take_coded(driver.session.record.used, block)
         record, coverage = driver.session.record, _tracks(driver, found)
         cut = prepared.cut
-        if record.missing:
+        if record.missing or record.used is not None:
             cut = record.cut or record.gave_up or "the play ended"
-            if not catalog.every_token:
+            if record.missing and not catalog.every_token:
                 cut += f"; missing: {listed(map(catalog.title, record.missing))}"
             if record.gave_up is None:  # it says so itself
                 cut = "; ".join((cut, *driver.session.retries.last_words))

@@ -459,10 +459,11 @@ class Assembler:
             self.seal()
         return self._to.parts if isinstance(self._to, Tensors) else ()
 
-    def take_coded(self, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
+    def take_coded(self, groups: int | None = None, block: int = 1) -> tuple[tuple[CodedGroup, ...], PlacedPrefix]:
         """Hand over the longest prefix that is in place, compressed, see `longest_prefix`; accept nothing afterwards.
 
         Args:
+            groups: take none of the groups from this one on.
             block: the prefix must end at a multiple of this many tokens of the prompt.
 
         Returns:
@@ -470,10 +471,10 @@ class Assembler:
         """
         with self._lock:
             self._handed = self._taken = True
-        found = longest_prefix(self._catalog, self._tracks, block)
-        groups = tuple(self._coded_group(group) for group in found.groups)
+        found = longest_prefix(self._catalog, self._tracks[:groups], block)
+        coded = tuple(self._coded_group(group) for group in found.groups)
         self.seal()
-        return groups, found
+        return coded, found
 
     def _coded_group(self, group: int) -> CodedGroup:
         offer = self._catalog.track(str(self._tracks[group]))
@@ -494,8 +495,7 @@ class Assembler:
         with self._lock:
             self._handed = True
         self.seal()
-        placed = [track if groups is None or group < groups else None for group, track in enumerate(self._tracks)]
-        found = longest_prefix(self._catalog, placed, block)
+        found = longest_prefix(self._catalog, self._tracks[:groups], block)
         if not isinstance(self._to, Tensors):
             return (), found
         parts = []

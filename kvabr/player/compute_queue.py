@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
@@ -12,6 +13,8 @@ from kvabr.types.engine import EngineMode
 
 _LATE = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
+_LEAST_CALL = 5.0
+"""Length of a call at least, as a multiple of its constant part."""
 _PATIENCE = 0.5
 """Share of the deadline before which such a tail is not started, even if the link has carried nothing."""
 
@@ -172,13 +175,23 @@ class ComputeQueue:
         return self._cost.seconds(begin, end - begin)
 
     def _run_end(self, first: int, now: float, absent: GroupSet) -> int:
-        """Return the end of the next run: one group if there is time to re-plan, all if only that is in time."""
+        """Return the end of the next run: a short call if there is time to re-plan, all if only that is in time."""
         last, end = first + 1, absent.gap(first)
         while last < end and (last in self.planned or last in self.chosen):
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
         self._add_up()
         one_by_one, in_time = 1e-9 * (self._sums[last] - self._sums[first]), self._view.deadline_s - now
-        return last if self._seconds(first, last) <= in_time < one_by_one else first + 1
+        return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last)
+
+    def _least_run(self, first: int, last: int) -> int:
+        """Return the end of the shortest run that is not mostly what a call takes whatever it computes."""
+        if last - first < 2:
+            return last
+        one_s, two_s = self._seconds(first, first + 1), self._seconds(first, first + 2)
+        constant_s, more_s = 2 * one_s - two_s, two_s - one_s
+        if constant_s <= 0:
+            return first + 1
+        return last if more_s <= 0 else min(last, first + math.ceil((_LEAST_CALL - 1.0) * constant_s / more_s))
 
     def _add_up(self) -> None:
         if not self._each:

@@ -30,7 +30,7 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
 
     Args:
         catalog: what is played.
-        placed: per group, something true if it is in place.
+        placed: per group, something true if it is in place; those behind the last one are not.
         block: the prefix must end at a multiple of this many tokens of the prompt; then it may end inside of a group.
     """
     first, size = catalog.first_token, catalog.spec.group_tokens
@@ -39,7 +39,8 @@ def longest_prefix(catalog: Catalog, placed: Sequence[object], block: int = 1) -
         tokens = max(0, (first + catalog.tokens_before(solid)) // block * block - first)
         groups = takewhile(lambda group: catalog.tokens_before(group) < tokens, range(solid))
         return PlacedPrefix(tokens, tuple(groups), (Span(first, tokens),))
-    there = {(unit.part, unit.group): index for index, unit in enumerate(catalog.units) if placed[index]}
+    units = enumerate(zip(catalog.units, placed, strict=False))
+    there = {(unit.part, unit.group): index for index, (unit, here) in units if here}
     for count in range(_solid(catalog, there), 0, -1):
         end = (first + min(count * size, catalog.tokens)) // block * block
         if end > first + (count - 1) * size and (found := _at(catalog, there, end)) is not None:

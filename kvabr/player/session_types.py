@@ -378,6 +378,9 @@ class PlayRecord:
     """Transfers cancelled because they would have been late."""
     cut: str | None = None
     """Why a prefix play ended before every group was in place; None if every group is, or for another goal."""
+    used: int | None = None
+    """Groups that are used of a prefix that was cut: what is behind, though it be in place, the engine computes. None:
+    all before the first one that is missing."""
     gave_up: str | None = None
     """Why the play was given up."""
     live: LiveRecord | None = None

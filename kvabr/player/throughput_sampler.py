@@ -151,7 +151,7 @@ class ThroughputSampler:
             if not self._bytes:  # what was on its way does not come: see `_silent`
                 self._ramp_rate = None if self._ramp_rate else self._ramp_rate
             elif self._ramp_rate is not None and self._bytes >= _RAMP_BYTES * self._ramp_bytes:
-                self._forget_slow_start(self._bytes / seconds)
+                self._forget_slow_start(self._bytes / seconds, seconds)
             self._sample(self._bytes, seconds, now)
         self._bytes = 0
         self._held.clear()
@@ -165,12 +165,12 @@ class ThroughputSampler:
             self._limited(max(self._held, key=lambda limit: self._held[limit]), rate, now, fed=fed)
         return fed
 
-    def _forget_slow_start(self, rate: float) -> None:
+    def _forget_slow_start(self, rate: float, seconds: float) -> None:
         """Restart the estimator during slow start: while the window doubles, only the last sample measures the link."""
         if self._ramp_rate is None:
             return
         if rate > _RAMP * self._ramp_rate:
-            self._brief = not self._ramp_rate
+            self._brief = not self._ramp_rate and seconds < self._estimator.ttfb()
             self._ramp_rate, self._ramp_bytes = rate, self._bytes
             self._begin()
         else:

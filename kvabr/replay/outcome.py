@@ -66,9 +66,10 @@ def computed_whole(record: PlayRecord, catalog: Catalog, cost: PrefillCost, now:
 
 def computed_rest(record: PlayRecord, catalog: Catalog, cost: PrefillCost, deadline_s: float) -> None:
     """Have the engine compute what a play of a prefix did not deliver, as soon as that is there."""
-    if not record.missing or record.delivered_s is None:
+    here = min((*record.missing[:1], catalog.groups if record.used is None else record.used))
+    if here == catalog.groups or record.delivered_s is None:
         return
-    first = catalog.cut(record.missing[0])
+    first = catalog.cut(here)
     begin, begins_s = catalog.tokens_before(first), record.delivered_s
     seconds = cost.seconds(begin, catalog.tokens - begin)
     record.delivered_s = begins_s + seconds

@@ -18,7 +18,7 @@ from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr.types.events import WorkDivided
+from kvabr.types.events import GroupDecoded, WorkDivided
 from kvabr.types.loss import predicted_loss
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
@@ -443,3 +443,16 @@ def test_where_some_groups_of_a_long_prompt_are_better_than_others_to_stop_costs
     divided = times.divide(view, 1e6, 0, stops, np.array([0.0, 60.0]), np.zeros(2))
     assert len(layers) > 1
     assert divided.objective[0] <= times.lost() + 1e-9
+
+
+def test_a_prefix_is_cut_in_front_of_what_came_before_the_link_was_known_to_be_slow():
+    """What is in place by then, on the base, costs more in what it brings out than the engine takes."""
+    cost, offer = PrefillCost(0.03, 0.25e-3), default_catalog()
+    experiment = Experiment(offer, ReplayOptions(4.0, 0.02, 0.03, cost, mode="suffix", prefix=True))
+    link = world("slow", [1e6])
+    play = experiment.play_on(link, 0.0, "anytime", *experiment.prepare(link, 0.0), log=True)
+    came = [event for event in play.log if isinstance(event, GroupDecoded)]
+    assert came
+    assert play.run["track_tokens"] == {"recomputed": offer.tokens}
+    assert play.run["bytes_wasted"] == play.run["bytes_fetched"]
+    assert play.run["ttft_s"] < 1.1 * cost.seconds(0, offer.tokens)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.types.cost import PrefillCost
@@ -25,8 +26,8 @@ def exact(first=0):
     return ToyModel().prefill(TOKENS)[:, :, :, first:]
 
 
-async def played(link, deadline=2.0, cost=SLOW, **more):
-    options = PlayOptions(policy="fixed:FP16", patience=1.0)
+async def played(link, deadline=2.0, cost=SLOW, policy="fixed:FP16", **more):
+    options = PlayOptions(policy=policy, patience=1.0)
     async with AsyncClient(link, model=SPEC, options=options) as client:
         found = await client.find(TOKENS, within_s=60)
         return await client.play_prefix(found, deadline=deadline, cost=cost, **more)
@@ -85,6 +86,27 @@ async def test_an_engine_that_is_quick_is_left_the_rest_early(origin, short):  #
         prefix = await played(link, deadline=2.0, cost=quick, behind=100)
     assert prefix.cut is not None
     assert prefix.seconds < 2.0 - 0.1  # the 100 tokens behind the cache take so long
+
+
+class Earlier(Policy):
+    """Fetches all groups but the last, and leaves what is behind the second to the engine."""
+
+    def decide(self, view):
+        if (first := view.first_missing()) is not None and first < 4:
+            return Decision.fetch(first, "FP16", "in order")
+        if view.solid < 4:
+            return Decision.wait("on its way")
+        return Decision.recompute(2, "what they would bring out costs more")
+
+
+@virtual
+async def test_a_cut_in_front_of_what_is_in_place_leaves_that_to_the_engine(origin):  # noqa: F811
+    async with origin() as link:
+        prefix = await played(link, policy=f"{__file__}:Earlier")
+    assert (prefix.tokens, prefix.coverage) == (32, ("FP16",) * 2)
+    assert prefix.bytes_fetched > 1.9 * sum(len(group.payload) for group in prefix.groups)
+    assert prefix.cut == "groups 2 to 4 are better computed than fetched"
+    assert near(prefix.kv, exact()[:, :, :, :32])
 
 
 @virtual

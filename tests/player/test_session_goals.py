@@ -73,7 +73,7 @@ def test_a_prefix_is_cut_once_the_rest_does_not_come():
     play, _ = almost_whole()
     (end,) = of(until_over(play), Deliver)
     assert 1.0 < end.now < 2.0
-    assert "sooner computed than fetched" in end.cut
+    assert "better computed than fetched" in end.cut
 
 
 def test_a_prefix_is_cut_when_computing_is_sooner_than_fetching():
@@ -82,7 +82,7 @@ def test_a_prefix_is_cut_when_computing_is_sooner_than_fetching():
     actions = until_over(play)
     (end,) = of(actions, Deliver)
     assert end.now < 1.0
-    assert "sooner computed than fetched" in end.cut
+    assert "better computed than fetched" in end.cut
     assert not of(actions, Recompute)
 
 

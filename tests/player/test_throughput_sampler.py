@@ -182,3 +182,16 @@ def test_slow_start_up_to_the_rate_that_earlier_plays_told_is_nothing_new():
         meter.settle(now + 0.09, idle=True)
         assert meter.growing == growing
     assert meter.estimates()[0] > 1e6
+
+
+@pytest.mark.parametrize("round_trips", [0.5, 1.5])
+def test_two_samples_alike_end_slow_start_if_the_first_was_no_moment(round_trips):
+    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter.first_byte(0.02, 0.1)
+    now = 0.1
+    for seconds in (0.02 * round_trips, 0.025):
+        assert meter.growing or now == 0.1
+        now += seconds
+        meter.received(round(1e6 * seconds), now)
+        meter.settle(now, idle=False)
+    assert meter.growing == (round_trips < 1)

@@ -32,7 +32,8 @@ class PrefixAim(WholeAim):
 
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""
-        self.deliver(now, cut=why or f"groups {first} to {last - 1} are sooner computed than fetched")
+        self.play.record.used = first
+        self.deliver(now, cut=why or f"groups {first} to {last - 1} are better computed than fetched")
         return False
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:
