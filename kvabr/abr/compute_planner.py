@@ -42,8 +42,9 @@ from kvabr.types.loss import INHERITED, predicted_loss
 if TYPE_CHECKING:
     from kvabr.abr.time_planner import TimePlanner
 
-_SAME_RATE, _SAME_TIME = 0.05, 0.01
-"""A plan holds while the rate changes by no more than this share, and for this share of the deadline."""
+_SAME_RATE, _SAME_TIME, _SURE_TIME = 0.05, 0.01, 0.025
+"""A plan holds while the rate changes by no more than this share, and for this share of the deadline; and for that one
+if it is made for a single rate."""
 _BUSY = 4.0
 """How many times as long, and as much, while the engine is busy."""
 _GROWTH = 1.5
@@ -220,6 +221,8 @@ class ComputePlanner:
         """For how many more decisions that holds in any case, see `View.keeps`."""
         self._network_s = 0.0
         """Seconds that the network is given for its part."""
+        self._sure = False
+        """Whether the last plan was made for one rate only."""
         self._waits = False
         """Whether better knowledge of the rate is worth its wait."""
         self._call_to: int | None = None
@@ -253,7 +256,7 @@ class ComputePlanner:
             front, rate, then, heard = last
             busy = _BUSY if view.engine_backlog_s > 0 and rate > 0 else 1.0  # the engine will ask when it is done
             same = abs(view.rate - rate) <= busy * _SAME_RATE * rate
-            same = same and view.now - then <= busy * _SAME_TIME * view.deadline_s
+            same = same and view.now - then <= busy * (_SURE_TIME if self._sure else _SAME_TIME) * view.deadline_s
             # What is behind may be best left to the engine at once.
             arrived = self._suffix and view.solid >= self.reserved.start and len(view.settled.history) > heard
             idle = view.engine_backlog_s <= 0 and not self._suffix
@@ -316,6 +319,7 @@ class ComputePlanner:
         computed_s = view.engine_backlog_s + self._call_s(view, front, view.groups)
         belief = self._believed(view, saved=computed_s <= view.time_left)
         rates, shares = belief.rates, belief.shares
+        self._sure = len(rates) == 1
         # What is in place right behind what is exact may be taken over.
         starts = [front] if self._suffix else sorted({front, self._exact(view)})
         ways = [self._ways(view, start, rates, belief.ramp) for start in starts]

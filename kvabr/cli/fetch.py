@@ -34,6 +34,7 @@ from kvabr.cli.options import (
 )
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
+from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -486,10 +487,8 @@ def _behind(played: Played) -> str:
     if catalog is None or not catalog.even or catalog.groups == 1 or not any(track.tails for track in catalog.tracks):
         return ""
     left, last = catalog.groups - 1, catalog.group_tokens(catalog.groups - 1)
-    behind = catalog.behind(left, last + _QUESTION).by_name
-    loss = sum(
-        behind[track].loss[group] if track in behind else 0.0 for group, track in enumerate(played.coverage[:left])
-    )
+    behind, coverage = catalog.behind(left, last + _QUESTION), played.coverage[:left]
+    loss = promised_loss(behind, coverage, predicted_loss(behind, coverage))
     return (
         f" right behind it; {loss:.2g} if the engine computes the last {counted(last, 'token')} with a question of "
         f"{_QUESTION} (--question)"

@@ -78,7 +78,7 @@ from kvabr.types.events import (
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
-from kvabr.types.loss import played_loss, predicted_loss
+from kvabr.types.loss import played_loss, predicted_loss, promised_loss
 from kvabr.types.sealing import ids
 from kvabr.types.units import computed_shape
 from kvabr.types.words import counted
@@ -278,7 +278,7 @@ class Play:
         record.met = ttft_s + rest_s <= clock.deadline_s
         record.tail, record.tail_s = prepared.tail, prepared.tail_s
         coverage = tuple(track or "" for track in assembler.coverage)
-        loss, blend = delivered_loss(catalog, record), record.blend
+        loss, blend = promised_loss(catalog, coverage, delivered_loss(catalog, record)), record.blend
         options.note(CacheDelivered(ttft_s - lookup_s, record.met, loss))
         return Played(
             parts=parts,
@@ -312,7 +312,7 @@ class Play:
             begin = catalog.behind(catalog.spec.groups(found.tokens), behind)
             coverage = _tracks(driver, found)
             if catalog.every_token:
-                loss = played_loss(begin, _steps_before(record, usable))
+                loss = promised_loss(begin, coverage, played_loss(begin, _steps_before(record, usable)))
             else:
                 loss = predicted_loss(begin, coverage)
             prefix = Played(

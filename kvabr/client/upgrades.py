@@ -19,7 +19,7 @@ from kvabr.client.driver import Driver
 from kvabr.client.engine_hook import EngineHook, Rewrite
 from kvabr.player.session_types import PlayRecord
 from kvabr.types.arguments import checked
-from kvabr.types.loss import predicted_loss
+from kvabr.types.loss import predicted_loss, promised_loss
 
 
 class Upgrades:
@@ -85,7 +85,8 @@ class Upgrades:
     @property
     def loss(self) -> float:
         """Expected loss of the cache as it is now, nats per generated token."""
-        return predicted_loss(self._driver.session.view.catalog, self.coverage)
+        catalog, coverage = self._driver.session.view.catalog, self.coverage
+        return promised_loss(catalog, coverage, predicted_loss(catalog, coverage))
 
     @property
     def record(self) -> PlayRecord:

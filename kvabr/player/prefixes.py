@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from kvabr.types.catalog import Catalog
+from kvabr.types.loss import promised_loss
 from kvabr.types.units import Span, groups_needed
 
 
@@ -73,7 +74,8 @@ def _at(catalog: Catalog, there: dict[tuple[int, int], int], end: int) -> Placed
 def prefix_loss(catalog: Catalog, found: PlacedPrefix, tracks: Sequence[str]) -> float:
     """Return the expected loss of a prefix, whose groups were fetched on these tracks."""
     if catalog.every_token or not found.groups:
-        return sum(catalog.track(track).loss[group] for group, track in zip(found.groups, tracks, strict=True))
+        added = sum(catalog.track(track).loss[group] for group, track in zip(found.groups, tracks, strict=True))
+        return promised_loss(catalog, tracks, added)
     units = (catalog.unit(group) for group in found.groups)
     track_of = {(unit.part, unit.group): track for unit, track in zip(units, tracks, strict=True)}
     shorter = catalog.prefix(catalog.spec.groups(found.tokens))

@@ -17,7 +17,7 @@ from kvabr.publish.reference import Reference
 from kvabr.store.asset import Asset
 from kvabr.types.engine import prefill_classes
 from kvabr.types.errors import FormatError, ModelError
-from kvabr.types.loss import played_loss
+from kvabr.types.loss import played_loss, promised_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,9 @@ class Verifier:
                 assembler.put_computed(step.first, step.last, *parts)
                 done.append(("compute", step.first, step.last))
         quality = self._reference.measure(assembler.before_classes(catalog.groups))
-        return Verification(quality.kl, quality.dnll, quality.top1, quality.loss, played_loss(catalog, done))
+        coverage = [track or "" for track in assembler.coverage]
+        promised = promised_loss(catalog, coverage, played_loss(catalog, done))
+        return Verification(quality.kl, quality.dnll, quality.top1, quality.loss, promised)
 
 
 _VERIFIERS: weakref.WeakKeyDictionary[ScoringEngine, tuple[Asset, Verifier]] = weakref.WeakKeyDictionary()

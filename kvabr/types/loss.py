@@ -8,6 +8,9 @@ measured 0.00042; a plain mean predicts 0.0031, this model, which knows nothing 
 
 Groups that are recomputed at the end are a tail. Where the catalog knows what is left behind tails, those before them
 lose that (`kvabr.types.tails`), and what the tail inherits is part of it.
+
+Losses add up for decisions: policies and the bound weigh one group at a time. What is promised of a cache that mixes
+tracks is less (`promised_loss`): few groups on a coarse track lose less than their part of what all of them do.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 INHERITED = 0.2
 """Share of the loss on the tracks before it that a recomputed group inherits."""
+ALONE = 0.3
+"""Share of its loss that a group has whatever the others are on; the rest it has together with those that are as coarse
+(SmolLM2-135M, mixed caches of three texts; see `promised_loss`)."""
 
 
 def predicted_loss(catalog: Catalog, tracks: Sequence[str]) -> float:
@@ -89,15 +95,53 @@ def _tail(catalog: Catalog, tracks: Sequence[str]) -> int:
 
 def _total(catalog: Catalog, tracks: Sequence[str], inherited: Mapping[int, float]) -> float:
     """Sum the losses; ``inherited`` maps computed groups, of no tail, to what they have of the groups before them."""
-    tail, names = _tail(catalog, tracks), set(tracks) - {RECOMPUTED}
-    losses: dict[str, Sequence[float]] = {name: catalog.track(name).loss for name in names}
-    if tail < len(tracks):
-        behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
-        for name in names:
-            losses[name] = losses_behind(losses[name], catalog.track(name).tails, tail, behind, size)
+    tail = _tail(catalog, tracks)
+    losses = _losses(catalog, set(tracks) - {RECOMPUTED}, tail, len(tracks))
     return sum(
         inherited[group] if name == RECOMPUTED else losses[name][group] for group, name in enumerate(tracks[:tail])
     )
+
+
+def _losses(catalog: Catalog, names: Iterable[str], tail: int, groups: int) -> dict[str, Sequence[float]]:
+    """Return what each of the first ``tail`` groups loses on some tracks if the others are computed behind them."""
+    tracks = [catalog.track(name) for name in names]
+    if tail == groups:
+        return {track.name: track.loss for track in tracks}
+    behind, size = catalog.tokens - catalog.tokens_before(tail), catalog.spec.group_tokens
+    return {track.name: losses_behind(track.loss, track.tails, tail, behind, size) for track in tracks}
+
+
+def promised_loss(catalog: Catalog, tracks: Sequence[str], added: float) -> float:
+    """Return the loss to promise of a cache, or of its first groups, whose losses add up to ``added``.
+
+    Groups err together: next to others that are as coarse, one loses more than alone. Of what a track loses more than
+    the next finer one, W in all, groups with a share s of it that are on the track or on a coarser one lose
+    W (`ALONE` s + (1 - `ALONE`) s^2) instead of W s. So a cache on one track loses the sum, an exact one nothing, and a
+    track that loses less in a group never raises the promise. What computed groups inherit is in ``added``, and stays.
+
+    Where units are not all groups of one prompt, this was not measured, and the sum is returned.
+
+    Args:
+        catalog: of the cache, with the losses behind what follows.
+        tracks: of its groups, or of its first groups, as for `predicted_loss`.
+        added: `predicted_loss`, or `played_loss`.
+    """
+    import numpy as np  # noqa: PLC0415  # slow to load
+
+    tail = _tail(catalog, tracks)
+    if not catalog.even or len(set(tracks[:tail])) < 2:
+        return added
+    losses = _losses(catalog, catalog.by_name, tail, len(tracks))
+    levels = sorted(losses, key=lambda name: -sum(losses[name][:tail]))
+    place = {name: number for number, name in enumerate(levels)}
+    on = np.array([place.get(name, len(levels)) for name in tracks[:tail]])
+    lost = np.array([losses[name][:tail] for name in levels])
+    # A finer track may lose more in single groups: no step is longer than any coarser track loses more than any finer.
+    most = np.append(np.maximum.accumulate(lost[::-1])[::-1][1:], np.zeros((1, tail)), axis=0)
+    more = np.maximum(0.0, np.minimum.accumulate(lost) - most)
+    own, whole = np.where(on <= np.arange(len(levels))[:, None], more, 0.0).sum(axis=1), more.sum(axis=1)
+    rest = 1.0 - np.divide(own, whole, out=np.ones(len(levels)), where=whole > 0)
+    return max(0.0, added - (1.0 - ALONE) * float(own @ rest))
 
 
 def factors_behind(catalog: Catalog, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from kvabr.data import default_catalog
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import INHERITED, factors_behind, played_loss, predicted_loss
+from kvabr.types.loss import ALONE, INHERITED, factors_behind, played_loss, predicted_loss, promised_loss
 from kvabr.types.tails import TailLoss, share_behind
 from tests.catalogs import catalog
 from tests.counting import lines
@@ -194,3 +196,47 @@ def test_a_long_tail_takes_as_much_work_per_group():
 
     work(64)
     assert work(8192) <= 1.1 * work(64)
+
+
+def promised(made, mix):
+    return promised_loss(made, mix, predicted_loss(made, mix))
+
+
+@pytest.mark.parametrize("made", [catalog(8), tailed(8), catalog(5, layered=True), default_catalog()])
+def test_what_is_promised_of_one_track_is_its_loss_and_of_an_exact_cache_nothing(made):
+    for track in made.tracks:
+        assert promised(made, [track.name] * made.groups) == pytest.approx(track.total_loss, rel=1e-9)
+        mix = [track.name] * (made.groups - 2) + [RECOMPUTED] * 2
+        assert not track.tails or promised(made, mix) == pytest.approx(predicted_loss(made, mix), rel=1e-9)
+        # Of a prefix, too.
+        assert promised_loss(made, [track.name] * 3, sum(track.loss[:3])) == pytest.approx(sum(track.loss[:3]))
+    assert promised(made, [RECOMPUTED] * made.groups) == 0.0
+
+
+@pytest.mark.parametrize("made", [catalog(8), tailed(8), catalog(5, layered=True), default_catalog()])
+def test_a_finer_track_never_raises_what_is_promised(made):
+    dice, finest_first = random.Random(1), sorted(made.tracks, key=lambda track: track.total_loss)
+    for _ in range(40):
+        mix = [dice.choice(finest_first).name for _ in range(made.groups)]
+        before, group = promised(made, mix), dice.randrange(made.groups)
+        assert before <= predicted_loss(made, mix)
+        held = made.track(mix[group])
+        for track in finest_first[: finest_first.index(held)]:
+            if track.loss[group] <= held.loss[group]:
+                finer = [*mix[:group], track.name, *mix[group + 1 :]]
+                assert promised(made, finer) <= before + 1e-12
+
+
+def test_few_coarse_groups_are_promised_less_than_their_part():
+    made = catalog(8)
+    mix = ["FP4"] * 2 + ["FP16"] * 6
+    part = predicted_loss(made, mix)
+    share = part / made.track("FP4").total_loss
+    # Of the other tracks between them, each a part: together what FP4 loses more than FP16.
+    assert promised(made, mix) == pytest.approx(part * (ALONE + (1 - ALONE) * share), rel=0.01)
+    # What a computed group inherits is promised in full.
+    middle = ["FP4"] * 2 + [RECOMPUTED] + ["FP16"] * 5
+    own = predicted_loss(made, mix)
+    inherited = predicted_loss(made, middle) - own
+    assert inherited > 0
+    assert promised(made, middle) == pytest.approx(promised(made, mix) + inherited, rel=0.01)

@@ -36,6 +36,7 @@ from kvabr.engines.vllm.stats import SECONDS, ConnectorCounts
 from kvabr.engines.vllm.step_times import StepTimes
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, PlayError
+from kvabr.types.loss import predicted_loss, promised_loss
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -463,5 +464,5 @@ def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
         return prefix.loss
     skip = catalog.group_at(prefix.first)
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
-    pairs = zip(prefix.units, prefix.coverage, strict=True)
-    return sum(shorter.track(track).loss[skip + unit.group] for unit, track in pairs)
+    played = shorter.suffix(skip)
+    return promised_loss(played, prefix.coverage, predicted_loss(played, prefix.coverage))

@@ -83,6 +83,19 @@ def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_qu
         bench.close()
 
 
+def test_a_play_with_a_tail_behind_what_vllm_has_is_judged_by_its_own_groups(served, tmp_path):
+    (tmp_path / "longest.py").write_text(LONGEST)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
+    try:
+        asked = request()
+        assert bench.matched(asked, 16) == (16, True)
+        lookup = bench.scheduler._lookups[asked.request_id]
+        # The catalog knows of no tails: right behind its only group it loses what it does behind the tail.
+        assert 0 < lookup.worst == pytest.approx(lookup.loss)
+    finally:
+        bench.close()
+
+
 @pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
 def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
     bench = Bench(served, policy="fixed:Int4", tail=40)
