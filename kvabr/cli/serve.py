@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
     if args.processes == 1:
         return run_async(_serve(args, args.root, limits))
     _check_processes(args)
-    from kvabr.server.server import check_unused
+    from kvabr.server.server import claimed
 
-    check_unused(*parse_address(args.bind, "--bind"), tcp=args.tcp != "off")
-    return run_processes(args.processes, partial(_process, args, limits))
+    with claimed(*parse_address(args.bind, "--bind"), tcp=args.tcp != "off"):
+        return run_processes(args.processes, partial(_process, args, limits))
 
 
 def _check_processes(args: argparse.Namespace) -> None:

@@ -60,11 +60,21 @@ class TransportComparison:
         assert source.other is not None  # noqa: S101  # as above
         (used, other), rate = source.other, self._history.rate(source.name_of(source.other[0]))
         wanted = self._wanted(peer, rate)
-        with suppress(TransportError, TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S), await source.dial_over(other) as there:
-                took = [[await _seconds(one, wanted) for one in (here, there)] for _ in range(_TIMES)]
+        clock = asyncio.get_running_loop().time
+        mine, others, cut_s = list[float](), list[float](), 0.0
+        with suppress(TransportError):
+            try:
+                async with asyncio.timeout(_PATIENCE_S), await source.dial_over(other) as there:
+                    for _ in range(_TIMES):
+                        mine.append(await _seconds(here, wanted))
+                        began_s = clock()
+                        others.append(await _seconds(there, wanted))
+            except TimeoutError:
+                if not mine:
+                    return
+                cut_s = clock() - began_s if len(mine) > len(others) else 0.0  # the other takes longer than that
             # The first time, one has just been dialled; of the others the sooner, as something else may be in the way.
-            ratio = min(one for one, _ in took[1:]) / min(other for _, other in took[1:])
+            ratio = min(mine[1:] or mine) / (min(others[1:]) if others[1:] else max([*others, cut_s]))
             self._history.heard(source.name_of(other), ratio * rate, here.stats().rtt_s or 0.0)
             await asyncio.get_running_loop().run_in_executor(None, self._history.save)
             if ratio > CLEARLY and peer.transfers.connection is here and source.other[0] == used:

@@ -6,6 +6,7 @@ are not supported: groups of a cache do not fit into one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -137,6 +138,10 @@ class ObjectParser:
         self._track_priority = priority
         self._buffer = bytearray()
         self._left = 0
+        self.follower = b""
+        """The header of the next object, if it is as long as this one and there is nothing special about either."""
+        self.size = 0
+        """Bytes of this object."""
         self._last: Location | None = None
         """Location of the preceding object or end of a range."""
         self._before: Location | None = None
@@ -154,10 +159,26 @@ class ObjectParser:
         """Bytes of payload that come next."""
         return self._left
 
-    def took(self, count: int) -> None:
-        """Note payload, at most `left` bytes, that was not passed to `feed`."""
-        self._left -= count
-        self._budget.earn(count)
+    def took(self, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
+        """Note what came and is not passed to `feed`: ``left`` bytes at most, `follower`, ``size`` at most, and so on.
+
+        Returns:
+            How many bytes of payload that was; and from where on something else came, which must be passed to `feed`.
+        """
+        payload = 0
+        for index, part in enumerate(parts):
+            if index % 2 == 0:
+                self._left -= len(part)
+                payload += len(part)
+            elif part == self.follower and self._last is not None:
+                self._budget.spend()  # what has come was more than that
+                self._last = self._before = Location(self._last.group, self._last.object + 1)
+                self._left = self.size
+            else:
+                self._budget.earn(payload)
+                return payload, parts[index:]
+        self._budget.earn(payload)
+        return payload, ()
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
         """Parse bytes of the stream.
@@ -192,11 +213,13 @@ class ObjectParser:
                     raise SessionFault(f"object header of more than {_MAX_HEADER} bytes") from None
                 break
             self._budget.spend()
+            read = bytes(buffer[: header.at] if kept else view[at : header.at])
             at = at + header.at - kept if kept else header.at
             buffer.clear()
             items.append(item)
             if isinstance(item, ObjectHeader):
-                self._left = item.size
+                self._left = self.size = item.size
+                self.follower = read if self._of is None and _repeats(item, read[0]) else b""
         return items
 
     def finish(self) -> None:
@@ -288,6 +311,11 @@ class ObjectParser:
         if not (0 <= found.group <= MAX_INTEGER and found.object <= MAX_INTEGER):
             raise SessionFault("object location exceeds 64 bits")
         return found
+
+
+def _repeats(header: ObjectHeader, flags: int) -> bool:
+    """Return whether the same header may follow: it has no properties, and says nothing about where its object is."""
+    return not flags & 0x2C and flags & 0x03 != 0x02 and header.size >= LEAST_MEAN_BYTES and header.object < 1 << 63
 
 
 def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvabr.moqt import messages as m
@@ -56,6 +56,19 @@ class _OwnRequest(RequestState):
     def subscribes(self) -> bool:
         """Whether this is a SUBSCRIBE."""
         return isinstance(self.message, m.Subscribe)
+
+
+@dataclass(frozen=True, slots=True)
+class NextPayload:
+    """What comes next on a stream of a FETCH."""
+
+    request: int
+    left: int
+    """Bytes that the present object lacks."""
+    follower: bytes
+    """The header that follows it if nothing changes; empty if that is not known."""
+    size: int
+    """Bytes of that next object."""
 
 
 @dataclass(slots=True, eq=False)
@@ -303,21 +316,21 @@ class Requester:
             what = f"more than {MAX_PARTIAL_BYTES} bytes of incomplete headers of objects"
             raise SessionFault(what, SessionCode.INTERNAL_ERROR)
 
-    def expected(self, stream: int) -> tuple[int, int] | None:
-        """Return the FETCH whose payload comes next on a stream, and how many bytes of it; None if anything else does.
+    def expected(self, stream: int) -> NextPayload | None:
+        """Return what payload of a FETCH comes next on a stream; None if anything else does.
 
-        The owner may read them itself, and note them by `took` instead of `receive_objects`.
+        The owner may read it itself, and note it by `took` instead of `receive_objects`.
         """
         found = self._by_data.get(stream)
         if not isinstance(found, _Incoming) or found.request.subscribes or not found.objects.left:
             return None
-        return found.request.number, found.objects.left
+        return NextPayload(found.request.number, found.objects.left, found.objects.follower, found.objects.size)
 
-    def took(self, stream: int, count: int) -> None:
-        """Note that ``count`` of the `expected` bytes have been read."""
+    def took(self, stream: int, parts: Sequence[memoryview]) -> tuple[int, Sequence[memoryview]]:
+        """Note that what was `expected` has been read; see `ObjectParser.took`."""
         found = self._by_data[stream]
         assert isinstance(found, _Incoming)  # noqa: S101  # the caller has looked
-        found.objects.took(count)
+        return found.objects.took(parts)
 
     def _received(self, request: _OwnRequest, stream: int, items: list[Item]) -> None:
         events, named = self._channel.events, stream if request.subscribes else None

@@ -405,8 +405,7 @@ class Session:
         self.weigh(now)
         if self.guard.policy.abandons:
             self._abandon(now)
-        for transfer, reason in self.sources.misplaced(now):
-            self.cancel(transfer, reason, now)
+        self._move(now)
         if self._stalls is not None:
             view = self.view
             drain_s = view.outstanding_bytes / view.rate if view.rate > 0 else 0.0
@@ -414,6 +413,15 @@ class Session:
                 self.cancel(transfer, "it has stalled", now, failed=proven)
         self.events.progress(now, self.record.bytes_fetched)
         self.advance(now)
+
+    def _move(self, now: float) -> None:
+        """Cancel what is better asked of another source."""
+        for transfer, reason in self.sources.misplaced(now):
+            self.cancel(transfer, reason, now)
+            if self.sources.trying and transfer.upgrade and self.view.track_of[transfer.group] is not None:
+                # A policy that takes the link to be dead would not ask for it, and nothing would show that it is not.
+                again = Decision.upgrade(transfer.group, transfer.track, reason)
+                self._fetch(transfer.group, transfer.track, again, now)
 
     def stop(self, now: float, reason: str) -> None:
         """End the play: its owner wants nothing more. A prefix is cut, an incomplete cache is given up."""

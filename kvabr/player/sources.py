@@ -180,7 +180,7 @@ class Sources:
         if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
             chosen = idle[0]
             self._tries[chosen] = min(_MOST_TRIES, self._tries.get(chosen, 0) + 1)
-        else:
+        elif chosen not in self._silent:
             self._tries.pop(chosen, None)
         if chosen not in self._in_flight.asked:
             self._heard_s[chosen] = now
@@ -198,6 +198,7 @@ class Sources:
             self._heard_s[source] = now
             if self._silent.pop(source, None) is not None:
                 self._tries.pop(source, None)
+                self._samplers[source].revived()
 
     def waited(self, now: float) -> None:
         """Note that until now, other plays used the links."""
@@ -220,6 +221,11 @@ class Sources:
         if self._awaited or len(self._having(transfer.track)) > 1:
             self._dropped.add(transfer.source)
         return transfer.source in self._dropped
+
+    @property
+    def trying(self) -> bool:
+        """Whether a silent source is asked for what is requested next."""
+        return self._tried is not None
 
     @property
     def none_yet(self) -> bool:

@@ -182,6 +182,11 @@ class ThroughputSampler:
         self._ramp_rate = None if self._ramp_rate else self._ramp_rate
         self._sample(0, seconds, now)
 
+    def revived(self) -> None:
+        """Forget what the link has brought so far: it was dead, and may be another now."""
+        self._ramp_rate = None
+        self._begin()
+
     def waited(self, now: float) -> None:
         """Skip the time until now: other plays used the link."""
         with self._asking():
@@ -196,7 +201,9 @@ class ThroughputSampler:
         """Let time pass. A link on which every request waits for much longer than a round trip has a rate of zero."""
         if not idle:
             self.settle(now, idle=False)
-        elif waiting and now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
+        elif not waiting:  # a link of which nothing is asked is not silent
+            self._quiet_since = now
+        elif now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
             self._silent(now - self._quiet_since, now)
             self._quiet_since = now
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -276,14 +277,23 @@ class Server(Host[Peer]):
             self._lib.demand_proof(self._server, None)
 
 
-def check_unused(host: str, port: int, *, tcp: bool) -> None:
-    """Raise `TransportError` if others serve at an address, even if they would share it, or it is not ours."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)[0]
-        for sock in _bound(family, address, tcp=tcp, shared=False):
-            sock.close()
-    except OSError as error:
-        raise _not_bound(host, port, error, tcp=tcp) from error
+@contextmanager
+def claimed(host: str, port: int, *, tcp: bool) -> Iterator[None]:
+    """Keep an address for processes that share it; raise `TransportError` if others serve there, or it is not ours.
+
+    As those cannot bind what is bound for one alone, the claim is a name, which the system releases with this process.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)[0]
+            family, _, _, _, address = found
+            if sys.platform == "linux":
+                claim.bind(f"\0kvabr-serve-{address[0]}-{port}")
+            for sock in _bound(family, address, tcp=tcp, shared=False):
+                sock.close()
+        except OSError as error:
+            raise _not_bound(host, port, error, tcp=tcp) from error
+        yield
 
 
 def _not_bound(host: str, port: int, error: OSError, *, tcp: bool) -> TransportError:

@@ -7,7 +7,7 @@ replaced by another: `restart` fills the group anew, and readers keep what they 
 Only samples that the network limited say something about the link, so an estimator must know what limits a transfer
 (`LimitWatch`):
 
-- Own CPU: the thread that runs the transport was busy nearly all the time while bytes arrived.
+- Own CPU: the threads that run the transport were busy nearly all the time while bytes arrived.
 - Publisher: a request is open and nothing arrives, yet the peer answers a PING: the path is fine, the peer has nothing
   to send. It is what limits the bytes that end its silence.
 - Network: everything else.
@@ -512,6 +512,10 @@ class LimitWatch:
             cpu = time.thread_time()
             self.limit = "cpu" if cpu - self._cpu > _BUSY * (now - self._wall) else "network"
             self._wall, self._cpu = now, cpu
+
+    def worked(self, cpu_s: float) -> None:
+        """Note processor time that other threads have taken for this connection, seconds: the loop waited for it."""
+        self._cpu -= cpu_s
 
     def alive(self) -> None:
         """Note that the peer has acknowledged a PING."""

@@ -76,6 +76,25 @@ async def test_what_is_clearly_better_replaces_the_connection(served, monkeypatc
         assert (await client.play(LONG[:80], deadline=LIMIT_S)).met
 
 
+async def test_what_is_so_slow_that_it_is_not_waited_for_is_known(served, monkeypatch):
+    async def seconds(connection, wanted):
+        if connection is used:
+            return 1e-3
+        await asyncio.sleep(0.01)
+        raise TimeoutError  # as when there is no time left
+
+    monkeypatch.setattr("kvabr.client.transports._seconds", seconds)
+    async with a_client(served) as client:
+        (peer,) = client.origins
+        await client.connect()
+        used = peer.transfers.connection
+        assert (await client.play(LONG, deadline=LIMIT_S)).met
+        await client._measuring
+        here, there = map(peer.transfers.source.name_of, peer.transfers.source.other)
+        assert 0 < client._history.rate(there) <= client._history.rate(here) / 10
+        assert peer.transfers.connection is used
+
+
 async def test_a_play_ends_a_measurement(served, monkeypatch):
     begun = asyncio.Event()
 

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import socket
 import ssl
+import threading
 from collections import deque
 
 import pytest
@@ -14,6 +15,7 @@ import structlog
 
 from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect, dial
 from kvabr.link.moqt.options import DialOptions
+from kvabr.link.tcp import transport
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
@@ -323,6 +325,56 @@ async def test_a_connection_that_is_over_keeps_no_socket(asset, tls):
             while not peer.transport._closed:
                 sock.send(b"\0")
                 await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """All payload is read in a thread, as far as a frame goes; the two events: it has read, and may tell."""
+    read, go = threading.Event(), threading.Event()
+    go.set()
+    fill = transport.QmuxTransport._fill
+
+    def held(self, *arguments):
+        came = fill(self, *arguments)
+        read.set()
+        assert go.wait(LIMIT_S)
+        return came
+
+    monkeypatch.setattr(transport.QmuxTransport, "_fill", held)
+    monkeypatch.setattr(transport, "_BESIDE_S", LIMIT_S)
+    monkeypatch.setattr(transport, "_CORES", 2)
+    return read, go
+
+
+async def test_what_comes_fast_is_decrypted_in_a_thread(asset, tls, beside):
+    """A request that is cancelled, or a connection that is closed, while it reads: nothing is mixed up."""
+    read, go = beside
+
+    async def reading(connection):
+        read.clear()
+        go.clear()
+        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20)
+        while not read.is_set():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
+        return download
+
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        for _ in range(2):
+            downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
+            for number, download in enumerate(downloads):
+                assert await read_all(download) == asset.frame(number, "FP16")
+        assert read.is_set()
+        (await reading(connection)).cancel()
+        other = connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20)
+        go.set()
+        assert await read_all(other) == asset.frame(1, "FP16")
+        await reading(connection)
+        sock = connection.transport._sock
+        await connection.close()
+        assert sock.fileno() >= 0  # or its number might be another's while the thread reads
+        go.set()
+        while sock.fileno() >= 0:  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.005)
 
 
 async def test_a_reset_connection_is_told_to_every_reader(asset, tls):

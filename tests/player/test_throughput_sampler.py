@@ -195,3 +195,19 @@ def test_two_samples_alike_end_slow_start_if_the_first_was_no_moment(round_trips
         meter.received(round(1e6 * seconds), now)
         meter.settle(now, idle=False)
     assert meter.growing == (round_trips < 1)
+
+
+def test_time_in_which_nothing_is_asked_is_no_silence():
+    """As of a source that others are preferred to: what is asked of it then has only begun to be waited for."""
+    asked = DualEwma()
+    sampler = ThroughputSampler(asked, 4.0)
+    sampler.first_byte(0.02, 0.02)
+    sampler.received(80_000, 0.1)
+    sampler.settle(0.1, idle=True)
+    before = sampler.estimates()
+    for step in range(20):
+        sampler.tick(0.1 + 0.08 * step, waiting=False, idle=True)
+    sampler.tick(1.7, waiting=True, idle=True)
+    assert sampler.estimates() == before
+    sampler.tick(3.5, waiting=True, idle=True)
+    assert sampler.estimates()[0] < before[0]

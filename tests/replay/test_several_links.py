@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvabr.abr.estimators import DualEwma
-from kvabr.data import default_catalog
+from kvabr.data import default_catalog, traces_folder
 from kvabr.player.throughput_sampler import SourceSamplers
 from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
 from kvabr.types.events import RequestSent
 
@@ -22,7 +25,7 @@ def test_a_source_that_was_slow_for_a_moment_is_tried_again(slow, until_s):
     for event in outcome.log:
         if isinstance(event, RequestSent) and event.t > 1.0:
             asked[event.source] += event.bytes
-    assert asked[1] > asked[0] > 0  # nothing, if it is left alone
+    assert asked[1] > asked[0] / 2 > 0  # nothing, if it is left alone
     assert outcome.run["objective"] < 1.35 * outcome.run["clairvoyant_objective"]  # 2.0 and 2.1 then
 
 
@@ -39,3 +42,15 @@ def test_slow_start_of_a_source_that_brings_little_is_not_that_of_the_play(rates
             samplers[source].settle(0.02 + 0.02 * step, idle=False)
     assert [samplers[source].growing for source in range(2)] == [False, True]
     assert samplers.growing == growing
+
+
+def test_a_silent_source_is_tried_with_upgrades_too():
+    """Both break off, the second for good; a policy asks for no upgrades where the links seem to be dead."""
+    (drive,) = read(traces_folder() / "mmwave-drive.csv")
+    turned = replace(drive, name="turned", rates=(*drive.rates[866:], *drive.rates[:866]))
+    options = ReplayOptions(4.0, 0.02, 0.3, links=(turned,))
+    outcome = Experiment(default_catalog(), options).play(drive, 76.6036, "anytime", log=True)
+    assert any(isinstance(event, RequestSent) and event.source == 0 and event.t > 3.0 for event in outcome.log)
+    assert (
+        outcome.run["objective"] < 2 * outcome.run["clairvoyant_objective"]
+    )  # 4.4 if nothing is asked of it, 2.3 if one group

@@ -18,6 +18,7 @@ import pytest
 from kvabr.link.moqt.connect import asset_of, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.server import claimed
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError
@@ -273,6 +274,21 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+def test_of_two_that_share_an_address_one_begins():
+    """In the same moment: neither has bound it yet."""
+    port = free_port()
+    with claimed("127.0.0.1", port, tcp=True):
+        with (
+            pytest.raises(TransportError, match="another server is running there"),
+            claimed("127.0.0.1", port, tcp=True),
+        ):
+            pass
+        with claimed("127.0.0.1", free_port(), tcp=True):
+            pass
+    with claimed("127.0.0.1", port, tcp=True):
+        pass
 
 
 def free_port():

@@ -30,8 +30,8 @@ _READ_BYTES = 256 << 10
 _MOST_FILES = 8
 _NOTHING = memoryview(b"")
 _MOST_CATALOG_BYTES = 16 << 20
-"""Of catalogs that an end keeps of each direction, pickled: two for a million tokens, or hundreds for 8,192. As objects
-they take two to three times as much."""
+"""Of catalogs that an end keeps of each direction, pickled: two for a million tokens, or hundreds for 8,192. A larger
+one is kept alone. As objects they take two to three times as much."""
 _BYTES, _PROFILE, _CATALOG = 0, 1, 2
 """What stands for something that is not pickled with the rest: bytes in shared memory, a profile, or a catalog."""
 _CREDENTIALS = struct.Struct("=iii")
@@ -223,7 +223,7 @@ class _Catalogs:
                 self._kept[digest] = catalog, nbytes
                 self._nbytes += nbytes
             self._kept.move_to_end(digest)
-        while self._nbytes > _MOST_CATALOG_BYTES:
+        while self._nbytes > _MOST_CATALOG_BYTES and len(self._kept) > 1:
             self._nbytes -= self._kept.popitem(last=False)[1][1]
 
 

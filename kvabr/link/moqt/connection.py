@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.moqt.options import DialOptions, check_pinned, why_refused
+from kvabr.link.moqt.placing import filled, place
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode, name_of, reason_of
 from kvabr.moqt.events import Closed, Ended, Event, GoingAway, Ready, Received, Refused, Requested
 from kvabr.moqt.messages import PublishNamespace, SubscribeNamespace
@@ -243,6 +244,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
+        self._placed: list[memoryview] = []
+        """Where the bytes that come next on a stream are read to."""
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -386,27 +389,35 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._lost_kind = UnauthorizedError
         self._fail(reason)
 
-    def room(self, stream: int, most: int) -> memoryview | None:
+    def room(self, stream: int, most: int) -> list[memoryview]:
         """See `Endpoint.room`: the buffer of the transfer, so that payload is read to where it stays."""
-        found = None if self.session is None else self.session.requester.expected(stream)
-        fetch = None if found is None else self._requests.under_way(found[0])
-        if found is None or fetch is None or fetch.transfer.over:
-            return None
-        transfer = fetch.transfer
-        size = min(most, found[1], transfer.request.limit - transfer.received)
-        return transfer.room(size) if size > 0 else None
+        payload = None if self.session is None else self.session.requester.expected(stream)
+        fetch = None if payload is None else self._requests.under_way(payload.request)
+        if payload is None or fetch is None or fetch.transfer.over:
+            return []
+        self._placed = place(payload, fetch.transfer, most)
+        return self._placed
 
     def took(self, stream: int, count: int) -> None:
         """See `Endpoint.took`."""
-        assert self.session is not None  # noqa: S101  # there was room
-        found = self.session.requester.expected(stream)
-        assert found is not None  # noqa: S101  # as above
-        self.session.requester.took(stream, count)
-        fetch = self._requests.under_way(found[0])
-        assert fetch is not None  # noqa: S101  # as above
-        self._count(count)
-        fetch.transfer.took(count, self.watch.limit)
-        self._noted(found[0], fetch)
+        session = self.session
+        assert session is not None  # noqa: S101  # there was room
+        payload = session.requester.expected(stream)
+        fetch = None if payload is None else self._requests.under_way(payload.request)
+        if payload is None or fetch is None:  # cancelled while a thread read
+            return
+        placed, others = session.requester.took(stream, list(filled(self._placed, count)))
+        self._placed = []
+        self._count(placed)
+        fetch.transfer.took(placed, self.watch.limit)
+        self._noted(payload.request, fetch)
+        if others:
+            session.receive(stream, b"".join(others), fin=False)
+            self.settle()
+
+    def worked(self, cpu_s: float) -> None:
+        """See `Endpoint.worked`."""
+        self.watch.worked(cpu_s)
 
     def alive(self) -> None:
         """See `Endpoint.alive`."""

@@ -64,13 +64,16 @@ class Endpoint(ABC):
         if self.session is not None:
             self.session.receive(stream, data, fin=fin)
 
-    def room(self, stream: int, most: int) -> memoryview | None:
-        """Return memory for at most ``most`` bytes that come next on a stream; None: pass them to `received`."""
+    def room(self, stream: int, most: int) -> list[memoryview]:
+        """Return memory for at most ``most`` bytes that come next on a stream; none: pass them to `received`."""
         del stream, most
-        return None
+        return []
 
     def took(self, stream: int, count: int) -> None:  # noqa: B027  # most have no room
-        """Note that bytes of a stream have been written to what `room` returned."""
+        """Note that bytes of a stream have been written to what `room` returned last."""
+
+    def worked(self, cpu_s: float) -> None:  # noqa: B027  # most do not care
+        """Note processor time that a thread of the transport has taken, seconds."""
 
     def was_reset(self, stream: int, code: int) -> None:
         """Handle the reset of a stream by the peer."""

@@ -31,6 +31,8 @@ class SocketChannel:
     """Bytes that were taken by `send` and wait here."""
     pending = False
     """Whether `receive` may have more although nothing comes from the socket."""
+    decrypts = False
+    """Whether `receive` takes the processor long, so that a thread is worth while on a fast path."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -68,7 +70,9 @@ class SocketChannel:
 
 
 class TlsChannel(SocketChannel):
-    """A socket with TLS."""
+    """A socket with TLS. Its methods must not be called from two threads at a time."""
+
+    decrypts = True
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
         """Begin the handshake with `shake`; ``host`` is the name of the server, for a client."""

@@ -1,7 +1,9 @@
 """QMux on a TCP socket as a `StreamTransport`, with TLS or without.
 
-All of it runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload
-of a group is read straight into the buffer of its transfer (`Endpoint.room`).
+It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload of a
+group is read straight into the buffer of its transfer (`Endpoint.room`). On a path so fast that reads are long, TLS is
+decrypted in a thread, so that each lane has a core. While that reads, the loop leaves the socket alone, and what it has
+to send waits; the thread's views keep the buffer of a transfer that is cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -9,13 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import os
+import select
 import socket
 import ssl
 import struct
 import termios
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.tcp.channel import SocketChannel, TlsChannel
@@ -49,6 +56,10 @@ _TURN_BYTES = 1 << 20
 """Bytes that one turn of the event loop reads or writes, about."""
 _DIRECT_BYTES = 16 << 10
 """Payload for which reading to where it stays is worth a system call."""
+_BESIDE_BYTES, _BESIDE_S = 256 << 10, 0.004
+"""Least payload for which a thread is worth while, and how long it waits for it: one that comes faster is."""
+_READERS = 16
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 512 << 10
 _REQUESTS_BYTES = 16 << 10
 """The same of a server, which receives nothing but requests."""
@@ -72,6 +83,11 @@ class TcpSecurity:
     """Whether an unencrypted connection is accepted, or made by a client without context."""
     host: str | None = None
     """A client's name of the server."""
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_READERS, thread_name_prefix="kvabr-tls")
 
 
 def address_of(sock: socket.socket) -> str:
@@ -157,6 +173,10 @@ class QmuxTransport(StreamTransport):
         """What goes out next."""
         self._writes = False
         """Whether the socket is watched for room."""
+        self._fast = self._reading = False
+        """Whether enough comes for a thread, and whether that has the channel."""
+        self._since, self._came = self._loop.time(), 0
+        """Since when it is looked at how much comes, and how much has come."""
         self._busy = self._again = False
         """Whether `flush` is under way, and was called again meanwhile."""
         self._ahead = LEAST_AHEAD_BYTES
@@ -202,7 +222,7 @@ class QmuxTransport(StreamTransport):
 
     def flush(self) -> None:
         """See `StreamTransport.flush`."""
-        if self._conn is None or self._closed:
+        if self._conn is None or self._closed or self._reading:
             return
         if self._busy:
             self._again = True
@@ -228,7 +248,8 @@ class QmuxTransport(StreamTransport):
             stop(self._sock.fileno())
         if self._timer is not None:
             self._timer.cancel()
-        self._sock.close()
+        if not self._reading:  # otherwise its number might be another's before the thread has read
+            self._sock.close()
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -309,7 +330,7 @@ class QmuxTransport(StreamTransport):
         self._endpoint.safely(self._step)
 
     def _step(self) -> None:
-        if self._closed or (self._conn is None and not self._shake()):
+        if self._closed or self._reading or (self._conn is None and not self._shake()):
             return
         assert self._conn is not None  # noqa: S101  # as `_shake` says
         self._read(self._conn)
@@ -379,50 +400,126 @@ class QmuxTransport(StreamTransport):
     # ------------------------------------------------------------------ reading
 
     def _read(self, conn: QmuxConnection) -> None:
-        left, ended = self._turn, False
+        left, count = self._turn, None
         while left > 0 and not self._closed:
-            try:
-                count = self._read_some(conn)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                conn.lost(_why(error))
-                ended = True
-                break
+            into = self._room(conn)
+            if self._fast and into:
+                self._end_turn(conn, None)
+                self._read_beside(conn)
+                return
+            count = self._take(conn, into, self._receive(self._with_scratch(into)))
             if not count:
-                conn.lost("the peer has closed the connection")
-                ended = True
                 break
             left -= count
+        self._end_turn(conn, count)
+
+    def _with_scratch(self, into: list[memoryview]) -> list[memoryview]:
+        return [*into, self._scratch[: _DIRECT_BYTES if into or self._fast else None]]
+
+    def _receive(self, buffers: list[memoryview]) -> int | OSError:
+        """Read once; return how many bytes came, or why none."""
+        try:
+            return self._channel.receive(buffers)
+        except OSError as error:
+            return error
+
+    def _take(self, conn: QmuxConnection, into: list[memoryview], came: int | Exception) -> int | None:
+        """Handle what a read has brought; return how many bytes, 0 at the end, None if there is nothing at present."""
+        if isinstance(came, BlockingIOError | InterruptedError):
+            return None
+        if isinstance(came, OSError):
+            conn.lost(_why(came))
+            return 0
+        if isinstance(came, Exception):
+            raise came
+        if not came:
+            conn.lost("the peer has closed the connection")
+            return 0
+        if conn.terminated is not None:
+            return came
+        direct = min(came, sum(map(len, into)))
+        if direct:
+            assert conn.expected is not None  # noqa: S101  # there was room
+            stream = conn.expected[0]
+            conn.took(direct)
+            self._endpoint.took(stream, direct)
+        if came > direct:
+            conn.receive(self._scratch[: came - direct])
+            self._handle(conn)
+        self._came += came
+        if self._came >= _BESIDE_BYTES:
+            now = self._loop.time()
+            enough = now - self._since < _BESIDE_S * self._came / _BESIDE_BYTES
+            self._fast = enough and self._client and self._channel.decrypts and _CORES > 1
+            self._since, self._came = now, 0
+        return came
+
+    def _end_turn(self, conn: QmuxConnection, count: int | None) -> None:
+        """Act on what was read; ``count`` is that of the last read."""
         if self._closed:
             return
         self._active_s = self._loop.time()
         self._handle(conn)
         self._endpoint.settle()
         self.flush()
-        if ended:
+        if count == 0:
             self._finish("")
-        elif left <= 0 and self._channel.pending:
+        elif count and self._channel.pending:
             self._loop.call_soon(self._ready)  # the socket would not say so
 
-    def _read_some(self, conn: QmuxConnection) -> int:
-        """Read once, payload to where it stays; return how many bytes came, 0 at the end."""
-        into, scratch = self._room(conn), self._scratch
-        count = self._channel.receive([scratch] if into is None else [into, scratch])
-        direct = 0 if into is None else min(count, len(into))
-        if direct:
-            assert conn.expected is not None  # noqa: S101  # there was room
-            stream = conn.expected[0]
-            conn.took(direct)
-            self._endpoint.took(stream, direct)
-        if count > direct:
-            conn.receive(scratch[: count - direct])
-            self._handle(conn)
-        return count
+    def _read_beside(self, conn: QmuxConnection) -> None:
+        """Read in a thread."""
+        if self._closed:
+            return
+        self._reading, into = True, self._room(conn)
+        self._loop.remove_reader(self._sock.fileno())
+        self._watch_room(wanted=False)
+        _readers().submit(self._beside, into)
 
-    def _room(self, conn: QmuxConnection) -> memoryview | None:
+    def _beside(self, into: list[memoryview]) -> None:
+        begin = time.thread_time()
+        came: int | Exception
+        try:
+            came = self._fill(self._with_scratch(into), sum(map(len, into)))
+        except Exception as error:  # noqa: BLE001  # the loop raises it
+            came = error
+        try:
+            self._loop.call_soon_threadsafe(self._back, into, came, time.thread_time() - begin)
+        except RuntimeError:  # the loop is closed
+            self._sock.close()
+
+    def _fill(self, buffers: list[memoryview], wanted: int) -> int | OSError:
+        """Read until ``wanted`` bytes have come, or a while is over; return as `_receive`."""
+        until_s, came = time.monotonic() + _BESIDE_S, 0
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while True:
+            more = self._receive(buffers)
+            if isinstance(more, int) and more:
+                came += more
+                buffers = list(_behind(buffers, more))
+            elif not isinstance(more, BlockingIOError | InterruptedError):
+                return came or more
+            left_s = until_s - time.monotonic()
+            if came >= wanted or left_s <= 0 or not poll.poll(max(1, int(1000 * left_s))):
+                return came or BlockingIOError()
+
+    def _back(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+        self._reading = False
+        if self._closed:
+            self._sock.close()
+            return
+        self._loop.add_reader(self._sock.fileno(), self._ready)
+        self._endpoint.safely(self._came_beside, into, came, cpu_s)
+
+    def _came_beside(self, into: list[memoryview], came: int | Exception, cpu_s: float) -> None:
+        conn = self._qmux
+        self._endpoint.worked(cpu_s)
+        self._end_turn(conn, self._take(conn, into, came))
+
+    def _room(self, conn: QmuxConnection) -> list[memoryview]:
         if (expected := conn.expected) is None or expected[1] < _DIRECT_BYTES:
-            return None
+            return []
         return self._endpoint.room(*expected)
 
     def _handle(self, conn: QmuxConnection) -> None:
@@ -565,6 +662,14 @@ class QmuxTransport(StreamTransport):
         if not self._ended:
             self._ended = True
             self._endpoint.ended(reason, code)
+
+
+def _behind(buffers: list[memoryview], count: int) -> Iterator[memoryview]:
+    """Yield what is left of buffers behind their first ``count`` bytes."""
+    for buffer in buffers:
+        if count < len(buffer):
+            yield buffer[count:]
+        count = max(0, count - len(buffer))
 
 
 def _why(error: Exception) -> str:

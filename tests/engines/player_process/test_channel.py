@@ -142,6 +142,17 @@ async def test_a_catalog_crosses_once_and_is_named_by_both_ends(pair):
     assert len(message.data) < 300
 
 
+async def test_a_catalog_that_is_larger_than_what_is_kept_crosses_once_too(pair, monkeypatch):
+    monkeypatch.setattr(channel, "_MOST_CATALOG_BYTES", 1)
+    for _ in range(2):
+        for one in (catalog(20), catalog(21)):
+            assert (await pair.cross(one))[0] == one
+            pair.one.send(one)
+            message = await pair.came.get()
+            assert len(message.data) < 300
+            assert pair.two.read(message) == one
+
+
 async def test_what_a_catalog_has_worked_out_neither_crosses_nor_changes_its_name(pair):
     used, fresh = (catalog(20).suffix(4) for _ in range(2))  # with fields that no file has
     play = used.to_play
