@@ -70,6 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let everything be freed at the end: some libraries complain about what is not."""
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List what was skipped by reason, with the command that runs it: what stands behind the reason's colon."""
     files: dict[str, list[str]] = {}
