@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
@@ -187,11 +187,12 @@ class ComputeQueue:
         """Return the end of the shortest run that is not mostly what a call takes whatever it computes."""
         if last - first < 2:
             return last
-        one_s, two_s = self._seconds(first, first + 1), self._seconds(first, first + 2)
-        constant_s, more_s = 2 * one_s - two_s, two_s - one_s
+        constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
         if constant_s <= 0:
             return first + 1
-        return last if more_s <= 0 else min(last, first + math.ceil((_LEAST_CALL - 1.0) * constant_s / more_s))
+        ends = range(first + 1, last)
+        # Found, not worked out: below a floor, calls of one and of two groups take as long.
+        return first + 1 + bisect_left(ends, _LEAST_CALL * constant_s, key=lambda end: self._seconds(first, end))
 
     def _add_up(self) -> None:
         if not self._each:
