@@ -320,7 +320,8 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            if prefix.loss > load.max_loss or _worst(load, prefix) > self._most_loss:
+            kept = self._most_loss < math.inf and _worst(load, prefix) > self._most_loss
+            if kept or prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(
