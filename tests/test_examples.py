@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from kvabr.codec import base
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
 from tests.processes import LIMIT_S
+from tests.scripts import run_script
 from tests.toymodel import prompt
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,11 +29,8 @@ def run(name, *words, folder):
     text = (ROOT / "examples" / f"{name}.py").read_text()
     script = folder / f"{name}.py"
     script.write_text(re.sub(r"\bdeadline=[0-9.]+", f"deadline={LIMIT_S}", text))
-    command = [sys.executable, str(script), *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}  # one imports another
-    done = subprocess.run(  # noqa: S603
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):
+        done = run_script(script, *words, beside=ROOT / "examples")  # one imports another
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,14 +66,10 @@ def test_the_prompt_of_an_asset_is_taken_as_fetch_takes_it(served, tmp_path):
     assert "fetch group 0" in run("telemetry", served.url, path, served.fingerprint, folder=tmp_path)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", ["play", "relay", "telemetry", "two_engines"])
-def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path):
-    script = ROOT / "examples" / f"{name}.py"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_script(ROOT / "examples" / f"{name}.py")
     assert done.returncode == 1
     assert f"python examples/{name}.py" in done.stderr
     assert "Traceback" not in done.stderr
@@ -103,14 +98,13 @@ def test_telemetry(served, prompt_file, tmp_path):
     assert [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.process
 def test_own_policy(tmp_path):
     lines = run("own_policy", folder=tmp_path).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["EarliestFirst", "anytime"]
 
 
-@pytest.mark.process
-def test_own_codec(tmp_path):
+def test_own_codec(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "_registered", dict(base._registered))
     assert "Int8-zlib: 0.4" in run("own_codec", folder=tmp_path)
 
 

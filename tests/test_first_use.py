@@ -16,6 +16,8 @@ from kvabr.cli import display
 from kvabr.cli.main import main
 from kvabr.codec.threads import decoder_threads
 from kvabr.data import default_catalog
+from kvabr.replay import run
+from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
@@ -23,7 +25,24 @@ from tests.client.served import Served
 TRACES = Path(__file__).parent.parent / "traces"
 
 
+_demos: dict[ReplayOptions, run.Report] = {}
+
+
+@pytest.fixture
+def played_once(monkeypatch):
+    """Have tests of what a demo prints share its plays, which are the same every time."""
+    replay = run.replay
+
+    def once(matrix, **how):
+        if matrix.options not in _demos:
+            _demos[matrix.options] = replay(matrix, **how)
+        return _demos[matrix.options]
+
+    monkeypatch.setattr(run, "replay", once)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("played_once")
 @pytest.mark.parametrize(
     ("words", "columns"),
     [
@@ -49,6 +68,7 @@ def test_prose_wraps_between_words(words, columns, capsys, monkeypatch, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("played_once")
 def test_the_demo_and_its_page_agree(capsys, tmp_path):
     """It says what was won; both have the median of TTFT and the mean of losses, and say so."""
     assert main(["demo", "--html", str(tmp_path / "page.html")]) == 0

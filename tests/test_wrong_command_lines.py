@@ -25,7 +25,8 @@ from tests.toymodel import toy_asset
 
 TRACES = Path(__file__).parent.parent / "traces"
 FEW = 3
-"""Values that each option is tried with in a quick run: of all options together, every value."""
+"""Values that an option is tried with in a quick run, or if one of its name and type was tried with every value: of all
+options together, every value."""
 SLOW = {"doctor"}
 """Commands that look at everything else first: each option has few values in every run."""
 LONG_S = 60
@@ -112,6 +113,8 @@ NAMES = (
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),
 )
 _turn = count()
+_tried: set[tuple[str, object]] = set()
+"""Names and types of the options that were tried with every value."""
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +151,10 @@ def lines(name, words, wrong_paths, few):
         values = wrong_paths if option.type is Path else NUMBERS if option.type is not None else words_too
         if option.choices is not None:
             values = ("nosuch", "", "\0")
-        if few:
+        if few or (option.dest, option.type) in _tried:
             values = [values[next(_turn) % len(values)] for _ in range(FEW)]
+        else:
+            _tried.add((option.dest, option.type))
         for value in values:
             if option.option_strings:
                 given = [option.option_strings[-1], value, value]

@@ -221,10 +221,8 @@ class ComputePlanner:
         """For how many more decisions that holds in any case, see `View.keeps`."""
         self._network_s = 0.0
         """Seconds that the network is given for its part."""
-        self._sure = False
-        """Whether the last plan was made for one rate only."""
-        self._waits = False
-        """Whether better knowledge of the rate is worth its wait."""
+        self._sure = self._waits = False
+        """Whether the last plan was made for one rate only, and whether a better known one is worth its wait."""
         self._call_to: int | None = None
         """Where the next call ends while the rate is not known well; where it would begin, if it should not."""
         self.division: Division | None = None

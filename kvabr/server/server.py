@@ -179,6 +179,7 @@ class Server(Host[Peer]):
             self._listener.close()
         await asyncio.sleep(_GOODBYE_S if self.peers else 0)
         for peer in list(self.peers):
+            peer.say_goodbye()  # also to one that has come meanwhile: it would wait for silence to last `IDLE_S`
             peer.ended("the server closes", 0)
         for stream in list(self._streams):
             stream.drop()

@@ -87,12 +87,19 @@ def same(one, other):
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.fixture(scope="module", params=SPECS)
+def on_every_level(request, tmp_path_factory):
+    """A cache of each kind on all levels but AC's."""
+    spec = SPECS[request.param]
+    return published(
+        tmp_path_factory.mktemp("levels"), spec, tracks=["Raw", "FP16", "BF16", "FP8", "Int8", "Int4"]
+    ), spec
+
+
 @pytest.mark.parametrize("track", ["Raw", "BF16", "FP8", "Int8", "Int4"])
-@pytest.mark.parametrize("name", SPECS)
 @virtual
-async def test_a_tensor_comes_for_every_class_in_the_engines_own_type(tmp_path, name, track):
-    spec = SPECS[name]
-    library = published(tmp_path, spec, tracks=["Raw", "FP16", "BF16", "FP8", "Int8", "Int4"])
+async def test_a_tensor_comes_for_every_class_in_the_engines_own_type(on_every_level, tmp_path, track):
+    library, spec = on_every_level
     played = await play(library, spec, track=track)
     assert set(played.coverage) == {track}
     assert [(span.first, span.tokens) for span in played.spans] == [(0, 70)] * len(spec.parts)

@@ -275,24 +275,22 @@ def test_constant_channels_and_silent_layers():
     assert float((out - moved).abs().max()) < 0.5
 
 
+KINDS = [
+    KVSpec.uniform("mha", "t", 3, 8, 16, "bfloat16", RopeSpec(1e6, 16)),
+    KVSpec.uniform("partial", "t", 2, 2, 80, "float16", RopeSpec(10000.0, 32, "interleaved")),
+    KVSpec.uniform("none", "t", 4, 1, 48, "float32"),
+    KVSpec.uniform("odd", "t", 1, 3, 24, "float16", RopeSpec(500.0, 8)),
+    KVSpec.uniform("wide", "t", 2, 12, 64, "float16", RopeSpec(10000.0, 64)),
+    KVSpec.uniform("scaled", "t", 2, 2, 32, "bfloat16", RopeSpec(1e4, 32, "half", tuple(0.7**n for n in range(16)))),
+    KVSpec.uniform("longer", "t", 2, 2, 40, "float16", RopeSpec(1e4, 8, "interleaved", (0.9, 0.1, 4e-3, 2e-7), 1.36)),
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        KVSpec.uniform("mha", "t", 3, 8, 16, "bfloat16", RopeSpec(1e6, 16)),
-        KVSpec.uniform("partial", "t", 2, 2, 80, "float16", RopeSpec(10000.0, 32, "interleaved")),
-        KVSpec.uniform("none", "t", 4, 1, 48, "float32"),
-        KVSpec.uniform("odd", "t", 1, 3, 24, "float16", RopeSpec(500.0, 8)),
-        KVSpec.uniform("wide", "t", 2, 12, 64, "float16", RopeSpec(10000.0, 64)),
-        KVSpec.uniform(
-            "scaled", "t", 2, 2, 32, "bfloat16", RopeSpec(1e4, 32, "half", tuple(0.7**n for n in range(16)))
-        ),
-        KVSpec.uniform(
-            "longer", "t", 2, 2, 40, "float16", RopeSpec(1e4, 8, "interleaved", (0.9, 0.1, 4e-3, 2e-7), 1.36)
-        ),
-    ],
-    ids=lambda shape: shape.model,
+    ("shape", "transform"),
+    [*((shape, True) for shape in KINDS), *((KINDS[at], False) for at in (0, 3))],
+    ids=lambda given: getattr(given, "model", given),
 )
-@pytest.mark.parametrize("transform", [True, False])
 def test_attention_of_every_kind(shape, transform):
     side = fit(shape, lambda: [related(shape, 400, seed) for seed in range(2)], FitConfig(transform=transform))
     side = Profile.from_bytes(side.to_bytes())

@@ -3,7 +3,6 @@
 import random
 import shutil
 import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -19,11 +18,11 @@ from tests.fuzz.sessions import held
 from tests.fuzz.target import SEPARATOR, Target, TooSlowError, chunks, family, in_time
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.raw import Raw
+from tests.scripts import run_tool
 
 ROUNDS = {"sessions": 400, "groups": 300, "traces": 150, "buckets": 150, "listings": 200, "stored": 400}
 MOST_MEMORY = 96 << 20
 """Bytes that Python may take for one input of a few kilobytes; reading a file takes its bound, 64 MB, for a moment."""
-TOOL = Path(__file__).parents[2] / "tools" / "fuzz"
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -158,7 +157,6 @@ def test_parts_are_moved_as_a_whole():
     assert {SEPARATOR.join(parts[1:]), SEPARATOR.join((parts[1], parts[0], parts[2]))} <= made
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -169,6 +167,6 @@ def test_parts_are_moved_as_a_whole():
     ],
 )
 def test_the_command(arguments, status, says):
-    done = subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
+    done = run_tool("fuzz", *arguments)
     assert done.returncode == status
     assert says in done.stdout + done.stderr

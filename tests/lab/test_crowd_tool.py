@@ -12,13 +12,13 @@ import pytest
 from tests.nginx import NGINX
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench-crowd"
-PLAYERS = 24
+PLAYERS = 12
 
 
 def crowd(tmp_path, *words):
     """Run the tool; it fails by itself if a play did, or a cache was wrong, or too much memory was used."""
     out = tmp_path / "crowd.json"
-    command = [sys.executable, TOOL, "--players", str(PLAYERS), "--assets", "4", "--processes", "1", *words]
+    command = [sys.executable, TOOL, "--players", str(PLAYERS), "--assets", "2", "--processes", "1", *words]
     patient = ["--deadline", "400", "--json", out]
     done = subprocess.run([*command, *patient], capture_output=True, text=True, check=False)  # noqa: S603
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def crowd(tmp_path, *words):
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx")
 def test_a_crowd_behind_nginx_asks_the_store_once_for_each_slice(tmp_path):
     fetched = crowd(tmp_path, "--through", "nginx")
-    assert fetched["spans asked for"] == fetched["slices of spans asked for"] == 8
+    assert fetched["spans asked for"] == fetched["slices of spans asked for"] == 4
     assert fetched["times each slice was fetched"] == 1
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 import structlog
 import structlog.testing
 
 from kvabr.link.moqt import connect as dialling
-from kvabr.link.moqt.connect import connect
+from kvabr.link.moqt.connect import connect, dial
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_groups
+from kvabr.server import server as closing_server
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
@@ -32,6 +34,7 @@ from tests.server.relays import (
     get,
     grant,
     in_memory,
+    options,
     origin,
     play,
     relaying,
@@ -183,6 +186,22 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
         assert new.catalog.namespace == namespace
         await play(connection, new)
         await until(lambda: not any(digest in relay.source.store for digest in old))
+
+
+async def test_who_comes_back_while_an_origin_closes_is_told_so(asset, tls, monkeypatch):
+    """A relay dials again at once; it would not know for half a minute that nobody is there."""
+    dialled_again = asyncio.Event()
+    slept = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: dialled_again.wait()})
+    monkeypatch.setattr(closing_server, "asyncio", slept)
+    async with origin(asset.path, tls) as server, await dialled(server) as first:
+        where = options(server)
+        closing = asyncio.create_task(server.close())
+        await until(lambda: first.closed)
+        async with await dial(where, "aioquic") as second:
+            dialled_again.set()
+            await closing
+            with pytest.raises(TransportError, match="the server closes"):
+                await get(second, asset.catalog.namespace, CATALOG_TRACK)
 
 
 async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):

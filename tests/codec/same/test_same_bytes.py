@@ -34,14 +34,13 @@ def _features() -> str:
 
 
 PLACES = {
-    "torch without vectors, three threads": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "3"},
     "portable C, torch with AVX2": {"KVABR_CODER": "portable", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"},
-    "an old processor": {
+    "an old processor, three threads": {
         "ATEN_CPU_CAPABILITY": "default",
         "NPY_DISABLE_CPU_FEATURES": _features(),
         "OPENBLAS_CORETYPE": "Prescott",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "3",
     },
 }
 

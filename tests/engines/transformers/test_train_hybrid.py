@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[3] / "tools" / "train-hybrid"
+from tests.scripts import run_tool
 
 
 def train(work, steps):
     options = ["--steps", str(steps), "--batch", "1", "--length", "64", "--threads", "1"]
-    command = [sys.executable, str(TOOL), str(work), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own tool
+    done = run_tool("train-hybrid", work, *options)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_training_goes_on_where_it_stopped(tmp_path):
     import torch
     from safetensors import safe_open

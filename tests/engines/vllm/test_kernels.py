@@ -63,18 +63,18 @@ def played(served, layout, policy, **options):
 
 
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "track", "options"),
     [
-        (BlockLayout.PLAIN, {}),
-        (BlockLayout.TRANSPOSED, {"mode": "promise-first"}),
-        (BlockLayout.PLAIN, {"heads": range(1, 2)}),
-        (BlockLayout.PLAIN, {"player": OWN}),
+        (BlockLayout.PLAIN, "AC-5x", {}),
+        (BlockLayout.TRANSPOSED, "AC-L0", {"mode": "promise-first"}),
+        (BlockLayout.PLAIN, "AC-L0", {"heads": range(1, 2)}),
+        (BlockLayout.PLAIN, "AC-L0", {"player": OWN}),
     ],
     ids=["straight", "keys transposed", "a rank's heads", "from another process"],
 )
-def test_a_play_is_decoded_into_blocks_in_one_batch(coded, home, monkeypatch, layout, options):
+def test_a_play_is_decoded_into_blocks_in_one_batch(coded, home, monkeypatch, layout, track, options):
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
-    wanted = played(coded, layout, "AC-5x", **options)
+    wanted = played(coded, layout, track, **options)
     batches, decode = [], decoder.decode_to_blocks
 
     def counted(jobs, blocks):
@@ -83,7 +83,7 @@ def test_a_play_is_decoded_into_blocks_in_one_batch(coded, home, monkeypatch, la
 
     monkeypatch.setattr(gpu, "runs_on", lambda _: True)
     monkeypatch.setattr(decoder, "decode_to_blocks", counted)
-    assert torch.equal(played(coded, layout, "AC-5x", **options), wanted)
+    assert torch.equal(played(coded, layout, track, **options), wanted)
     assert batches == [2]  # and no group by the processor
 
 

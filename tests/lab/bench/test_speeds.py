@@ -2,19 +2,16 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from kvabr.types.errors import FormatError
 from kvabr_lab.bench.speeds import SCHEMA, Point, chart, rate_name
+from tests.scripts import run_tool
 
-ROOT = Path(__file__).resolve().parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
 SHAPES = [
     {"title": "small", "cold_s": 8.0, "kl": "measured"},
@@ -94,20 +91,14 @@ def test_damaged_points_are_refused(change, says):
         Point.from_json(asdict(points()[0]) | change)
 
 
-@pytest.mark.process
 def test_the_tool_draws_again_from_its_results(tmp_path):
     results, picture = tmp_path / "speeds.json", tmp_path / "speeds.svg"
     results.write_text(json.dumps({"schema": SCHEMA, "shapes": SHAPES, "points": [asdict(p) for p in points()]}))
-    done = subprocess.run(  # noqa: S603  # our own script
-        [sys.executable, ROOT / "tools" / "bench-speeds", "--from", results, "--svg", picture],
-        check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = run_tool("bench-speeds", "--from", results, "--svg", picture)
+    assert done.returncode == 0, done.stderr
     assert picture.read_text() == chart(SHAPES, points())
     assert "~0.126" in done.stdout
     results.write_text(json.dumps({"schema": "another/1"}))
-    done = subprocess.run(  # noqa: S603  # our own script
-        [sys.executable, ROOT / "tools" / "bench-speeds", "--from", results],
-        check=False, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = run_tool("bench-speeds", "--from", results)
     assert done.returncode == 1
     assert "not results of this tool" in done.stderr

@@ -1,15 +1,12 @@
 """A short form of `tools/bench-tail` on a tiny model."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "bench-tail"
+from tests.scripts import run_tool
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -17,10 +14,10 @@ def bench(model_folder, profile, texts_folder, tmp_path):
     (tmp_path / "own.safetensors").write_bytes(profile.to_bytes())
 
     def run(*words):
-        command = [sys.executable, TOOL, "--model", model_folder, "--texts", texts_folder, "--work", tmp_path / "work"]
-        command += ["--profile", tmp_path / "own.safetensors", "--json", tmp_path / "found.json", "--tokens", "200"]
-        command += ["--continuation", "24", "--answer", "10", "--domains", "python", "prose", *words]
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)  # noqa: S603
+        given = ["--model", model_folder, "--texts", texts_folder, "--work", tmp_path / "work"]
+        given += ["--profile", tmp_path / "own.safetensors", "--json", tmp_path / "found.json", "--tokens", "200"]
+        given += ["--continuation", "24", "--answer", "10", "--domains", "python", "prose"]
+        return run_tool("bench-tail", *given, *words)
 
     return run
 

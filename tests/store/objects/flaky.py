@@ -25,7 +25,7 @@ class FlakyStore:
         made = type("Handler", (Handler,), {"store": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), made)
         self._server.handle_error = lambda *_: None  # clients that leave
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     @property
@@ -47,6 +47,7 @@ class FlakyStore:
 class Handler(BaseHTTPRequestHandler):
     store: FlakyStore
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a body waits 40 ms for the acknowledgement of its head
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
