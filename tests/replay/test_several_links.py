@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from kvabr.abr.estimators import DualEwma
 from kvabr.data import default_catalog, traces_folder
+from kvabr.player.builder import new_session
 from kvabr.player.throughput_sampler import SourceSamplers
+from kvabr.replay import experiment
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
-from kvabr.types.events import RequestSent
+from kvabr.types.events import RequestCancelled, RequestSent
 
 
 @pytest.mark.parametrize(("slow", "until_s"), [(1e3, 0.3), (2e4, 0.3), (5e4, 0.3)])
@@ -54,3 +57,19 @@ def test_a_silent_source_is_tried_with_upgrades_too():
     assert (
         outcome.run["objective"] < 2 * outcome.run["clairvoyant_objective"]
     )  # 4.4 if nothing is asked of it, 2.3 if one group
+
+
+def test_a_silent_source_is_tried_with_what_it_has(monkeypatch):
+    """Both break off for good, and the second has few tracks."""
+    trace = Trace("first", "made", (0.0, 0.12, 0.45), (8e6, 2e5, 1e3), 60.0)
+    other = Trace("second", "made", (0.0, 0.25), (3e6, 0.0), 60.0)
+
+    def with_offers(*arguments, offers, **options):
+        return new_session(*arguments, offers=[None, {"AC-L1", "FP16"}], **options)
+
+    monkeypatch.setattr(experiment, "new_session", with_offers)
+    outcome = Experiment(default_catalog(), ReplayOptions(4.0, 0.02, 0.3, links=(other,))).play(
+        trace, 0.0, "anytime", log=True
+    )
+    why = Counter(event.reason for event in outcome.log if isinstance(event, RequestCancelled))
+    assert why["a silent source is tried again"] < 6
