@@ -245,7 +245,7 @@ class Sources:
         for source in list(self._in_flight.asked):
             silent = self._is_silent(source, now)
             if silent and any(self._brings(other, now) for other in range(len(self._offers)) if other != source):
-                self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
+                self._leave_alone(source, now)
             if source in self._dropped or source in self._silent:
                 why = "its source was dropped" if source in self._dropped else "its source is silent"
                 for transfer in self._of(source):
@@ -269,6 +269,7 @@ class Sources:
             waiting = [one for one in self._in_flight.values() if self._may_try(source, one, now)]
             if waiting:
                 self._tried = source
+                self._leave_alone(source, now)
                 # An upgrade might not be asked for again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
                 yield last, "a silent source is tried again"
@@ -277,7 +278,14 @@ class Sources:
         """Return whether a silent source may be tried with what another is asked for."""
         if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:
             return False
-        return self._is_silent(one.source, now) or (one.first_byte_s is None and self._brings(one.source, now))
+        if self._is_silent(one.source, now):
+            return True
+        tried = one.source in self._silent
+        return not tried and one.first_byte_s is None and self._brings(one.source, now)
+
+    def _leave_alone(self, source: int, now: float) -> None:
+        """Ask a silent source for nothing for a while."""
+        self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
         """Return what a source would bring last, if others bring it clearly sooner."""

@@ -59,17 +59,22 @@ def test_a_silent_source_is_tried_with_upgrades_too():
     )  # 4.4 if nothing is asked of it, 2.3 if one group
 
 
-def test_a_silent_source_is_tried_with_what_it_has(monkeypatch):
-    """Both break off for good, and the second has few tracks."""
-    trace = Trace("first", "made", (0.0, 0.12, 0.45), (8e6, 2e5, 1e3), 60.0)
-    other = Trace("second", "made", (0.0, 0.25), (3e6, 0.0), 60.0)
+@pytest.mark.parametrize("offers", [[None, {"AC-L1", "FP16"}], None], ids=["few tracks", "three sources"])
+def test_silent_sources_are_not_tried_without_end(monkeypatch, offers):
+    """With what one does not have, or with what another is tried with already."""
+    if offers:
+        first = Trace("first", "made", (0.0, 0.12, 0.45), (8e6, 2e5, 1e3), 60.0)
+        others = (Trace("second", "made", (0.0, 0.25), (3e6, 0.0), 60.0),)
+    else:
+        first = Trace("first", "made", (0.0, 0.6, 0.9), (3e6, 1e3, 0.0), 60.0)
+        second = Trace("second", "made", (0.0, 0.06), (8e6, 0.0), 60.0)
+        others = (second, replace(second, name="third", times=(0.0, 0.1)))
 
-    def with_offers(*arguments, offers, **options):
-        return new_session(*arguments, offers=[None, {"AC-L1", "FP16"}], **options)
+    def with_offers(*arguments, **options):
+        return new_session(*arguments, **options | {"offers": offers or options["offers"]})
 
     monkeypatch.setattr(experiment, "new_session", with_offers)
-    outcome = Experiment(default_catalog(), ReplayOptions(4.0, 0.02, 0.3, links=(other,))).play(
-        trace, 0.0, "anytime", log=True
-    )
+    options = ReplayOptions(4.0, 0.02, 0.3 if offers else None, links=others)
+    outcome = Experiment(default_catalog(), options).play(first, 0.0, "anytime", log=True)
     why = Counter(event.reason for event in outcome.log if isinstance(event, RequestCancelled))
-    assert why["a silent source is tried again"] < 6
+    assert why["a silent source is tried again"] < 8
