@@ -443,7 +443,7 @@ class QmuxTransport(StreamTransport):
             assert conn.expected is not None  # noqa: S101  # there was room
             stream = conn.expected[0]
             conn.took(direct)
-            self._endpoint.took(stream, direct)
+            self._endpoint.took(stream, into, direct)
         if came > direct:
             conn.receive(self._scratch[: came - direct])
             self._handle(conn)
