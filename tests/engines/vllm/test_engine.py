@@ -281,7 +281,7 @@ def test_more_requests_than_fit_into_host_memory_wait_their_turn(world, mode):
         return take(now)
 
     promises.take = watched
-    texts, counted, _ = world.run()
+    texts, counted, _ = world.run(kv_transfer_params={"deadline_s": 10 * DEADLINE_S})  # their turns take long on a busy machine
     assert texts == world.cold
     assert counted["plays"] == 16
     assert 0 < max(most) <= promises._max_bytes
