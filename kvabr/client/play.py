@@ -364,6 +364,7 @@ class Play:
         catalog = prepared.catalog
         groups, found = driver.assembler.take_coded(driver.session.record.used, block)
         record, coverage = driver.session.record, _tracks(driver, found)
+        unused = sum(one.bytes for one in record.groups) - sum(record.groups[group].bytes for group in found.groups)
         cut = prepared.cut
         if record.missing or record.used is not None:
             cut = record.cut or record.gave_up or "the play ended"
@@ -384,7 +385,7 @@ class Play:
             loss=prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
             paid=record.paid,
-            bytes_wasted=record.bytes_wasted,
+            bytes_wasted=record.bytes_wasted + unused,
             seconds=self.clock.now(),
             cut=cut,
             damaged=len(record.damaged),

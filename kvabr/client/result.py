@@ -183,6 +183,7 @@ class PlayedPrefix:
     paid: float
     """What these cost at the prices of their sources, nats per generated token."""
     bytes_wasted: int
+    """Those of `bytes_fetched` that nothing of `groups` is made of."""
     seconds: float
     """Seconds from the call to the end of the play."""
     cut: str | None

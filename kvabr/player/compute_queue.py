@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate, pairwise
 
 from kvabr.abr.recompute_planner import Plan, Rest
@@ -181,17 +182,22 @@ class ComputeQueue:
             last = min(end, self.planned.stop if last in self.planned else self.chosen.gap(last))
         self._add_up()
         one_by_one, in_time = 1e-9 * (self._sums[last] - self._sums[first]), self._view.deadline_s - now
-        return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last)
+        return last if self._seconds(first, last) <= in_time < one_by_one else self._least_run(first, last, in_time)
 
-    def _least_run(self, first: int, last: int) -> int:
-        """Return the end of the shortest run that is not mostly what a call takes whatever it computes."""
+    def _least_run(self, first: int, last: int, in_time: float) -> int:
+        """Return the end of the shortest run that is not mostly what a call takes whatever it computes.
+
+        Of a shorter one, if only that is in time: the network may bring the rest.
+        """
         if last - first < 2:
             return last
-        one_s, two_s = self._seconds(first, first + 1), self._seconds(first, first + 2)
-        constant_s, more_s = 2 * one_s - two_s, two_s - one_s
+        constant_s = 2 * self._seconds(first, first + 1) - self._seconds(first, first + 2)
         if constant_s <= 0:
             return first + 1
-        return last if more_s <= 0 else min(last, first + math.ceil((_LEAST_CALL - 1.0) * constant_s / more_s))
+        # Found, not worked out: below a floor, calls of one and of two groups take as long.
+        seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
+        count = 1 + bisect_left(ends[:-1], _LEAST_CALL * constant_s, key=seconds)
+        return first + (bisect_right(ends[:count], in_time, key=seconds) or count)
 
     def _add_up(self) -> None:
         if not self._each:

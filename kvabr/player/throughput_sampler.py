@@ -143,7 +143,7 @@ class ThroughputSampler:
         if not self._ramp_rate:
             return self._shortest_s
         # A first byte that came late, as after an outage, says nothing about slow start.
-        return max(self._shortest_s, min(self._estimator.ttfb(), _LONGEST_SHARE * self._deadline_s))
+        return max(self._shortest_s, min(self.estimates()[2], _LONGEST_SHARE * self._deadline_s))
 
     def _conclude(self, seconds: float, now: float) -> None:
         """Pass the sample to the estimator and start a new one."""
@@ -170,7 +170,7 @@ class ThroughputSampler:
         if self._ramp_rate is None:
             return
         if rate > _RAMP * self._ramp_rate:
-            self._brief = not self._ramp_rate and seconds < self._estimator.ttfb()
+            self._brief = not self._ramp_rate and seconds < self.estimates()[2]
             self._ramp_rate, self._ramp_bytes = rate, self._bytes
             self._begin()
         else:
@@ -203,7 +203,7 @@ class ThroughputSampler:
             self.settle(now, idle=False)
         elif not waiting:  # a link of which nothing is asked is not silent
             self._quiet_since = now
-        elif now - self._quiet_since > max(self._silence_s, 3 * self._estimator.ttfb()):
+        elif now - self._quiet_since > max(self._silence_s, 3 * self.estimates()[2]):
             self._silent(now - self._quiet_since, now)
             self._quiet_since = now
 
@@ -248,7 +248,7 @@ class ChunkedThroughputSampler(ThroughputSampler):
             self._since, self._waited_s = self._arrived_s, 0.0
         elif idle:
             self._at_least(self._first_chunk + self._bytes, self._waited_s + seconds, now)
-        elif not self._bytes and now - self._since > max(self._silence_s, 3 * self._estimator.ttfb()):
+        elif not self._bytes and now - self._since > max(self._silence_s, 3 * self.estimates()[2]):
             self._silent(now - self._since, now)
             self._since = now
         if idle:

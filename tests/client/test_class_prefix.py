@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
@@ -31,8 +32,10 @@ def library(tmp_path_factory, spec):
     return published(tmp_path_factory.mktemp("classes"), spec, TOKENS)
 
 
-async def prefix(library, spec, *, faults=None, rate=1e6, cut=None, deadline=2.0, cost=SLOW, **more):
-    options = PlayOptions(policy="fixed:FP16", patience=1.0)
+async def prefix(
+    library, spec, *, faults=None, rate=1e6, cut=None, deadline=2.0, cost=SLOW, policy="fixed:FP16", **more
+):
+    options = PlayOptions(policy=policy, patience=1.0)
     async with link(library, rate, faults=faults) as peer, AsyncClient(peer, model=spec, options=options) as client:
         found = await client.find(TOKENS, within_s=60)
         if cut is not None:
@@ -144,6 +147,29 @@ async def test_nonsense_is_refused(library, spec):
     if len(spec.classes) > 1:
         with pytest.raises(FormatError, match="layer classes"):
             _ = played.kv
+
+
+class Halfway(Policy):
+    """Fetches everything, and leaves what is behind the middle to the engine."""
+
+    def decide(self, view):
+        if (first := view.first_missing()) is not None:
+            return Decision.fetch(first, "FP16", "in order")
+        if view.solid < view.groups:
+            return Decision.wait("on its way")
+        return Decision.recompute(view.groups // 2, "what they would bring out costs more")
+
+
+@pytest.mark.parametrize("block", [1, 10])
+@virtual
+async def test_a_cut_in_front_of_what_is_in_place_is_where_an_engine_can_go_on(library, spec, block):
+    played, catalog = await prefix(library, spec, policy=f"{__file__}:Halfway", block=block), library.assets[0].catalog
+    check(played, spec)
+    track, whole = catalog.to_play.track("FP16"), catalog.to_play
+    assert played.tokens == whole.tokens_before(whole.cut(whole.groups // 2)) // block * block
+    used = [index for index, unit in enumerate(whole.units) if unit in played.units]
+    assert played.bytes_fetched == sum(track.bytes)
+    assert played.bytes_fetched - played.bytes_wasted == sum(track.bytes[index] for index in used)
 
 
 @pytest.mark.parametrize("lost", [0, 9])

@@ -10,6 +10,7 @@ from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.estimators.tracking import Tracking
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
+from kvabr.types.errors import PolicyError
 
 
 class Kept(DualEwma):
@@ -211,3 +212,16 @@ def test_time_in_which_nothing_is_asked_is_no_silence():
     assert sampler.estimates() == before
     sampler.tick(3.5, waiting=True, idle=True)
     assert sampler.estimates()[0] < before[0]
+
+
+@pytest.mark.parametrize("wrong", [lambda: None, lambda: "20 ms", lambda: 1 / 0])
+def test_an_estimator_whose_first_byte_is_nonsense_is_named(wrong):
+    class Odd(DualEwma):
+        def ttfb(self):
+            return wrong()
+
+    meter = ThroughputSampler(Odd(), 1.0)
+    meter.first_byte(0.02, 0.1)
+    meter.received(80_000, 0.15)
+    with pytest.raises(PolicyError, match=r"estimator ewma .*test_throughput_sampler\.py"):
+        meter.settle(0.15, idle=False)

@@ -320,7 +320,8 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            if prefix.loss > load.max_loss or _worst(load, prefix) > self._most_loss:
+            kept = self._most_loss < math.inf and _worst(load, prefix) > self._most_loss
+            if kept or prefix.loss > load.max_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(
@@ -460,9 +461,8 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
     """Return what a play loses for a request that shares nothing of what is computed behind it."""
     catalog = load.found.catalog
-    if not (prefix.tail and prefix.tokens and catalog.every_token and not catalog.sources):
+    if not (prefix.tokens and catalog.even):
         return prefix.loss
-    skip = catalog.group_at(prefix.first)
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
-    played = shorter.suffix(skip)
+    played = shorter.suffix(catalog.group_at(prefix.first))
     return promised_loss(played, prefix.coverage, predicted_loss(played, prefix.coverage))

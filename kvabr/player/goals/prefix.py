@@ -33,7 +33,8 @@ class PrefixAim(WholeAim):
     def computes(self, now: float, first: int, last: int, why: str | None) -> bool:
         """See `WholeAim.computes`."""
         self.play.record.used = first
-        self.deliver(now, cut=why or f"groups {first} to {last - 1} are better computed than fetched")
+        what = f"group {first} is" if last == first + 1 else f"groups {first} to {last - 1} are"
+        self.deliver(now, cut=why or f"{what} better computed than fetched")
         return False
 
     def wait(self, now: float, *, complete: bool, stopped: bool) -> None:

@@ -17,6 +17,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
+from kvabr.types.tails import TailLoss
 from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import LONGEST, Bench, exact, near, request
 from tests.toymodel import SPEC, toy_asset
@@ -94,6 +95,47 @@ def test_a_play_with_a_tail_behind_what_vllm_has_is_judged_by_its_own_groups(ser
         assert 0 < lookup.worst == pytest.approx(lookup.loss)
     finally:
         bench.close()
+
+
+EARLIER = """
+from kvabr.abr.policies.cheapfirst import CheapFirst
+from kvabr.abr.policy import Decision
+
+class Earlier(CheapFirst):
+    def decide(self, view):
+        return super().decide(view) if view.solid < 3 else Decision.recompute(2, "it is better computed")
+"""
+"""A policy that cuts plays in front of what is in place."""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"policy": "Earlier", "prefill_rate": 1000.0},
+        {"policy": "Longest", "tail": 40},
+        {"policy": "Longest", "tail": 40, "mode": "promise-first"},
+    ],
+)
+def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
+    """A play that ends after two groups of four: right behind these, where another request may go on, most is lost."""
+    made = toy_asset(tmp_path / "assets" / "one", ("Int4",))
+    tails = (TailLoss(16, 0.2), TailLoss(128, 0.1))
+    tracks = tuple(replace(track, tails=tails) for track in made.catalog.tracks)
+    catalog = replace(made.catalog, tracks=tracks)
+    (tmp_path / "assets" / "one" / "catalog.json").write_text(catalog.dumps())
+    (tmp_path / "policies.py").write_text(LONGEST + EARLIER)
+    served = Served(tmp_path / "assets", tmp_path)
+    bench = Bench(served, **how | {"policy": f"{tmp_path / 'policies.py'}:{how['policy']}"})
+    try:
+        asked = request()
+        bench.load(asked)
+        (kept,) = bench.scheduler._kept._served.values()
+        assert kept.last == 32
+        assert kept.worst == pytest.approx(catalog.prefix(2).track("Int4").total_loss)
+        assert kept.worst > 2 * kept.loss
+    finally:
+        bench.close()
+        served.close()
 
 
 @pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
