@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,6 +20,10 @@ get hold of Python beside a busy event loop."""
 def decoders() -> ThreadPoolExecutor:
     """Return the threads that decode for every play of this process."""
     return ThreadPoolExecutor(decoder_threads(), thread_name_prefix="kvabr-decode")
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=decoders.cache_clear)
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import socket
 import ssl
 import threading
@@ -29,6 +30,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
+from kvabr.transfer.work import decoders
 from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
 from tests.assets import make_asset
@@ -395,6 +397,20 @@ async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, 
             for number, download in enumerate(downloads):
                 assert await read_all(download) == asset.frame(number, "FP16")
     one.shutdown()
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    pools = (transport._readers, decoders)
+    for pool in pools:
+        assert pool().submit(int).result() == 0
+    child = os.fork()
+    if not child:
+        found = 1
+        try:
+            found = sum(pool().submit(int).result(LIMIT_S / 10) for pool in pools)
+        finally:
+            os._exit(found)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 async def test_a_reset_connection_is_told_to_every_reader(asset, tls):

@@ -91,6 +91,10 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_READERS, thread_name_prefix="kvabr-tls")
 
 
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=_readers.cache_clear)
+
+
 def address_of(sock: socket.socket) -> str:
     """Return the address of the peer, without port; empty if it has gone."""
     try:
