@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ def run_script(path: Path, *words: object, beside: Path | None = None) -> Comple
         beside: the folder that it imports other scripts from; None: its own.
     """
     command = [str(path), *map(str, words)]
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     paths = [str(beside or path.parent), *sys.path]
     with mock.patch.object(sys, "argv", command), mock.patch.object(sys, "path", paths), told() as done:
         try:
@@ -31,6 +33,9 @@ def run_script(path: Path, *words: object, beside: Path | None = None) -> Comple
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)
             done.returncode = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     return done
 
 

@@ -73,6 +73,8 @@ class TransportComparison:
                 if not mine:
                     return
                 cut_s = clock() - began_s if len(mine) > len(others) else 0.0  # the other takes longer than that
+                if not others and cut_s < mine[0]:
+                    return  # which does not say that it is slower
             # The first time, one has just been dialled; of the others the sooner, as something else may be in the way.
             ratio = min(mine[1:] or mine) / (min(others[1:]) if others[1:] else max([*others, cut_s]))
             self._history.heard(source.name_of(other), ratio * rate, here.stats().rtt_s or 0.0)

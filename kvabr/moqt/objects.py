@@ -169,15 +169,14 @@ class ObjectParser:
         for index, part in enumerate(parts):
             if index % 2 == 0:
                 self._left -= len(part)
+                self._budget.earn(len(part))
                 payload += len(part)
             elif part == self.follower and self._last is not None:
-                self._budget.spend()  # what has come was more than that
+                self._budget.spend()  # never too much: the object before has brought as many bytes
                 self._last = self._before = Location(self._last.group, self._last.object + 1)
                 self._left = self.size
             else:
-                self._budget.earn(payload)
                 return payload, parts[index:]
-        self._budget.earn(payload)
         return payload, ()
 
     def feed(self, data: bytes | memoryview) -> list[Item]:
@@ -314,8 +313,11 @@ class ObjectParser:
 
 
 def _repeats(header: ObjectHeader, flags: int) -> bool:
-    """Return whether the same header may follow: it has no properties, and says nothing about where its object is."""
-    return not flags & 0x2C and flags & 0x03 != 0x02 and header.size >= LEAST_MEAN_BYTES and header.object < 1 << 63
+    """Return whether the same header may follow: it has no properties, and says nothing about where its object is.
+
+    ``flags`` is the first byte: with its highest bit, the flags go on behind it, which only odd publishers do.
+    """
+    return not flags & 0xAC and flags & 0x03 != 0x02 and header.size >= LEAST_MEAN_BYTES and header.object < 1 << 63
 
 
 def _status(value: int, properties: tuple[KeyValue, ...]) -> Status:

@@ -245,7 +245,7 @@ class Sources:
         for source in list(self._in_flight.asked):
             silent = self._is_silent(source, now)
             if silent and any(self._brings(other, now) for other in range(len(self._offers)) if other != source):
-                self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
+                self._leave_alone(source, now)
             if source in self._dropped or source in self._silent:
                 why = "its source was dropped" if source in self._dropped else "its source is silent"
                 for transfer in self._of(source):
@@ -264,16 +264,28 @@ class Sources:
         """
         self._tried = None
         for source, again_s in self._silent.items():
-            waiting = [one for one in self._in_flight.values() if not one.local and self._may_leave(one, now)]
-            if now >= again_s and source not in self._in_flight.asked and waiting and self._tried is None:
+            if now < again_s or source in self._in_flight.asked or self._tried is not None:
+                continue
+            waiting = [one for one in self._in_flight.values() if self._may_try(source, one, now)]
+            if waiting:
                 self._tried = source
+                self._leave_alone(source, now)
                 # An upgrade might not be asked for again.
                 last = max(waiting, key=lambda one: (not one.upgrade, one.priority, one.request))
                 yield last, "a silent source is tried again"
 
-    def _may_leave(self, one: Transfer, now: float) -> bool:
+    def _may_try(self, source: int, one: Transfer, now: float) -> bool:
         """Return whether a silent source may be tried with what another is asked for."""
-        return self._is_silent(one.source, now) or (one.first_byte_s is None and self._brings(one.source, now))
+        if one.local or not self._has(source, one.track) or (source, one.group, one.track) in self._refused:
+            return False
+        if self._is_silent(one.source, now):
+            return True
+        tried = one.source in self._silent
+        return not tried and one.first_byte_s is None and self._brings(one.source, now)
+
+    def _leave_alone(self, source: int, now: float) -> None:
+        """Ask a silent source for nothing for a while."""
+        self._silent[source] = now + _AGAIN * self._patience_s(source) * 2 ** self._tries.get(source, 0)
 
     def _late(self, source: int) -> list[Transfer]:
         """Return what a source would bring last, if others bring it clearly sooner."""
@@ -324,8 +336,11 @@ class Sources:
 
     def _having(self, track: str) -> list[int]:
         """Return the sources that have a track, but for those that were dropped."""
-        offers = enumerate(self._offers)
-        return [source for source, offer in offers if (offer is None or track in offer) and source not in self._dropped]
+        return [source for source in range(len(self._offers)) if self._has(source, track)]
+
+    def _has(self, source: int, track: str) -> bool:
+        offer = self._offers[source]
+        return (offer is None or track in offer) and source not in self._dropped
 
     def _ends_s(self, source: int, nbytes: int, *, alone: bool = False) -> float:
         """Return the seconds until a source has brought as many bytes more, behind all else or ``alone``.

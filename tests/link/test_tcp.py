@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import structlog
@@ -375,6 +376,25 @@ async def test_what_comes_fast_is_decrypted_in_a_thread(asset, tls, beside):
         go.set()
         while sock.fileno() >= 0:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.005)
+
+
+async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, monkeypatch):
+    """As while Python ends: a thread of the pool that is there already may still take what it was given."""
+    none, one = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    none.shutdown()
+
+    class Exhausted:
+        def submit(self, *work):
+            one.submit(*work)
+            raise RuntimeError("can't start new thread")
+
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        for pool in (none, Exhausted()):
+            monkeypatch.setattr(transport, "_readers", lambda pool=pool: pool)
+            downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
+            for number, download in enumerate(downloads):
+                assert await read_all(download) == asset.frame(number, "FP16")
+    one.shutdown()
 
 
 async def test_a_reset_connection_is_told_to_every_reader(asset, tls):

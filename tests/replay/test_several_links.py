@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from kvabr.abr.estimators import DualEwma
 from kvabr.data import default_catalog, traces_folder
+from kvabr.player.builder import new_session
 from kvabr.player.throughput_sampler import SourceSamplers
+from kvabr.replay import experiment
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
-from kvabr.types.events import RequestSent
+from kvabr.types.events import RequestCancelled, RequestSent
 
 
 @pytest.mark.parametrize(("slow", "until_s"), [(1e3, 0.3), (2e4, 0.3), (5e4, 0.3)])
@@ -54,3 +57,24 @@ def test_a_silent_source_is_tried_with_upgrades_too():
     assert (
         outcome.run["objective"] < 2 * outcome.run["clairvoyant_objective"]
     )  # 4.4 if nothing is asked of it, 2.3 if one group
+
+
+@pytest.mark.parametrize("offers", [[None, {"AC-L1", "FP16"}], None], ids=["few tracks", "three sources"])
+def test_silent_sources_are_not_tried_without_end(monkeypatch, offers):
+    """With what one does not have, or with what another is tried with already."""
+    if offers:
+        first = Trace("first", "made", (0.0, 0.12, 0.45), (8e6, 2e5, 1e3), 60.0)
+        others = (Trace("second", "made", (0.0, 0.25), (3e6, 0.0), 60.0),)
+    else:
+        first = Trace("first", "made", (0.0, 0.6, 0.9), (3e6, 1e3, 0.0), 60.0)
+        second = Trace("second", "made", (0.0, 0.06), (8e6, 0.0), 60.0)
+        others = (second, replace(second, name="third", times=(0.0, 0.1)))
+
+    def with_offers(*arguments, **options):
+        return new_session(*arguments, **options | {"offers": offers or options["offers"]})
+
+    monkeypatch.setattr(experiment, "new_session", with_offers)
+    options = ReplayOptions(4.0, 0.02, 0.3 if offers else None, links=others)
+    outcome = Experiment(default_catalog(), options).play(first, 0.0, "anytime", log=True)
+    why = Counter(event.reason for event in outcome.log if isinstance(event, RequestCancelled))
+    assert why["a silent source is tried again"] < 8

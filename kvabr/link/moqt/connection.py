@@ -244,8 +244,6 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
-        self._placed: list[memoryview] = []
-        """Where the bytes that come next on a stream are read to."""
         self._lost: str | None = None
         self._lost_kind = ConnectionLostError
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -395,10 +393,9 @@ class MoqtConnection(Endpoint, PeerConnection):
         fetch = None if payload is None else self._requests.under_way(payload.request)
         if payload is None or fetch is None or fetch.transfer.over:
             return []
-        self._placed = place(payload, fetch.transfer, most)
-        return self._placed
+        return place(payload, fetch.transfer, most)
 
-    def took(self, stream: int, count: int) -> None:
+    def took(self, stream: int, into: list[memoryview], count: int) -> None:
         """See `Endpoint.took`."""
         session = self.session
         assert session is not None  # noqa: S101  # there was room
@@ -406,8 +403,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         fetch = None if payload is None else self._requests.under_way(payload.request)
         if payload is None or fetch is None:  # cancelled while a thread read
             return
-        placed, others = session.requester.took(stream, list(filled(self._placed, count)))
-        self._placed = []
+        placed, others = session.requester.took(stream, list(filled(into, count)))
         self._count(placed)
         fetch.transfer.took(placed, self.watch.limit)
         self._noted(payload.request, fetch)

@@ -69,8 +69,8 @@ class Endpoint(ABC):
         del stream, most
         return []
 
-    def took(self, stream: int, count: int) -> None:  # noqa: B027  # most have no room
-        """Note that bytes of a stream have been written to what `room` returned last."""
+    def took(self, stream: int, into: list[memoryview], count: int) -> None:  # noqa: B027  # most have no room
+        """Note that ``count`` bytes of a stream have been written to what `room` returned."""
 
     def worked(self, cpu_s: float) -> None:  # noqa: B027  # most do not care
         """Note processor time that a thread of the transport has taken, seconds."""

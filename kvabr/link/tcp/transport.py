@@ -17,6 +17,7 @@ import socket
 import ssl
 import struct
 import termios
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -442,7 +443,7 @@ class QmuxTransport(StreamTransport):
             assert conn.expected is not None  # noqa: S101  # there was room
             stream = conn.expected[0]
             conn.took(direct)
-            self._endpoint.took(stream, direct)
+            self._endpoint.took(stream, into, direct)
         if came > direct:
             conn.receive(self._scratch[: came - direct])
             self._handle(conn)
@@ -468,15 +469,24 @@ class QmuxTransport(StreamTransport):
             self._loop.call_soon(self._ready)  # the socket would not say so
 
     def _read_beside(self, conn: QmuxConnection) -> None:
-        """Read in a thread."""
+        """Read in a thread, or later in the loop if there is none: Python is ending, or the system allows no more."""
         if self._closed:
             return
-        self._reading, into = True, self._room(conn)
+        into, claim = self._room(conn), threading.Lock()
+        try:
+            _readers().submit(self._beside, into, claim)
+        except RuntimeError:
+            if claim.acquire(blocking=False):  # it may have been queued for another thread all the same
+                self._fast = False
+                self._loop.call_soon(self._ready)
+                return
+        self._reading = True
         self._loop.remove_reader(self._sock.fileno())
         self._watch_room(wanted=False)
-        _readers().submit(self._beside, into)
 
-    def _beside(self, into: list[memoryview]) -> None:
+    def _beside(self, into: list[memoryview], claim: threading.Lock) -> None:
+        if not claim.acquire(blocking=False):
+            return
         begin = time.thread_time()
         came: int | Exception
         try:

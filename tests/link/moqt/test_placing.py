@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvabr.link.moqt.placing import filled, place
 from kvabr.moqt.objects import FetchWriter, ObjectHeader, ObjectParser
 from kvabr.moqt.requester import NextPayload
-from kvabr.moqt.wire import DRAFT_18
+from kvabr.moqt.wire import DRAFT_18, write_varint
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 
@@ -77,3 +77,20 @@ def test_equal_objects_are_neither_copied_nor_parsed_one_by_one():
     data, _, fed = asyncio.run(read_in_place(wire, [10_000], len(payload), exact=True))
     assert data == payload
     assert fed < len(wire) / 8
+
+
+def test_many_tiny_objects_before_larger_ones_are_no_fault():
+    wire, payload = written([(1, 1, None)] * 1038 + [(1000, 1, None)] * 20)
+    begin = len(written([(1, 1, None)] * 1038)[0]) + 3
+    data, _, fed = asyncio.run(read_in_place(wire, [begin, 10_000], len(payload), exact=True))
+    assert data == payload
+    assert fed < begin + 5_000
+
+
+def test_the_group_in_a_header_that_is_written_longer_than_needed_is_not_overlooked():
+    flags = b"\x80\x1c"
+    header = flags + write_varint(5) + write_varint(0) + b"\1" + write_varint(100)
+    parser = ObjectParser(DRAFT_18)
+    assert parser.feed(header)[0].group == 5
+    assert parser.took([memoryview(bytes(100)), memoryview(header)])[1]
+    assert parser.feed(header)[0].group == 11
