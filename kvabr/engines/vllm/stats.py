@@ -42,7 +42,7 @@ HELP = {
     "plays_cut": "Plays that brought less than wanted",
     "groups_damaged": "Groups that came to plays and could not be used, each time that they came",
     "groups_failed": "Requests of plays for groups that failed: not there, refused, or lost with a connection",
-    "groups_late": "Other groups that plays wanted, and that were late or sooner computed",
+    "groups_late": "Other groups that plays wanted, and that were late or better computed",
     "plays_failed": "Plays that brought nothing because of an error",
     "plays_aborted": "Plays cancelled because their request ended or had no use for them any more",
     "plays_unused": "Plays whose cache was in place and not used",

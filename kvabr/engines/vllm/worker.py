@@ -461,7 +461,7 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
     """Return what a play loses for a request that shares nothing of what is computed behind it."""
     catalog = load.found.catalog
-    if not (prefix.tokens and catalog.even):
+    if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):  # of another rank
         return prefix.loss
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
     played = shorter.suffix(catalog.group_at(prefix.first))

@@ -14,6 +14,7 @@ import torch
 
 from kvabr.codec.container import pack, unpack
 from kvabr.engines.layouts import BlockLayout
+from kvabr.engines.vllm.worker import _placed_play
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -93,6 +94,19 @@ def test_a_play_with_a_tail_behind_what_vllm_has_is_judged_by_its_own_groups(ser
         lookup = bench.scheduler._lookups[asked.request_id]
         # The catalog knows of no tails: right behind its only group it loses what it does behind the tail.
         assert 0 < lookup.worst == pytest.approx(lookup.loss)
+    finally:
+        bench.close()
+
+
+def test_a_part_on_tracks_that_another_rank_does_not_have_is_judged_by_what_it_loses(served):
+    bench = Bench(served)
+    try:
+        assert bench.matched(request()) == (64, True)
+        (playing,) = bench.worker._plays.values()
+        found = playing.load.found
+        other = replace(found, catalog=found.catalog.with_tracks({"Int4"}))
+        placed = _placed_play(replace(playing.load, found=other), playing.prefix, 64)
+        assert placed.worst == placed.loss == playing.prefix.loss > 0
     finally:
         bench.close()
 
