@@ -508,6 +508,26 @@ async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, mo
                 pass
 
 
+@pytest.mark.parametrize(("before", "taken"), [(1e9, ("tcp",)), (0.0, ("qh3", "aioquic"))])
+async def test_tcp_that_worked_before_is_waited_for(asset, tls, monkeypatch, before, taken):
+    """A packet of its handshake may be lost, and nothing is known of QUIC."""
+    dial_over, there = Connecting._dial_over, asyncio.Event()
+
+    async def slow(self, over, connect_s=None):
+        if over == "tcp":
+            await (asyncio.sleep(0.02) if before else there.wait())  # longer than the head start
+        made = await dial_over(self, over)
+        there.set()
+        return made
+
+    monkeypatch.setattr(Connecting, "_dial_over", slow)
+    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 0.005)
+    monkeypatch.setattr("kvabr.link.moqt.connect._MUCH_S", LIMIT_S)
+    known = {"known": lambda peer: before if peer.endswith("tcp") else 0.0}
+    async with served(asset, tls) as server, joined(server, tls, **known) as connection:
+        assert connection.backend in taken
+
+
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
     """QUIC was better before, but nothing comes back now."""
     async with served(asset, tls) as server:

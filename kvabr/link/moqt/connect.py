@@ -50,7 +50,7 @@ _MAX_ADDRESSES = 8
 CLEARLY = 1.1
 """How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
 _MUCH, _MUCH_S = 2.0, 1.0
-"""Multiple of QUIC's rate from which TCP has these seconds for TLS before QUIC is dialled as well."""
+"""Multiple of QUIC's rate, if that is known, from which TCP has these seconds for TLS before QUIC is dialled."""
 SHORT_S = 0.15
 """Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp", "tcp-plain"]
@@ -234,7 +234,7 @@ class Connecting:
 
         chosen: MoqtConnection | UnauthorizedError | None = None
         try:
-            much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"] > 0
+            much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"]
             chosen = await first_of(order, attempt, _MUCH_S if much else HEAD_START_S)
         except NoAnswerError as error:
             said = next((each for each in failed.values() if not isinstance(each, NoAnswerError)), None)
@@ -254,7 +254,8 @@ class Connecting:
             for over in _OVER:
                 if rates[over] > CLEARLY * min(rates.values()):
                     return over
-        return self._over
+        # Where TCP has carried plays and QUIC none, a packet that TCP's handshake lost is no reason to change that.
+        return self._over or ("tcp" if rates["tcp"] > rates["quic"] == 0 else None)
 
     def _rates(self) -> dict[Over, float]:
         """Return what plays have seen by each transport, bytes per second; 0.0: nothing is known."""
