@@ -36,7 +36,7 @@ from kvabr.abr.policy import Decision, Division
 from kvabr.abr.tail import LOADS, SPARE
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr.types.cost import LEAST_CALL, MISS_PENALTY, PrefillCost
 from kvabr.types.loss import INHERITED, predicted_loss
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ _BETTER = 0.03
 """Share by which another division must be better than the last one, or than to compute nothing."""
 _CUT_BETTER = 0.1
 """Share by which a cut must be better than to compute all or nothing: it is as good as many groups are in time."""
-_CALL = 5.0
-"""Length of a call at least, as a multiple of its constant part."""
 _HOPED = 3.0
 """Multiple of the rate at which the engine must compute something as well, so that one call does it all."""
 _CHANCES = 4.0
@@ -549,7 +547,7 @@ class ComputePlanner:
             most_s = _CALL_SHARE * view.deadline_s
             if constant_s < _SPLIT * whole_s:  # to go on in a second call costs next to nothing
                 most_s = min(most_s, whole_s / 2)
-            wanted_s = max(_CALL * constant_s, most_s)
+            wanted_s = max(LEAST_CALL * constant_s, most_s)
             # What a much faster link leaves to the engine, too, is one call; or all, if that would not save enough.
             if whole_s > wanted_s and constant_s > 0 and view.rate > 0:
                 hoped = self._ways(view, first, [_HOPED * view.rate], None)

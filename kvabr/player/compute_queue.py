@@ -9,13 +9,11 @@ from itertools import accumulate, pairwise
 
 from kvabr.abr.recompute_planner import Plan, Rest
 from kvabr.abr.view import GroupSet, View
-from kvabr.types.cost import PrefillCost
+from kvabr.types.cost import LEAST_CALL, PrefillCost
 from kvabr.types.engine import EngineMode
 
 _LATE = 1.25
 """A tail that ends after this multiple of the deadline is far too late."""
-_LEAST_CALL = 5.0
-"""Length of a call at least, as a multiple of its constant part."""
 _PATIENCE = 0.5
 """Share of the deadline before which such a tail is not started, even if the link has carried nothing."""
 
@@ -196,7 +194,7 @@ class ComputeQueue:
             return first + 1
         # Found, not worked out: below a floor, calls of one and of two groups take as long.
         seconds, ends = partial(self._seconds, first), range(first + 1, last + 1)
-        count = 1 + bisect_left(ends[:-1], _LEAST_CALL * constant_s, key=seconds)
+        count = 1 + bisect_left(ends[:-1], LEAST_CALL * constant_s, key=seconds)
         return first + (bisect_right(ends[:count], in_time, key=seconds) or count)
 
     def _add_up(self) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MISS_PENALTY = 0.5
 """Cost of a missed deadline in addition to its lateness, nats per generated token."""
+LEAST_CALL = 5.0
+"""Length of an engine's call at least, as a multiple of what it takes whatever it computes."""
 _Constant = Annotated[float, Meta(ge=0, le=1e100)]
 """A constant of a prefill's cost."""
 _FAR = 0.1
