@@ -267,22 +267,27 @@ class AsyncClient:
 
     @checked
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
-        """Return the seconds of a round trip to a peer, which is connected to if it is not; None: they are not known.
+        """Return the seconds of a round trip to a peer, connecting to it first if necessary.
 
-        ``probe_s``: ask the peer, which has this many seconds to answer; None: as the connection has measured it.
+        Args:
+            probe_s: probe the peer, which has this many seconds to answer. None: as the connection has measured it,
+                and the result is None if it has not.
+            peer: as for `play`.
 
         Raises:
-            TransportError: as `connect`.
+            TransportError: as `connect`, or the peer does not answer the probe in time.
         """
         if probe_s is None:
             return (await self.connect(peer)).stats().rtt_s
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(probe_s):
                 connection = await self.connect(peer)
                 began_s = time.monotonic()
                 if await connection.answers(probe_s):
                     return time.monotonic() - began_s
-        return None
+        except TimeoutError:
+            pass
+        raise TransportError(_unanswered(self._some(peer), probe_s))
 
     @checked
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
@@ -926,7 +931,7 @@ class AsyncClient:
                 async with asyncio.timeout(seconds), PlaySources(sources) as connection:
                     yield connection
         except TimeoutError as error:
-            raise TransportError(f"no answer within {seconds:g} s") from error
+            raise TransportError(_unanswered(some, seconds)) from error
 
     @asynccontextmanager
     async def _play(
@@ -964,6 +969,12 @@ class AsyncClient:
         for peer in filter(self._transports.due, peers):
             if self._runner.idle:
                 await self._transports.measure(peer)
+
+
+def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
+    """Return the message of a `TransportError` after ``seconds`` without an answer, with the trouble of the peers."""
+    troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
+    return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
 
 
 def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:

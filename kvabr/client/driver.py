@@ -107,6 +107,9 @@ _MOMENT_S = 0.01
 _READS = 96
 """Groups that are read at once; the others wait here. A connection sends fewer requests at a time anyway."""
 
+_AWAY_S = 1.0
+"""Seconds for which no source can be reached before the engine computes the rest; a restarted relay is back in less."""
+
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
 
@@ -176,6 +179,8 @@ class Driver:
         """All others; and of reads that were cancelled."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
+        self._away_s: float | None = None
+        """Since when no source can be reached; None: one can be."""
         self.engine_error: BaseException | None = None
         """What the engine or its hook raised, if it failed."""
 
@@ -266,9 +271,16 @@ class Driver:
         if self._hook is not None and self._connection.closed:
             self._tell(partial(self.session.stop, reason="the connection is closed"))
             return
-        if self._connection.unreachable and self.session.groups.complete:
-            self._tell(partial(self.session.stop, reason="nobody answers any more"))
-            return
+        if self._connection.unreachable:
+            self._away_s = self.now() if self._away_s is None else self._away_s
+            reason = f"connection lost: {self._connection.trouble or 'no source can be reached'}"
+            if self.session.groups.complete:
+                self._tell(partial(self.session.stop, reason=reason))
+                return
+            if self.now() - self._away_s >= _AWAY_S:
+                self._tell(partial(self.session.cut_off, reason))
+        else:
+            self._away_s = None
         if self._connection.waits_its_turn:
             self.session.waited(self.now())
         # The loop's clock and the play's may differ by a rounding error.

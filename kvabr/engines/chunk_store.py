@@ -79,7 +79,10 @@ _NO_PASSAGES = (
 class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
 
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(("passages", "max_loss", "fusion"), _NO_PASSAGES)
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        **EngineSettings.elsewhere,
+        **dict.fromkeys(("passages", "max_loss", "fusion"), _NO_PASSAGES),
+    }
 
     patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""

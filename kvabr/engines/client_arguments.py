@@ -44,9 +44,7 @@ class ClientArguments:
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
         """Return those of an engine's settings, with what its environment adds."""
-        token = settings.token
-        if token is None and settings.token_file is None:
-            token = os.environ.get("KVABR_TOKEN") or None
+        token = None if settings.token_file is not None else os.environ.get("KVABR_TOKEN") or None
         limits = Limits(
             memory_bytes=settings.store_mib << 20,
             keep_bytes=settings.keep_bytes,

@@ -10,12 +10,12 @@ import difflib
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
+from platformdirs import user_cache_path
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -101,10 +101,10 @@ class SettingsTable(BaseModel):
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
     )
 
-    secret: ClassVar[frozenset[str]] = frozenset({"token"})
-    """Keys whose values must not appear in messages."""
-    elsewhere: ClassVar[Mapping[str, str]] = {}
-    """Keys of other adapters that this one cannot have, and why."""
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "token": "engines log their settings, so set KVABR_TOKEN in the environment, or token_file"
+    }
+    """Keys that the adapter refuses, and why."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> Self:
@@ -129,7 +129,7 @@ class SettingsTable(BaseModel):
             return f"there is no key {key!r}; {hint}"
         cause = error.get("ctx", {}).get("error")
         why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
-        return f"{key}: {why}" if key in cls.secret else f"{key} is {error['input']!r}: {why}"
+        return f"{key} is {error['input']!r}: {why}"
 
 
 class EngineSettings(SettingsTable):
@@ -194,10 +194,9 @@ class EngineSettings(SettingsTable):
     keys: FilePath | None = None
     """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are played, no others. It is read
     again when it has changed. None: nothing is sealed."""
-    token: Annotated[Text | None, Field(repr=False)] = None
-    """Token for the origin. None: the environment variable ``KVABR_TOKEN``, if set."""
     token_file: FilePath | None = None
-    """File with the token instead; read again for each connection, so that it may be replaced."""
+    """File with the token for the origin; read again for each connection, so that it may be replaced. None: the
+    environment variable ``KVABR_TOKEN``, if set."""
     ca: FilePath | None = None
     """PEM file with the certificates to trust instead of the system's."""
     fingerprint: Text | None = None
@@ -219,9 +218,9 @@ class EngineSettings(SettingsTable):
     may share. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
     """Size of the folder or the shared memory ``disk``, MiB."""
-    cache: FilePath | None = None
-    """Folder that keeps codec profiles, the speed of the origin's link and what prefills cost from one process to the
-    next. None: they are not kept."""
+    cache: FilePath | None = Field(default_factory=lambda: user_cache_path("kvabr", appauthor=False))
+    """Folder that keeps codec profiles, the speed of the origin's link and prefill times from one process to the next,
+    as `kvabr fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing."""
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     plays: Count = 256
@@ -284,33 +283,43 @@ class EngineSettings(SettingsTable):
 
 
 class TroubleLog:
-    """Logs a warning for the first trouble of each kind, and one line a minute with how often there was more."""
+    """Logs the first trouble of each kind at once, and each minute how often it has happened again.
 
-    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without trouble; ``clock`` returns the time, seconds."""
-        self._log, self._clock = log, clock
+    Thread-safe. A timer writes the line of the minute, so that it appears even if no trouble follows.
+    """
+
+    def __init__(self, log: logging.Logger, every_s: float = _TROUBLE_EVERY_S) -> None:
+        """Start without trouble; repeated troubles are summed up ``every_s`` seconds after the first of them."""
+        self._log, self._every_s = log, every_s
         self._lock = threading.Lock()
-        self._since: dict[str, tuple[int, str]] = {}
-        """How often there was trouble of each kind since the last line, and why the last time; 0 if not since then."""
-        self._said_s: float | None = None
-        """When the last such line was due."""
+        self._again: dict[str, tuple[int, str]] = {}
+        """Per kind of trouble, repetitions since the last line and the latest reason."""
+        self._timer: threading.Timer | None = None
 
     def tell(self, what: str, why: object) -> None:
-        """Log that something went wrong, now or with the next line; the engine computes what it does not get.
+        """Log that something went wrong; the engine computes what it does not get.
 
-        ``what`` is the kind of trouble, of which there are few, and ``why`` anything.
+        Args:
+            what: the kind of trouble; there are only a few kinds.
+            why: the reason, an exception or a text.
         """
-        now, text, lines = self._clock(), str(why) or repr(why), []
+        text = str(why) or repr(why)
         with self._lock:
-            self._said_s = now if self._said_s is None else self._said_s
-            if what not in self._since:
-                lines.append(f"{what}: {text}")
-                self._since[what] = (0, text)
-            else:
-                self._since[what] = (self._since[what][0] + 1, text)
-            if (passed_s := now - self._said_s) >= _TROUBLE_EVERY_S:
-                more = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._since.items() if n]
-                lines += [f"within {passed_s:.0f} s: {'; '.join(more)}"] if more else []
-                self._said_s, self._since = now, {kind: (0, last) for kind, (_, last) in self._since.items()}
-        for line in lines:
-            self._log.warning("kvabr: %s", line)
+            first = what not in self._again
+            self._again[what] = (0 if first else self._again[what][0] + 1, text)
+            # A timer does not survive a fork, and its thread is not alive in the child.
+            if not first and (self._timer is None or not self._timer.is_alive()):
+                self._timer = threading.Timer(self._every_s, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
+        if first:
+            self._log.warning("kvabr: %s: %s", what, text)
+
+    def flush(self) -> None:
+        """Write the line with the troubles that were repeated, if there are any."""
+        with self._lock:
+            again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
+            self._again = {kind: (0, last) for kind, (_, last) in self._again.items()}
+            self._timer = None
+        if again:
+            self._log.warning("kvabr: within %.0f s: %s", self._every_s, "; ".join(again))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import chain
+from itertools import chain, groupby
 
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
@@ -427,6 +427,22 @@ class Session:
         """End the play: its owner wants nothing more. A prefix is cut, an incomplete cache is given up."""
         if not self.over:
             self.aim.stop(now, reason)
+
+    def cut_off(self, reason: str, now: float) -> None:
+        """Handle the loss of every source: an engine computes the missing groups instead of waiting for a peer.
+
+        Without an engine the play goes on, because a source that returns is its only chance.
+        """
+        if self.closed or self.engine is None:
+            return
+        for transfer in list(self.view.in_flight.values()):
+            if not transfer.local:
+                self.cancel(transfer, reason, now, failed=True)
+        for _, run in groupby(enumerate(sorted(self.view.missing)), lambda each: each[1] - each[0]):
+            groups = [group for _, group in run]
+            if not self.closed:
+                self._leave_to_engine(range(groups[0], groups[-1] + 1), now)
+        self.advance(now)
 
     # ----------------------------------------------------------------- outputs
 

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
 from kvabr.transfer.interface import read_all, read_view
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.transfer.transfer import GroupRequest
@@ -21,6 +23,7 @@ from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
 COST = PrefillCost(0.001, 0.002)
+SLOW = PrefillCost.from_rate(20.0)
 
 
 class Peer:
@@ -124,6 +127,43 @@ async def test_an_origin_that_never_comes_back_does_not_matter_to_an_engine(orig
         assert "recomputed" in played.coverage
         assert played.met
         assert close(played.kv)
+
+
+@pytest.mark.parametrize("prefix", [True, False], ids=["prefix", "hole"])
+@virtual
+async def test_an_engine_computes_the_rest_soon_after_the_origin_is_gone(origin, short, prefix):
+    """The deadline is far, and the engine would be in time much later; waiting for the peer would gain nothing."""
+    peer = Peer(origin, rate=short.track("FP16").total_bytes / 2)
+    async with await peer.connection() as link:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.9, peer.down)
+        if prefix:
+            async with AsyncClient(link, model=SPEC, options=PlayOptions(policy="fixed:FP16", patience=1.0)) as client:
+                found = await client.find(TOKENS, within_s=60)
+                played = await client.play_prefix(found, deadline=30.0, cost=SLOW)
+            took_s = played.seconds
+            assert 0 < played.tokens < played.wanted
+            assert "connection lost" in played.cut
+        else:
+            lines = []
+            played = await play(
+                link, TOKENS, deadline=30.0, engine=ToyModel(), prefill_cost=SLOW, policy="fixed:FP16", log=lines.append
+            )
+            took_s = played.ttft_s
+            assert played.coverage[-1] == "recomputed"
+            assert close(played.kv)
+    assert took_s < 5.0
+
+
+@virtual
+async def test_a_peer_that_is_soon_back_is_waited_for(origin, short):
+    peer = Peer(origin, rate=short.track("FP16").total_bytes / 2)
+    async with await peer.connection() as link:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.9, peer.down)
+        loop.call_later(1.4, lambda: setattr(peer, "_fails", 0))
+        played = await play(link, TOKENS, deadline=30.0, engine=ToyModel(), prefill_cost=SLOW, policy="fixed:FP16")
+    assert "recomputed" not in played.coverage
 
 
 @virtual

@@ -22,3 +22,9 @@ def home():
         for started in remote._started:
             started.terminate()
             assert started.wait(LIMIT_S) == 0
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch, tmp_path_factory):
+    """Each test starts without profiles and measurements of an earlier one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

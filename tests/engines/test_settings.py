@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import math
 from pathlib import Path
 
 import pytest
+from pydantic_core import PydanticUndefined
 
 from kvabr.engines.chunk_store import KeyedSettings
+from kvabr.engines.client_arguments import ClientArguments
 from kvabr.engines.settings import EngineSettings, TroubleLog
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.types.errors import UsageError
@@ -62,10 +65,19 @@ def test_a_wrong_key_or_value_is_named(kind, key, value, says):
         kind.read(URL | {key: value}, "here")
 
 
-def test_a_secret_is_not_told():
-    with pytest.raises(UsageError, match=r"^here: token: it must be a valid string$"):
-        EngineSettings.read({"token": 123456}, "here")
-    assert "secret" not in repr(EngineSettings.read({"token": "a secret"}, "here"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_is_refused_without_repeating_it(kind):
+    with pytest.raises(UsageError, match="KVABR_TOKEN") as error:
+        kind.read(URL | {"token": "a secret"}, "here")
+    assert "a secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_link_is_remembered_in_the_users_cache_folder(kind, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kind.read(URL, "here").cache == tmp_path / "kvabr"
+    assert ClientArguments.of(kind.read(URL, "here")).cache == tmp_path / "kvabr"
+    assert kind.read(URL | {"cache": None}, "here").cache is None
 
 
 @pytest.mark.parametrize("key", ["passages", "max_loss", "fusion"])
@@ -88,7 +100,6 @@ def test_of_caches_by_key(key, value, says):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("lookup_share", 1, "lookup_share is 1: it must be less than 1"),
         ("min_load_tokens", -1, "min_load_tokens is -1: it must be greater than or equal to 0"),
         ("max_load_tokens", 0, "max_load_tokens is 0: it must be greater than or equal to 1"),
         ("prefill_rate", -1, "prefill_rate is -1: it must be greater than 0"),
@@ -133,7 +144,8 @@ def table():
         shown = []
         for fields in (vllm, keyed):
             default = fields[key].default if key in fields else "-"
-            shown.append("" if default in (None, ()) else str(default).lower())
+            own = default is not PydanticUndefined and default not in (None, ())  # else the meaning has it
+            shown.append(str(default).lower() if own else "")
         field = vllm[key] if key in vllm else keyed[key]
         meaning = " ".join(field.description.replace("``", "`").replace("None:", "Unset:").split())
         lines.append(f"| `{key}` | {shown[0]} | {shown[1]} | {meaning} |")
@@ -145,20 +157,33 @@ def test_the_documentation_has_every_key():
     assert table() in text, f"put this into docs/guides/engines.md:\n{table()}"
 
 
-def test_trouble_is_told_at_once_and_then_in_a_line_a_minute(caplog):
-    now = 1000.0
-    trouble = TroubleLog(logging.getLogger("kvabr.engines"), lambda: now)
+def test_trouble_is_logged_at_once_and_then_summed_up(caplog):
+    trouble = TroubleLog(logging.getLogger("kvabr.engines"), every_s=3600.0)
     with caplog.at_level(logging.WARNING):
         trouble.tell("a play failed", "gone")
-        for second in range(1, 200):
-            now = 1000.0 + second
-            trouble.tell("a play failed", f"gone {second}")
-            if second == 90:
-                trouble.tell("a cache is not published", ValueError())
+        for number in range(1, 61):
+            trouble.tell("a play failed", f"gone {number}")
+        trouble.tell("a cache is not published", ValueError())
+        trouble.flush()
+        trouble.flush()
+        trouble.tell("a play failed", "gone again")
+        trouble.flush()
     assert caplog.messages == [
         "kvabr: a play failed: gone",
-        "kvabr: within 60 s: a play failed: 60 more, the last: gone 60",
         "kvabr: a cache is not published: ValueError()",
-        "kvabr: within 60 s: a play failed: 60 more, the last: gone 120",
-        "kvabr: within 60 s: a play failed: 60 more, the last: gone 180",
+        "kvabr: within 3600 s: a play failed: 60 more, the last: gone 60",
+        "kvabr: within 3600 s: a play failed: 1 more, the last: gone again",
     ]
+
+
+def test_a_repeated_trouble_is_logged_even_if_no_other_follows(caplog):
+    trouble, logged = TroubleLog(logging.getLogger("kvabr.engines"), every_s=0.01), threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.set() if "1 more" in record.getMessage() else None
+    logging.getLogger("kvabr.engines").addHandler(handler)
+    try:
+        trouble.tell("a play failed", "gone")
+        trouble.tell("a play failed", "gone")
+        assert logged.wait(60.0)
+    finally:
+        logging.getLogger("kvabr.engines").removeHandler(handler)

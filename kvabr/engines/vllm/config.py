@@ -67,8 +67,6 @@ class VllmSettings(EngineSettings):
     """Most that a play may be expected to lose, nats per generated token, for later requests to get it from the engine
     itself; AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache
     keep all that they are given: only with a limit are they not given such a page or chunk, and compute it."""
-    lookup_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of the deadline that a lookup may take."""
     salt_file: FilePath | None = None
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024

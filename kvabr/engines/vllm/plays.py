@@ -6,9 +6,10 @@ Needs no vLLM.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from functools import partial
 from kvabr.client.blocking import Background, Handle
 from kvabr.client.lookup import Found
 from kvabr.engines.clients import EngineClient, open_client
+from kvabr.engines.settings import TroubleLog
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.catalog import Catalog, Track
@@ -185,13 +187,15 @@ async def find_cache(
 ) -> Found | None:
     """Return the longest cached prefix of a prompt for the first spec that has one; raise as `AsyncClient.find`.
 
-    The publisher's element type does not matter: groups are decoded to the engine's.
+    The publisher's element type does not matter: groups are decoded to the engine's. All specs together have
+    ``within_s`` seconds; the client's own time limit is used, because its error has the reason.
     """
-    async with asyncio.timeout(within_s):
-        for spec in specs:
-            found = await client.find(tokens, model=spec, salt=salt, within_s=within_s, any_dtype=True)
-            if found is not None:
-                return found
+    ends_s = time.monotonic() + within_s
+    for spec in specs:
+        left_s = max(_MIN_FIND_S, ends_s - time.monotonic())
+        found = await client.find(tokens, model=spec, salt=salt, within_s=left_s, any_dtype=True)
+        if found is not None:
+            return found
     return None
 
 
@@ -243,8 +247,12 @@ def _with_lower(catalog: Catalog, track: Track) -> int:
     return nbytes
 
 
-_PROBE_EVERY_S, _PROBE_S = 10.0, 1.0
-"""Seconds between two probes of the connection, fewer than QUIC keeps an idle one; and seconds for its answer."""
+_MIN_FIND_S = 1e-3
+_PROBE_EVERY_S, _PROBE_S, _DIAL_S = 10.0, 1.0, 6.0
+"""Seconds between two probes of the connection, fewer than QUIC keeps an idle one; seconds for the answer on an open
+connection; and seconds for it while there is none, a little more than a dial may take, so that its error is known."""
+_log = logging.getLogger("vllm.kvabr")
+_trouble = TroubleLog(_log)
 _clients: dict[VllmSettings, tuple[Background[EngineClient], int, Handle[None]]] = {}
 _lock = threading.Lock()
 
@@ -278,10 +286,21 @@ def leave_client(settings: VllmSettings) -> None:
 
 
 async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
-    """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one."""
+    """Dial, and probe the connection now and then: the first request after a quiet minute has no time for a new one.
+
+    An origin that cannot be reached is logged at once, before the first request needs it, and when it is back.
+    """
+    within_s, away = _DIAL_S, False
     while True:
-        with contextlib.suppress(KvabrError):  # the first lookup dials again and reports the error
-            await client.round_trip(probe_s=_PROBE_S if probes else None)
+        try:
+            await client.round_trip(probe_s=within_s if probes else None)
+        except KvabrError as error:
+            within_s, away = _DIAL_S, True
+            _trouble.tell("the origin cannot be reached", error)
+        else:
             if not probes:
                 return
+            if away:
+                _log.info("kvabr: the origin answers again")
+            within_s, away = _PROBE_S, False
         await asyncio.sleep(_PROBE_EVERY_S)

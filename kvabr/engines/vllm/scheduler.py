@@ -14,6 +14,7 @@ forever.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -70,7 +71,7 @@ from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.windows import Completed, Tables
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, ModelError, TransportError
+from kvabr.types.errors import FormatError, KvabrError, ModelError, TransportError
 from kvabr.types.naming import chain
 from kvabr.types.passage import Part, Passage
 
@@ -78,6 +79,8 @@ _log = logging.getLogger("vllm.kvabr")
 
 _MIN_PLAY_SHARE = 0.25
 """Share of its deadline that a play gets even if its request waited longer to be scheduled."""
+_MIN_LOOKUP_SHARE = 0.25
+"""Share of the deadline that a lookup may take even if computing would then be late by as much."""
 _MIN_LEFT_S = 1e-3
 _LINK_S = 0.05
 """Seconds until it is asked again what is known of the link."""
@@ -385,7 +388,15 @@ class SchedulerHalf:
 
     def served(self, request: Any, blocks: Sequence[Sequence[int]]) -> dict[str, float] | None:
         """Return what a request that ends was served with; None: with nothing that was played."""
-        return self._kept.over(request.request_id, blocks)
+        served = self._kept.over(request.request_id, blocks)
+        if served is not None and served["loss"] > self._settings.keep_loss:
+            _log.info(
+                "kvabr: %s: served with an expected loss of %.2g nats per token (keep_loss is %g)",
+                request.request_id,
+                served["loss"],
+                self._settings.keep_loss,
+            )
+        return served
 
     def finished(self, request: Any, blocks: Sequence[Sequence[int]]) -> bool:
         """End a request, given its blocks per block table; return whether these must be kept to be published."""
@@ -496,10 +507,15 @@ class SchedulerHalf:
 
         return promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
 
+    def _prefill_of(self, catalog: Catalog | None = None) -> PrefillCost:
+        """Return the cost of the engine's prefill: as set, as measured, as the catalog says, or a guess."""
+        told = None if catalog is None else catalog.prefill
+        return self._settings.prefill_cost or self._cost or told or guess(self._model.spec)
+
     def _terms(self, lookup: _Lookup, catalog: Catalog, first: int, skip: int) -> Terms:
         """Return what a request would take behind its first tokens, which are ``skip`` whole groups."""
         left, prompt, last = catalog.suffix(skip), len(lookup.tokens), lookup.last
-        cost = self._settings.prefill_cost or self._cost or catalog.prefill or guess(self._model.spec)
+        cost = self._prefill_of(catalog)
         roots = [track for track in left.tracks if track.refines is None]
         cheapest = min(roots, key=lambda track: track.total_bytes)
         whole = catalog.by_name[cheapest.name].total_bytes
@@ -578,7 +594,7 @@ class SchedulerHalf:
         behind, whole = len(lookup.tokens) - last, cut(found, last)
         room = self._model.step_tokens - behind - sum(each.tail for each in list(self._lookups.values()))
         lookup.tail = max(0, min(settings.tail, room))
-        cost = settings.prefill_cost or self._cost or whole.catalog.prefill or guess(self._model.spec)
+        cost = self._prefill_of(whole.catalog)
         tail = await client.tail_of(
             whole.catalog,
             deadline=max(_MIN_LEFT_S, lookup.deadline_s - (time.monotonic() - lookup.began_s)),
@@ -610,9 +626,7 @@ class SchedulerHalf:
             self.counts.add("lookups_paused")
             return lookup
         lookup.tokens, lookup.salt, lookup.adapter = self._name_of(request)
-        lookup.within_s = self._settings.lookup_share * lookup.deadline_s
-        if lookup.within_s < self._rtt_s:  # a lookup takes a round trip, and so does the first group
-            lookup.within_s = lookup.deadline_s / 2
+        lookup.within_s = self._lookup_s(lookup)
         if lookup.within_s < self._rtt_s:
             self.counts.add("lookups_hopeless")
             self._trouble.tell("deadlines are too short for a lookup", f"a round trip takes {self._rtt_s:.3g} s")
@@ -622,6 +636,15 @@ class SchedulerHalf:
             return lookup
         lookup.handle = self._client.begin(partial(self._find, lookup, parts))
         return lookup
+
+    def _lookup_s(self, lookup: _Lookup) -> float:
+        """Return the seconds that a lookup may take: as long as computing the prompt would then be in time.
+
+        If it would not, only a play can be, and the lookup may take all but the play's share of the deadline.
+        """
+        computed_s = self._prefill_of().seconds(0, len(lookup.tokens))
+        left_s, most_s = lookup.deadline_s - computed_s, (1 - _MIN_PLAY_SHARE) * lookup.deadline_s
+        return most_s if left_s <= 0 else min(max(left_s, _MIN_LOOKUP_SHARE * lookup.deadline_s), most_s)
 
     async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: EngineClient) -> Found | None:
         """Return what the origin has of a prompt; runs on the client's event loop."""
@@ -642,8 +665,9 @@ class SchedulerHalf:
     async def _look(self, client: EngineClient) -> None:
         """Measure the round trip time; runs on the client's event loop."""
         try:
-            if (rtt_s := await client.round_trip(probe_s=_LOOK_S)) is not None:
-                self._rtt_s = min(self._rtt_s, rtt_s)
+            with contextlib.suppress(KvabrError):
+                if (rtt_s := await client.round_trip(probe_s=_LOOK_S)) is not None:
+                    self._rtt_s = min(self._rtt_s, rtt_s)
             await asyncio.sleep(_LOOK_S)
         finally:
             self._looking = False
@@ -663,7 +687,7 @@ class SchedulerHalf:
             found = handle.result(0.0)
         except (TransportError, TimeoutError) as error:
             self.counts.add("lookups_failed")
-            self._failed(lookup, str(error) or "in time")
+            self._failed(lookup, str(error) or f"no answer within {lookup.within_s:.3g} s")
         except FormatError as error:
             self.counts.add("lookups_refused")
             self._trouble.tell("what the origin has is not played", error)
@@ -722,8 +746,8 @@ class SchedulerHalf:
         pause_s = self._pause.failed(lookup.began_s, within_s=lookup.within_s, rtt_s=self._rtt_s)
         if pause_s is not None:
             self._trouble.tell(
-                "no answer from the origin",
-                f"{why}; requests are computed until it answers, for {pause_s:.1f} s at least",
+                "a lookup failed",
+                f"{why}; requests are computed until the origin answers, for {pause_s:.1f} s at least",
             )
 
     def _salt_of(self, request: Any) -> bytes:
