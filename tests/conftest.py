@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["KVABR_CONFIG"] = ""  # the developer's own file is not for the tests
+_HOME = tempfile.TemporaryDirectory(prefix="kvabr-tests-")
+os.environ["XDG_STATE_HOME"] = _HOME.name  # development certificates: one for all tests of a process
 os.environ.pop("COLUMNS", None)  # xdist sets it in its processes; commands would wrap lines that nobody reads
 
 ASSET_TOKENS = 300

@@ -24,12 +24,11 @@ LOG = structlog.get_logger()
 @contextlib.asynccontextmanager
 async def origin(root, *, grants=None, limits=None, port=0, tls=None):
     """A kvabr origin, with its fingerprint."""
-    with contextlib.ExitStack() as stack:
-        tls = tls or stack.enter_context(development())
-        server = Server(PublishedAssets(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
-        server.fingerprint = check(tls).fingerprint
-        async with server:
-            yield server
+    tls = tls or development()
+    server = Server(PublishedAssets(root, grants), "127.0.0.1", port, tls, limits or ServerLimits(), LOG, Metrics())
+    server.fingerprint = check(tls).fingerprint
+    async with server:
+        yield server
 
 
 def options(server, **more):

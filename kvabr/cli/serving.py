@@ -63,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
     )
     parser.add_argument("--cert", type=Path, metavar="F", help=f"certificate chain, PEM, the {whose}'s own first")
     parser.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
-    parser.add_argument("--dev", action="store_true", help="make a certificate for this run instead")
+    parser.add_argument(
+        "--dev", action="store_true", help="use a development certificate, made once per user and kept for 13 days"
+    )
     add_quic_option(parser, "--quic", towards)
     parser.add_argument(
         "--tcp",
@@ -180,7 +182,7 @@ def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
     from kvabr.telemetry.prometheus import ScrapeServer
 
     if args.dev == (args.cert is not None or args.key is not None) or (args.cert is None) != (args.key is None):
-        raise UsageError("give both --cert and --key, or --dev alone for a certificate made for this run")
+        raise UsageError("give both --cert and --key, or --dev alone for a development certificate")
     if not 0 <= args.drain <= 3600:
         raise UsageError(f"--drain {args.drain}: must be 0 to 3600 seconds")
     host, port = parse_address(args.bind, "--bind")
@@ -190,7 +192,7 @@ def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
         stack.enter_context(captured(log))
         if args.dev:
             names = (socket.gethostname(),) if is_wildcard(host) else (host,)
-            tls = stack.enter_context(certificates.development(*names))
+            tls = certificates.development(*names)
         else:
             tls = certificates.ServerTls(args.cert, args.key)
         facts = certificates.check(tls)

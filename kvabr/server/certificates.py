@@ -5,32 +5,24 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import ipaddress
-import os
-import shutil
-import stat
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from platformdirs import user_state_path
 
-from kvabr.store.files import read_bytes
-from kvabr.types.errors import TransportError
+from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_bytes, write_file
+from kvabr.types.errors import AssetError, TransportError
 
 DEV_DAYS = 13
 """Validity of a development certificate, days. Browsers pin certificates by fingerprint for at most 14 days."""
 
 _MAX_PEM_BYTES = 1 << 20
-_DEV_PREFIX, _SETTLED_S = "kvabr-dev-", 10.0
-"""Prefix of the folders of development certificates, and the age in seconds at which one in use is surely locked."""
 _DEV_HINT = "for a first try, --dev makes a certificate"
 
 
@@ -141,42 +133,40 @@ def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[byte
     )
 
 
-@contextmanager
-def development(*hosts: str) -> Iterator[ServerTls]:
-    """Yield the files of a new development certificate, in a private folder that is removed afterwards."""
-    certificate, key = make(hosts)
-    _remove_leftovers()
-    with TemporaryDirectory(prefix=_DEV_PREFIX) as name, _locked(Path(name)):  # mode 0700
-        folder = Path(name)
-        tls = ServerTls(folder / "cert.pem", folder / "key.pem")
-        tls.certfile.write_bytes(certificate)
-        with os.fdopen(os.open(tls.keyfile, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key)
-        yield tls
+def development(*hosts: str) -> ServerTls:
+    """Return the files of a development certificate for some hosts; servers of one user share it.
 
+    It is kept in the user's state folder and replaced in its last day, so that clients which trust its fingerprint
+    survive a restart of the server.
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; the kernel releases it when this process ends in any way."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    Raises:
+        CertificateError: the folder cannot be written.
+    """
+    of_hosts = hashlib.sha256(" ".join(hosts).encode()).hexdigest()[:16]
+    folder = user_state_path("kvabr", appauthor=False) / "dev" / of_hosts
+    tls = ServerTls(folder / "cert.pem", folder / "key.pem")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        with (folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two servers that start at once, one makes it
+            if not _lasts(tls, datetime.now(UTC) + timedelta(days=1)):
+                certificate, key = make(hosts)
+                write_file(tls.keyfile, key, mode=PRIVATE)
+                write_file(tls.certfile, certificate, mode=PRIVATE)
+    except (OSError, AssetError) as error:
+        raise CertificateError(
+            f"a development certificate cannot be kept in {folder} ({error}): set XDG_STATE_HOME to a folder that can "
+            "be written, or give a certificate of your own"
+        ) from error
+    return tls
 
 
-def _remove_leftovers() -> None:
-    """Remove the folders of killed servers: those that are not locked."""
-    for folder in Path(gettempdir()).glob(f"{_DEV_PREFIX}*"):
-        try:
-            found = folder.lstat()
-            old = time.time() - found.st_mtime > _SETTLED_S  # a younger one may not have its lock yet
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and old:
-                with _locked(folder):
-                    shutil.rmtree(folder)
-        except OSError:
-            continue  # in use, or gone
+def _lasts(tls: ServerTls, until: datetime) -> bool:
+    """Return whether a certificate is there, fits its key and is valid now and at a later time."""
+    try:
+        return check(tls).not_after > until
+    except CertificateError:
+        return False
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -307,7 +307,7 @@ async def world_of(root: Path):
     asset, folder = toy_asset(root / "template", ("FP16", "Int8", _BASE), tokens=len(TOKENS)), root / "published"
     folder.mkdir()
     async with AsyncExitStack() as stack:
-        tls = stack.enter_context(development())
+        tls = development()
         published, metrics = PublishedAssets(folder, None, _QUIET), Metrics()
         limits, fingerprint = ServerLimits(held_per_connection=1024), check(tls).fingerprint
         await stack.enter_async_context(Watcher(published, _QUIET, metrics))

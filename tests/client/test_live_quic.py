@@ -44,8 +44,7 @@ every = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @pytest.fixture

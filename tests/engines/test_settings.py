@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import math
+import threading
 from pathlib import Path
 
 import pytest

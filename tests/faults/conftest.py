@@ -30,8 +30,7 @@ def kvabr_catalog(root):
 
 @pytest.fixture(scope="session")
 def tls():
-    with certificates.development() as made:
-        yield made
+    return certificates.development()
 
 
 @pytest.fixture(scope="session")

@@ -35,11 +35,11 @@ ALPNS = tuple(draft.alpn for draft in DRAFTS)
 
 @contextlib.asynccontextmanager
 async def our_origin(asset, library, drafts=DRAFTS):
-    with development() as tls:
-        found = PublishedAssets(asset.path)
-        arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
-        async with Server(*arguments, quic=library, tcp="plain", drafts=drafts) as server:
-            yield server
+    tls = development()
+    found = PublishedAssets(asset.path)
+    arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
+    async with Server(*arguments, quic=library, tcp="plain", drafts=drafts) as server:
+        yield server
 
 
 @contextlib.asynccontextmanager

@@ -54,8 +54,7 @@ def asset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @contextlib.asynccontextmanager
@@ -266,10 +265,10 @@ async def test_certificates_say_what_is_wrong(asset, tls):
 async def test_a_new_certificate_is_shown_to_new_connections(asset, tls):
     async with served(asset, tls) as server:
         assert await fetched(asset, server, tls)
-        with development() as renewed:
-            server.tls = renewed
-            server.renew_certificates()
-            assert await fetched(asset, server, renewed)
+        renewed = development("renewed.example")
+        server.tls = renewed
+        server.renew_certificates()
+        assert await fetched(asset, server, renewed)
 
 
 async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):

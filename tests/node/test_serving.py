@@ -41,8 +41,7 @@ EXACT = PlayOptions(policy="fixed:FP16")
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ def small(tmp_path):
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @pytest.fixture

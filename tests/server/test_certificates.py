@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import ssl
 import stat
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -40,32 +38,70 @@ def test_a_certificate_for_development_passes_and_names_its_hosts(tls):
     assert NOW < facts.not_after <= certificate.not_valid_before_utc + timedelta(days=14)
 
 
-def test_development_leaves_nothing_behind():
-    with development("10.1.2.3", "localhost", "bücher.example") as tls:
-        folder = tls.keyfile.parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE(tls.keyfile.stat().st_mode) == 0o600
-        assert {"10.1.2.3", "xn--bcher-kva.example"} <= set(check(tls).names)
-        with development() as other:
-            assert check(other).fingerprint != check(tls).fingerprint
-    assert not folder.exists()
+@pytest.fixture
+def state(monkeypatch, tmp_path):
+    """The user's state folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_development_certificate_survives_a_restart(state):
+    tls = development("10.1.2.3", "localhost", "bücher.example")
+    assert state in tls.keyfile.parents
+    assert stat.S_IMODE(tls.keyfile.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(tls.keyfile.stat().st_mode) == 0o600
+    facts = check(tls)
+    assert {"10.1.2.3", "xn--bcher-kva.example"} <= set(facts.names)
+    assert check(development("10.1.2.3", "localhost", "bücher.example")) == facts
+    assert check(development()).fingerprint != facts.fingerprint  # for other hosts
+
+
+@pytest.mark.parametrize("wrong", ["old", "cut", "no key", "another key"])
+def test_a_development_certificate_that_cannot_be_used_is_replaced(state, wrong):
+    tls = development()
+    first = check(tls).fingerprint
+    if wrong == "old":
+        old = make(now=datetime.now(UTC) - timedelta(days=12.5))
+        for path, data in zip((tls.certfile, tls.keyfile), old, strict=True):
+            path.write_bytes(data)
+    elif wrong == "cut":
+        tls.certfile.write_bytes(tls.certfile.read_bytes()[:100])
+    elif wrong == "no key":
+        tls.keyfile.unlink()
+    else:
+        tls.keyfile.write_bytes(make()[1])
+    facts = check(development())
+    assert facts.fingerprint != first
+    assert facts.not_after > datetime.now(UTC) + timedelta(days=12)
+
+
+def test_two_servers_that_start_at_once_share_one(state):
+    code = "from kvabr.server.certificates import *; print(check(development()).fingerprint)"
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(3)]  # noqa: S603
+    assert len({process.communicate()[0] for process in started}) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(state):
+    state.write_text("no folder")
+    with pytest.raises(CertificateError, match="XDG_STATE_HOME"):
+        development()
 
 
 async def test_a_tls_stack_accepts_it_for_its_names_alone():
     """A client that trusts this certificate gets a connection to each of its names, and to no other."""
-    with development("example.org") as tls:
-        server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server_side.load_cert_chain(tls.certfile, tls.keyfile)
-        client_side = ssl.create_default_context(cafile=tls.certfile)
-        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server_side)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            for name in ("localhost", "127.0.0.1", "::1", "example.org"):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname=name)
-                assert await reader.read() == b""
-                writer.close()
-            with pytest.raises(ssl.SSLCertVerificationError):
-                await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname="evil.example")
+    tls = development("example.org")
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(tls.certfile, tls.keyfile)
+    client_side = ssl.create_default_context(cafile=tls.certfile)
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server_side)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        for name in ("localhost", "127.0.0.1", "::1", "example.org"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname=name)
+            assert await reader.read() == b""
+            writer.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname="evil.example")
 
 
 def refused(tls, words, now=NOW):
@@ -132,21 +168,3 @@ def write_key(folder, key, how=None):
     how = serialization.NoEncryption() if how is None else how
     path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
     return path
-
-
-def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code = "import os, signal; from kvabr.server.certificates import development\n"
-    code += "with development(): os.kill(os.getpid(), signal.SIGKILL)"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)  # noqa: S603
-    (left,) = tmp_path.iterdir()
-    mine = tmp_path / "kvabr-dev-file"
-    mine.write_text("no folder")
-    long_ago = time.time() - 3600
-    os.utime(left, (long_ago, long_ago))
-    with development() as one:
-        os.utime(one.keyfile.parent, (long_ago, long_ago))
-        assert not left.exists()
-        with development():
-            assert one.keyfile.exists()  # in use, however old
-    assert list(tmp_path.iterdir()) == [mine]

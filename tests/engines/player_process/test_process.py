@@ -338,23 +338,23 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
 def test_neighbours_fetch_what_it_has(served, home, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a-token-of-the-rack")
-    with development() as tls:
-        address = f"127.0.0.1:{free_port()}"
-        words = ["--serve", address, "--cert", tls.certfile, "--key", tls.keyfile, "--neighbour-token-file", secret]
-        process = run("--socket", str(home / "rack" / "p.sock"), *map(str, words))
-        try:
-            until(process, "playing for engines")
-            with engine(served, home / "rack" / "p.sock") as client:
-                wanted = play(client).kv
-                until(process, "serving neighbours")
-                before = served.metrics.value("kvabr_bytes_sent_total")
-                theirs = {"url": f"moqt://{address}/", "fingerprint": check(tls).fingerprint, "token_file": str(secret)}
-                with engine(served, INSIDE, **theirs) as neighbour:
-                    assert torch.equal(play(neighbour).kv, wanted)
-                assert served.metrics.value("kvabr_bytes_sent_total") - before < 30_000  # catalogs, and no group
-        finally:
-            process.terminate()
-            process.communicate(timeout=LIMIT_S)
+    tls = development()
+    address = f"127.0.0.1:{free_port()}"
+    words = ["--serve", address, "--cert", tls.certfile, "--key", tls.keyfile, "--neighbour-token-file", secret]
+    process = run("--socket", str(home / "rack" / "p.sock"), *map(str, words))
+    try:
+        until(process, "playing for engines")
+        with engine(served, home / "rack" / "p.sock") as client:
+            wanted = play(client).kv
+            until(process, "serving neighbours")
+            before = served.metrics.value("kvabr_bytes_sent_total")
+            theirs = {"url": f"moqt://{address}/", "fingerprint": check(tls).fingerprint, "token_file": str(secret)}
+            with engine(served, INSIDE, **theirs) as neighbour:
+                assert torch.equal(play(neighbour).kv, wanted)
+            assert served.metrics.value("kvabr_bytes_sent_total") - before < 30_000  # catalogs, and no group
+    finally:
+        process.terminate()
+        process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
 
 

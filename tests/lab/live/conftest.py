@@ -8,5 +8,5 @@ from kvabr.server.certificates import development
 @pytest.fixture
 def certificate():
     """Files of a certificate and its key."""
-    with development() as tls:
-        yield tls.certfile, tls.keyfile
+    tls = development()
+    return tls.certfile, tls.keyfile

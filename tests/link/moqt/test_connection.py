@@ -55,8 +55,7 @@ def asset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """The origin of a live replay: the server of `kvabr serve` in a process of its own, for one asset.
 
-It has a development certificate made for this run; the player knows its fingerprint.
+It has a development certificate; the player knows its fingerprint.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -
         structlog.PrintLogger(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
     )
     library, metrics = PublishedAssets(asset, None, log), Metrics()
-    with certificates.development() as tls:
-        server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend, tcp="plain")
-        watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
-        async with watcher, server:
-            pipe.send((server.address, certificates.check(tls).fingerprint))
-            await _answer_until_the_end(pipe)
+    tls = certificates.development()
+    server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend, tcp="plain")
+    watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
+    async with watcher, server:
+        pipe.send((server.address, certificates.check(tls).fingerprint))
+        await _answer_until_the_end(pipe)
 
 
 async def _answer_until_the_end(pipe: Connection) -> None:
