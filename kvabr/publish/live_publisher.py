@@ -282,7 +282,7 @@ class LiveProduction(Production):
             super().step()
 
     def _live_writer(self) -> AssetWriter:
-        self._folder = LiveFolderWriter(self._path, force=self._replaces)
+        self._folder = LiveFolderWriter(self._path, force=self._replaces, shares_profile=True)
         return self._folder
 
     def _begin(self, frames: FrameEncoder) -> None:

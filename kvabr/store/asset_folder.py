@@ -44,6 +44,7 @@ from kvabr.store.files import (
     check_makeable,
     open_regular,
     sweep,
+    write_file,
 )
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.memory import GROUPS as POOL
@@ -177,7 +178,7 @@ class FolderAssetStore:
         return FolderAsset.open(self.root / name, name, follow_links=follow_links)
 
     def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> FolderAssetWriter:
-        return FolderAssetWriter(self.root / name, force=force, computed_s=computed_s)
+        return FolderAssetWriter(self.root / name, force=force, computed_s=computed_s, shares_profile=name != ".")
 
     def touch(self, name: str) -> None:
         with contextlib.suppress(OSError):
@@ -231,7 +232,7 @@ def _check_size(path: Path, size: int) -> None:
         raise AssetError(f"{path}: {what} ({error.strerror})") from error
     if not stat.S_ISREG(found.st_mode):
         raise AssetError(f"{path}: is no ordinary file; an asset's own files must lie in its folder")
-    if found.st_nlink > 1:
+    if found.st_nlink > 1 and path.name != PROFILE:
         raise AssetError(f"{path}: has another name (it is a hard link); copy the file into the asset instead")
     if found.st_size != size:
         raise AssetError(f"{path}: has {found.st_size} bytes, its catalog says {size}")
@@ -297,8 +298,9 @@ def open_frame_in(root: Path, group: int, track: str, size: int, *, dir_fd: int 
 
 
 def _open(path: Path, *, follow_links: bool) -> BufferedReader:
+    sole = not follow_links and path.name != PROFILE  # assets share profiles, whose digests are checked
     try:
-        return open_regular(path, follow_links=follow_links, sole=not follow_links)
+        return open_regular(path, follow_links=follow_links, sole=sole)
     except FileNotFoundError as error:
         raise AssetError(f"{path}: missing from the asset; {_AGAIN}, or copy the whole folder") from error
     except OSError as error:
@@ -330,6 +332,8 @@ def folders_of_assets(path: Path) -> list[Path]:
 
 
 GROUPS = "groups"
+PROFILES = ".profiles"
+"""Folder beside assets with the codec profiles that they share, by SHA-256."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -346,9 +350,14 @@ class FolderAssetWriter:
     syncs = True
     """Whether each file reaches the disk when it is written; otherwise all of them do at the end."""
 
-    def __init__(self, path: Path, *, force: bool = False, computed_s: float = math.inf) -> None:
-        """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`."""
-        self._path = path
+    def __init__(
+        self, path: Path, *, force: bool = False, computed_s: float = math.inf, shares_profile: bool = False
+    ) -> None:
+        """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`.
+
+        With ``shares_profile``, all assets in the folder above are hard links to one copy of their codec profile.
+        """
+        self._path, self._shares_profile = path, shares_profile
         self._partial: PartialFolder | None = None
         self._begun_s = computed_s
         """When the cache was computed: at the latest when writing began, by the file system's clock."""
@@ -390,7 +399,20 @@ class FolderAssetWriter:
         return (self._open_partial() / frame_path(Path(), group, track)).read_bytes()
 
     def profile(self, data: bytes) -> None:
-        self._write(Path(PROFILE), data)
+        if not (self._shares_profile and self._linked(data)):
+            self._write(Path(PROFILE), data)
+
+    def _linked(self, data: bytes) -> bool:
+        """Make the profile a link to the copy that all assets here share; return False if that is not possible."""
+        shared = self._path.parent / PROFILES / hashlib.sha256(data).hexdigest()
+        try:
+            if not shared.is_file() or shared.read_bytes() != data:
+                shared.parent.mkdir(mode=self._folder_mode, exist_ok=True)
+                write_file(shared, data, mode=self._mode)
+            (self._open_partial() / PROFILE).hardlink_to(shared)
+        except (OSError, AssetError):  # the file system has no hard links, or the copy belongs to another user
+            return False
+        return True
 
     def prompt(self, prompt: Prompt) -> None:
         self._write(Path(PROMPT), prompt.dumps().encode())

@@ -230,13 +230,17 @@ class NameClaim:
 
 
 def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder; files that vanish while it counts are left out."""
-    total = 0
+    """Return the bytes of all files below a folder; a file with several names counts in equal parts for each of them.
+
+    Files that vanish during the count are left out.
+    """
+    total = 0.0
     for folder, _, files in os.walk(path):
         for file in files:
             with contextlib.suppress(OSError):
-                total += (Path(folder) / file).lstat().st_size
-    return total
+                found = (Path(folder) / file).lstat()
+                total += found.st_size / found.st_nlink
+    return round(total)
 
 
 def sweep(folder: Path, name: str = "") -> None:

@@ -186,7 +186,7 @@ class LiveFolder:
         """Return the codec profile; `AssetError` if it is missing, `FormatError` if it is not the catalog's."""
         catalog = self.live.catalog
         try:
-            with open_regular(PROFILE, sole=True, dir_fd=self._folder) as file:
+            with open_regular(PROFILE, dir_fd=self._folder) as file:  # its digest is checked
                 data = file.read(catalog.profile_bytes + 1)
         except OSError as error:
             raise AssetError(f"{self.path}/{PROFILE}: cannot be read ({error.strerror})") from error

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.codec.fit import fit
+from kvabr.publish.encoder import publish
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore, FolderAssetWriter, frame_path
-from kvabr.store.files import STALE_S
+from kvabr.store.files import STALE_S, folder_bytes
 from kvabr.types.errors import AssetError, UsageError
 from tests.assets import whole
-from tests.toymodel import toy_asset
+from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 ROOT = Path(__file__).parents[2]
 
@@ -261,3 +263,33 @@ def test_a_full_disk_leaves_no_half_asset(tmp_path):
     assert "no space left while writing" in done.stdout
     assert "nothing of the asset was kept" in done.stdout
     assert "left:" not in done.stdout
+
+
+def test_assets_of_one_store_keep_their_profile_once(tmp_path):
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    store, data = FolderAssetStore(tmp_path), profile.to_bytes()
+    for name, tokens in (("one", 70), ("two", 40)):
+        with store.writer(name) as writer:
+            writer.commit(publish(ToyModel(), prompt(tokens), ("FP16", "AC-5x"), profile, writer))
+    paths = [tmp_path / name / "profile.safetensors" for name in ("one", "two")]
+    assert len({path.stat().st_ino for path in paths}) == 1
+    assert sum(map(folder_bytes, (tmp_path / "one", tmp_path / "two", tmp_path / ".profiles"))) == pytest.approx(
+        folder_bytes(tmp_path), abs=3
+    )
+    assert [store.open(name).profile_bytes() for name in store.list().versions] == [data, data]
+    for name in ("one", "two"):
+        store.open(name).check_parts()
+    # A damaged shared copy is replaced, and what was published with the sound one stays as it is.
+    (shared,) = (tmp_path / ".profiles").iterdir()
+    shared.unlink()
+    shared.write_bytes(b"x" * len(data))
+    with store.writer("three") as writer:
+        writer.commit(publish(ToyModel(), prompt(50), ("FP16", "AC-5x"), profile, writer))
+    assert [store.open(name).profile_bytes() for name in ("one", "two", "three")] == [data] * 3
+
+
+def test_an_asset_of_its_own_has_its_own_profile(tmp_path):
+    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
+    with FolderAssetStore(tmp_path / "made").writer(".") as writer:
+        writer.commit(publish(ToyModel(), prompt(70), ("FP16", "AC-5x"), profile, writer))
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
