@@ -8,11 +8,17 @@ A decoder does not let go of the interpreter, so that a long call stops the even
 `read` therefore first finds where the members of an object begin and end, which takes a nanosecond or two a byte, then
 decodes one after the other, long lists of records element by element. JSON of many tiny values, which would take long
 for its size, is refused before that (`_check_dense`), and so is much that this version does not know.
+
+msgspec works out the types of a class at its first use, without a lock: a thread that meets a half-built one ends the
+process with a segmentation fault. So all work on annotations happens here, under one lock (`_once`), and no other
+module of kvabr hands msgspec a type.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from functools import cache
@@ -71,7 +77,7 @@ def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str 
 def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
     """Return a plain value as a type; as `decode`."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, built(kind))
     except _REFUSED as error:
         raise _wrong(error, what, where) from error
 
@@ -173,36 +179,65 @@ def own_state(record: object) -> dict[str, Any]:
 # ------------------------------------------------------- what annotations say
 
 
-def _cached(work: F) -> F:
-    return cast("F", cache(work))
+_BUILDING = threading.RLock()
+"""Held while msgspec works out types, in any thread, and while the process forks: a child has none half-built."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_BUILDING.acquire, after_in_parent=_BUILDING.release, after_in_child=_BUILDING.release)
 
 
-@_cached
+def _once(work: F) -> F:
+    """Return a function of a type whose result is kept, and which runs in one thread at a time."""
+    first = cache(work)
+
+    def build(kind: Any) -> object:
+        with _BUILDING:
+            return first(kind)
+
+    return cast("F", cache(build))  # `cache` alone would run the work in every thread that has no result yet
+
+
+@_once
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-@_cached
+@_once
+def _message_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def message_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of MessagePack as a type."""
+    return _message_decoder(kind)
+
+
+def built(kind: type[T]) -> type[T]:
+    """Return a type for `msgspec.convert`, once msgspec knows all classes in it."""
+    _decoder(kind)
+    return kind
+
+
+@_once
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(kind) if each.metadata != IN_MEMORY)
 
 
-@_cached
+@_once
 def _published(kind: Any) -> dict[str, Any]:
     """Return the types of a record's fields by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in _fields(kind)}
 
 
-@_cached
+@_once
 def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
     """Return the types of a record's fields but those that are records, what gets their values, and its type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
     every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
-    return kinds, attrgetter(*kinds), every
+    return kinds, attrgetter(*kinds), built(every)
 
 
-@_cached
+@_once
 def _parts(kind: Any) -> type[Any]:
     """Return the type of the members of a record, whose bytes are found but not decoded; None: not there."""
     kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}
