@@ -285,6 +285,9 @@ class LiveProduction(Production):
         self._folder = LiveFolderWriter(self._path, force=self._replaces)
         return self._folder
 
+    def _magnitudes(self) -> None:
+        """Announce all tracks: the asset ends before a group that one of them does not hold."""
+
     def _begin(self, frames: FrameEncoder) -> None:
         live = self._live(frames, self._tracks)
         self._asset_key = live.catalog.key

@@ -120,6 +120,8 @@ class Publisher:
         self._lock = threading.Lock()
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed, self._keep_tokens = False, keep_tokens
+        self.not_finite = 0
+        """Caches that were refused because a number is NaN or infinite."""
 
     @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
@@ -309,6 +311,9 @@ class Publisher:
     def _over(self, production: Production) -> None:
         outcome = production.outcome
         assert outcome is not None  # noqa: S101  # the only reason to call this
+        if outcome.not_finite:
+            self.not_finite += 1  # in the encoding threads, which take turns
+            _log.warning("kvabr: %s", outcome.why)
         if self._quota is not None and production.published is not None:
             self._quota.make_room(production.published)
         if production.published is not None:

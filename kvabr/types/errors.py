@@ -68,6 +68,18 @@ class MissingTraceError(TraceError, UsageError):
     """There is no trace where one was named: no file, an empty one, or one of another kind (exit status 2)."""
 
 
+class NotFiniteError(KvabrError):
+    """A cache has a number that is NaN or infinite: its prefill went wrong, and it must not be published."""
+
+    def __init__(self, what: str, layer: int, half: str, first: int, last: int) -> None:
+        """Say where: the model's layer, ``keys``, ``values`` or ``vectors``, and the first and last token (row)."""
+        super().__init__(
+            f"{what}: the {half} of layer {layer} are NaN or infinite between tokens {first} and {last}; the prefill "
+            "went wrong, and its cache is not published. Check the model, or use another element type (bfloat16)"
+        )
+        self.layer, self.half, self.first, self.last = layer, half, first, last
+
+
 class HoleError(KvabrError):
     """A cache was requested although some of its groups are neither fetched nor recomputed."""
 
