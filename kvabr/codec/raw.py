@@ -28,8 +28,8 @@ class Raw(Separable):
 
     def largest(self, spec: KVSpec) -> float:
         """Return the largest number of the class's type; numbers that become codes saturate, as in the engine."""
-        quantised = is_quantised(spec.torch_dtype)
-        return float(torch.finfo(torch.float32 if quantised else spec.torch_dtype).max)
+        own = spec.torch_dtype
+        return float(torch.finfo(own if own.is_floating_point and not is_quantised(own) else torch.float32).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Take the elements, token by token."""

@@ -21,6 +21,18 @@ class UsageError(KvabrError):
     """Invalid arguments of a command or call (exit status 2)."""
 
 
+class ForkedError(UsageError):
+    """An object with threads or sockets of its own is used in a forked child, which has none of them."""
+
+    def __init__(self, what: str, made_in: int, used_in: int) -> None:
+        """Say what it is, and the numbers of the processes that made it and that use it."""
+        super().__init__(
+            f"{what} was made in process {made_in} and is used in its forked child {used_in}, which has none of its "
+            'threads: make another one in the child, or start the child with multiprocessing.get_context("spawn")'
+        )
+        self.made_in, self.used_in = made_in, used_in
+
+
 class FormatError(KvabrError):
     """Bytes that should be a frame, a profile or a catalog are truncated, corrupt, or of another version."""
 

@@ -234,7 +234,7 @@ def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any
     """Return the types of a record's fields but those that are records, what gets their values, and its type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
     every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
-    return kinds, attrgetter(*kinds), built(every)
+    return kinds, attrgetter(*kinds), built(cast("type[Any]", every))
 
 
 @_once
