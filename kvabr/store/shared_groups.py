@@ -18,7 +18,6 @@ from kvabr.store.group_store import LocalGroupStore, StoredGroup
 from kvabr.store.lru import ByteLru
 from kvabr.store.shared_folder import MEMORY, GroupClaim, NeighbourGroup, SharedFolder
 from kvabr.types.errors import UsageError
-from kvabr.types.home import HomeProcess
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ class SharedGroupStore(LocalGroupStore[int]):
         super().__init__(ByteLru(0, lambda size: size), executor)
         self.folder = SharedFolder(path, max_bytes, keep_bytes=keep_bytes)
         # One thread: what waits for others must not keep decoders from their work.
-        self._home = HomeProcess(f"the shared store of groups in {path}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-shared")
         self._open = True
 
@@ -117,7 +115,7 @@ class SharedGroupStore(LocalGroupStore[int]):
 
     async def close(self) -> None:
         """Finish writing; the groups stay for other processes. Closing twice is harmless."""
-        if self._open and self._home.here:
+        if self._open:
             self._open = False
             await self._in_thread(self.folder.close)
             self._thread.shutdown()
@@ -165,5 +163,4 @@ class SharedGroupStore(LocalGroupStore[int]):
             found.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        self._home.check()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
