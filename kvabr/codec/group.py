@@ -44,13 +44,17 @@ def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
     bad = special(kv) if is_quantised(kv.dtype) else ~torch.isfinite(kv)
     layer, half = (int(each) for each in bad.nonzero()[0, :2])
     tokens = bad[layer, half].any(dim=2).any(dim=0).nonzero()
-    only = spec.only
+    first, last = (first_token + int(tokens[at, 0]) for at in (0, -1))
+    number = spec.only.layers[layer]
+    part = "vectors" if spec.only.halves == 1 else ("keys", "values")[half]
     raise NotFiniteError(
-        spec.model,
-        only.layers[layer],
-        "vectors" if only.halves == 1 else ("keys", "values")[half],
-        first_token + int(tokens[0, 0]),
-        first_token + int(tokens[-1, 0]),
+        f"{spec.model}: the {part} of layer {number} are NaN or infinite between tokens {first} and {last}; the "
+        "prefill went wrong, and its cache is not published. Check the model, or compute it in another element type "
+        "(bfloat16)",
+        layer=number,
+        half=part,
+        first=first,
+        last=last,
     )
 
 

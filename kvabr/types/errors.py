@@ -24,12 +24,9 @@ class UsageError(KvabrError):
 class ForkedError(UsageError):
     """An object with threads or sockets of its own is used in a forked child, which has none of them."""
 
-    def __init__(self, what: str, made_in: int, used_in: int) -> None:
-        """Say what it is, and the numbers of the processes that made it and that use it."""
-        super().__init__(
-            f"{what} was made in process {made_in} and is used in its forked child {used_in}, which has none of its "
-            'threads: make another one in the child, or start the child with multiprocessing.get_context("spawn")'
-        )
+    def __init__(self, message: str, *, made_in: int = 0, used_in: int = 0) -> None:
+        """Describe the misuse, with the numbers of the processes that made the object and that use it."""
+        super().__init__(message)
         self.made_in, self.used_in = made_in, used_in
 
 
@@ -83,12 +80,9 @@ class MissingTraceError(TraceError, UsageError):
 class NotFiniteError(KvabrError):
     """A cache has a number that is NaN or infinite: its prefill went wrong, and it must not be published."""
 
-    def __init__(self, what: str, layer: int, half: str, first: int, last: int) -> None:
-        """Say where: the model's layer, ``keys``, ``values`` or ``vectors``, and the first and last token (row)."""
-        super().__init__(
-            f"{what}: the {half} of layer {layer} are NaN or infinite between tokens {first} and {last}; the prefill "
-            "went wrong, and its cache is not published. Check the model, or use another element type (bfloat16)"
-        )
+    def __init__(self, message: str, *, layer: int = 0, half: str = "", first: int = 0, last: int = 0) -> None:
+        """Describe it: the model's layer; ``keys``, ``values`` or ``vectors``; the first and last token (row)."""
+        super().__init__(message)
         self.layer, self.half, self.first, self.last = layer, half, first, last
 
 

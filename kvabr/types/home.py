@@ -29,4 +29,11 @@ class HomeProcess:
     def check(self) -> None:
         """Raise `ForkedError` in any other process."""
         if not self.here:
-            raise ForkedError(self._what, self._made_in, os.getpid())
+            made_in, used_in = self._made_in, os.getpid()
+            raise ForkedError(
+                f"{self._what} was made in process {made_in} and is used in its forked child {used_in}, which has none "
+                "of its threads: make another one in the child, or start the child with "
+                'multiprocessing.get_context("spawn")',
+                made_in=made_in,
+                used_in=used_in,
+            )
