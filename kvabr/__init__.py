@@ -140,8 +140,8 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError ForkedError FormatError "
         "HoleError KvabrError MissingAssetError MissingTraceError ModelError NotFiniteError NotFoundError PlayError "
-        "PolicyError RequestError SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError "
-        "UsageError VersionError"
+        "PolicyError RequestError SealedError StoreError TraceError TransportError UnauthorizedError "
+        "UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.media": "MediaTokens Medium",

@@ -369,10 +369,11 @@ class Slot:
         self.publisher._give_back(self.chunks[-1])  # noqa: SLF001  # its own
 
 
-def read_profile(path: Path) -> Profile:
+@checked
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Return the codec profile in a file; raise `AssetError` if it cannot be read, `FormatError` if it is none."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             return Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
     except OSError as error:
         raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error
