@@ -10,18 +10,15 @@ decodes one after the other, long lists of records element by element. JSON of m
 for its size, is refused before that (`_check_dense`), and so is much that this version does not know.
 
 msgspec works out the types of a class at its first use, without a lock: a thread that meets a half-built one ends the
-process with a segmentation fault. So all work on annotations happens here, under one lock (`_once`), and no other
+process with a segmentation fault. So all work on annotations happens here, under one lock (`once`), and no other
 module of kvabr hands msgspec a type.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from functools import cache
 from operator import attrgetter
 from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -30,9 +27,9 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvabr.types.errors import FormatError, VersionError
+from kvabr.types.once import once
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 
 IN_MEMORY = {"in memory": True}
 """Metadata of a field that is no part of the JSON."""
@@ -179,29 +176,12 @@ def own_state(record: object) -> dict[str, Any]:
 # ------------------------------------------------------- what annotations say
 
 
-_BUILDING = threading.RLock()
-"""Held while msgspec works out types, in any thread, and while the process forks: a child has none half-built."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_BUILDING.acquire, after_in_parent=_BUILDING.release, after_in_child=_BUILDING.release)
-
-
-def _once(work: F) -> F:
-    """Return a function of a type whose result is kept, and which runs in one thread at a time."""
-    first = cache(work)
-
-    def build(kind: Any) -> object:
-        with _BUILDING:
-            return first(kind)
-
-    return cast("F", cache(build))  # `cache` alone would run the work in every thread that has no result yet
-
-
-@_once
+@once
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-@_once
+@once
 def _message_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
@@ -217,19 +197,19 @@ def built(kind: type[T]) -> type[T]:
     return kind
 
 
-@_once
+@once
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(kind) if each.metadata != IN_MEMORY)
 
 
-@_once
+@once
 def _published(kind: Any) -> dict[str, Any]:
     """Return the types of a record's fields by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in _fields(kind)}
 
 
-@_once
+@once
 def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
     """Return the types of a record's fields but those that are records, what gets their values, and its type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
@@ -237,7 +217,7 @@ def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any
     return kinds, attrgetter(*kinds), built(cast("type[Any]", every))
 
 
-@_once
+@once
 def _parts(kind: Any) -> type[Any]:
     """Return the type of the members of a record, whose bytes are found but not decoded; None: not there."""
     kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}
