@@ -36,12 +36,14 @@ if TYPE_CHECKING:
         ExhaustedError,
         ForbiddenError,
         ForeignError,
+        ForkedError,
         FormatError,
         HoleError,
         KvabrError,
         MissingAssetError,
         MissingTraceError,
         ModelError,
+        NotFiniteError,
         NotFoundError,
         PlayError,
         PolicyError,
@@ -76,6 +78,7 @@ __all__ = [
     "ExhaustedError",
     "ForbiddenError",
     "ForeignError",
+    "ForkedError",
     "FormatError",
     "Found",
     "Handle",
@@ -90,6 +93,7 @@ __all__ = [
     "MissingAssetError",
     "MissingTraceError",
     "ModelError",
+    "NotFiniteError",
     "NotFoundError",
     "NothingCached",
     "Passage",
@@ -134,9 +138,10 @@ _MODULES = {
     "kvabr.types.cost": "PrefillCost",
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
-        "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
-        "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
-        "SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError ForkedError FormatError "
+        "HoleError KvabrError MissingAssetError MissingTraceError ModelError NotFiniteError NotFoundError PlayError "
+        "PolicyError RequestError SealedError StoreError TraceError TransportError UnauthorizedError "
+        "UnknownPolicyError UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.media": "MediaTokens Medium",

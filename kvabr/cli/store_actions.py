@@ -16,10 +16,11 @@ from kvabr.store.admin import rules
 from kvabr.store.admin.collect import Collected
 from kvabr.store.admin.copying import copy_assets
 from kvabr.store.admin.opening import open_admin, open_admins
-from kvabr.store.admin.protocol import Inventory, StoreAdmin, full_name
+from kvabr.store.admin.protocol import Damage, Inventory, StoreAdmin, full_name
 from kvabr.store.admin.rules import Holding, Rules, evictions, total_bytes
+from kvabr.store.admin.survey import Progress
 from kvabr.store.locations import open_store
-from kvabr.types.errors import AssetError, NotFoundError, UsageError
+from kvabr.types.errors import AssetError, KvabrError, NotFoundError, UsageError
 from kvabr.types.words import counted
 
 _STAGES = {
@@ -30,6 +31,7 @@ _STAGES = {
     "tidying": "removing notes",
     "spans": "checking spans",
     "checking": "checking assets",
+    "comparing": "comparing tracks",
     "copying": "copying assets",
 }
 _SHOWN = 20
@@ -202,6 +204,8 @@ def verify(args: argparse.Namespace) -> int:
     admin = open_admin(args.store)
     with StageBar(_STAGES) as bar:
         bad = run_async(admin.verify(deep=args.deep, repair=args.repair, progress=bar))
+        if args.deep:
+            bad += _differing(args.store, {each.name for each in bad}, bar)
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
@@ -220,6 +224,23 @@ def verify(args: argparse.Namespace) -> int:
     rest = "the rest is undamaged" if args.deep else "of the rest nothing is missing"
     plain(whole if not bad else f"{len(bad)} removed, {rest}")
     return 0
+
+
+def _differing(location: str, bad: set[str], progress: Progress) -> list[Damage]:
+    """Return the assets, of those that are not bad already, whose tracks do not agree with each other."""
+    from kvabr.publish.comparing import compare_tracks
+
+    store, found = open_store(location), []
+    names = sorted(set(store.list().versions) - bad)
+    for number, name in enumerate(names):
+        progress("comparing", number, len(names))
+        try:
+            compare_tracks(store.open(name))
+        except NotFoundError:
+            continue  # it was removed meanwhile
+        except KvabrError as error:
+            found.append(Damage(name, str(error), "remove it, or publish it again"))
+    return found
 
 
 def copy(args: argparse.Namespace) -> int:

@@ -80,6 +80,7 @@ from kvabr.types.errors import (
     told_if_exhausted,
 )
 from kvabr.types.events import LookupFailed
+from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
@@ -198,6 +199,7 @@ class AsyncClient:
         )  # fmt: skip
         # Plain connections were asked for to the origins alone: on other paths they would expose the token.
         told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
+        self._home = HomeProcess("the client")
         self._steering = Steering(lambda url: self._dialled(url, told)) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
@@ -787,7 +789,9 @@ class AsyncClient:
             return await fetch_models(connection)
 
     async def close(self) -> None:
-        """End all plays and connections; plays that wait for their turn are refused."""
+        """End all plays and connections; plays that wait for their turn are refused. In a forked child do nothing."""
+        if not self._home.here:
+            return
         await self._runner.close()
         await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
@@ -863,6 +867,7 @@ class AsyncClient:
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
         """Return peers as they were named, at least one."""
+        self._home.check()
         if peers is not None:
             named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         elif self._steering is not None:

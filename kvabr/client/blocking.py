@@ -26,6 +26,7 @@ from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.arguments import checked
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
+from kvabr.types.home import HomeProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class LoopThread:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
+        self.home = HomeProcess("the client")
+        """The process that has the thread."""
         with told_if_exhausted():
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="kvabr-loop", daemon=True)
@@ -86,6 +89,9 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _check(self, work: Coroutine[Any, Any, T]) -> None:
+        if not self.home.here:
+            work.close()
+            self.home.check()
         if not self._thread.is_alive():
             work.close()
             raise UsageError("the client is closed")
@@ -196,8 +202,8 @@ class Background(Generic[C]):
         return Handle(self._loop.begin(work(self._client)))
 
     def close(self) -> None:
-        """Close the client, and end the thread; may be called twice."""
-        if not self._closed:
+        """Close the client, and end the thread; may be called twice. In a forked child do nothing."""
+        if not self._closed and self._loop.home.here:
             self._closed = True
             try:
                 self._loop.call(self._client.close())

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import FormatError, KvabrError
+from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
 """Name of the file in the folder of a client or user."""
@@ -303,7 +303,7 @@ class DecodeSpeeds:
             self._file.keep(str(key), per_token)
 
 
-@cache
+@once
 def speeds_at(path: Path | None) -> DecodeSpeeds:
     """Return the one `DecodeSpeeds` of this process for a file."""
     return DecodeSpeeds(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from kvabr.client.machine_file import MachineFile
 from kvabr.client.prefill_timings import PrefillTimings, Timing, read_rows
 from kvabr.client.resources import timings_of
 from kvabr.types.engine import Engine
+from kvabr.types.once import once
 
 COSTS_FILE = "prefill-costs.json"
 """Name of the file in the folder of a client or user."""
@@ -53,7 +53,7 @@ class EngineCosts:
         timings.cost()
 
 
-@cache
+@once
 def costs_at(path: Path | None) -> EngineCosts:
     """Return the one `EngineCosts` of this process for a file."""
     return EngineCosts(path)

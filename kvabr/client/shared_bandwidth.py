@@ -22,7 +22,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,6 +29,7 @@ from kvabr.abr.estimator import Estimator, Prior
 from kvabr.client.machine_file import MachineFile, this_host
 from kvabr.transfer.interface import Connection
 from kvabr.types.errors import FormatError, PolicyError
+from kvabr.types.once import once
 
 SCHEMA = "kvabr.priors/1"
 MAX_PEERS = 512
@@ -162,7 +162,7 @@ class PeerHistory(MachineFile[PeerRecord]):
             warnings.warn(f"the speed of peers: {what}", RuntimeWarning, stacklevel=2)
 
 
-@cache
+@once
 def history_at(path: Path | None) -> PeerHistory:
     """Return the one `PeerHistory` of this process for a file."""
     return PeerHistory(path)

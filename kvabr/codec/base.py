@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvabr.codec.builtin import BUILTIN, PayloadLayout
 from kvabr.types.errors import FormatError, did_you_mean
-from kvabr.types.kv import KVSpec
+from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import check_track_name
 from kvabr.types.sealing import AssetKey
 
@@ -92,6 +92,13 @@ class Codec(ABC):
     def frame_version(self, payload: bytes | memoryview) -> int:  # noqa: ARG002
         """Return the oldest version of frames whose readers understand a payload, see `kvabr.codec.container`."""
         return OLDEST_VERSION
+
+    def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
+        """Return the largest magnitude of numbers of a layer class that a payload keeps within this codec's loss.
+
+        A group with larger ones is not offered on this track: `encode` would clip them.
+        """
+        return FP16_MAX
 
     def prepare(self, groups: Sequence[tuple[torch.Tensor, GroupContext]]) -> None:  # noqa: B027  # few can
         """Compute at once what `encode` will need of groups that lie on a GPU, and leave it in their memos.

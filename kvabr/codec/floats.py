@@ -25,9 +25,13 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 
 
 class Cast(Separable):
-    """Elements cast to a 16-bit float, saturating at its largest number."""
+    """Elements cast to a 16-bit float."""
 
     dtype: ClassVar[torch.dtype]
+
+    def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
+        """Return the type's largest number."""
+        return float(torch.finfo(self.dtype).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Cast, token by token."""

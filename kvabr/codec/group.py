@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,36 +14,62 @@ from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, opened, pack, unpack
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
-from kvabr.codec.quantised import check_type, clean_codes, codes_of, is_kept, is_quantised, numbers_of
+from kvabr.codec.quantised import all_finite, check_type, codes_of, is_kept, is_quantised, numbers_of, special
 from kvabr.codec.rope import rotate
-from kvabr.types.errors import FormatError
-from kvabr.types.kv import FP16_MAX, KVSpec
+from kvabr.types.errors import FormatError, NotFiniteError
+from kvabr.types.kv import KVSpec
 from kvabr.types.sealing import AssetKey
 from kvabr.types.units import Unit
 
-FLOAT32_MAX = 3.4028234663852886e38
-"""float32's largest number."""
 
+def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
+    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 of codes and bytes.
 
-def clean(kv: torch.Tensor, top: float = FP16_MAX) -> tuple[torch.Tensor, int]:
-    """Replace NaN by zero, and what exceeds ``top`` by it; return how many elements were replaced, too.
+    Codes stand for numbers that the engine has rounded, and only Raw carries bytes. ``first_token`` is the position of
+    its first token (row of a state), for the error.
 
-    The tensor, of any shape and float dtype, is returned itself if nothing is replaced.
+    Raises:
+        NotFiniteError: a number is NaN or infinite. Packed bytes are not looked at.
     """
+    if not kv.numel() or kv.dtype == torch.uint8:
+        return 0.0
     if is_quantised(kv.dtype):
-        return clean_codes(kv)
-    if kv.dtype == torch.uint8:
-        return kv, 0
-    # The extremes are finite only if all elements are, and are found ten times faster than isfinite.
-    if not kv.numel() or bool(torch.stack(torch.aminmax(kv)).abs().amax() <= top):
-        return kv, 0
-    bad = ~(kv.abs() <= top)
-    return torch.nan_to_num(kv, nan=0.0, posinf=top, neginf=-top).clamp(-top, top), int(bad.sum())
+        if all_finite(kv):
+            return 0.0
+    else:
+        # The extremes are finite only if all elements are, and are found ten times faster than isfinite.
+        found = float(torch.stack(torch.aminmax(kv)).abs().amax())
+        if math.isfinite(found):
+            return found
+    bad = special(kv) if is_quantised(kv.dtype) else ~torch.isfinite(kv)
+    layer, half = (int(each) for each in bad.nonzero()[0, :2])
+    tokens = bad[layer, half].any(dim=2).any(dim=0).nonzero()
+    first, last = (first_token + int(tokens[at, 0]) for at in (0, -1))
+    number = spec.only.layers[layer]
+    part = "vectors" if spec.only.halves == 1 else ("keys", "values")[half]
+    raise NotFiniteError(
+        f"{spec.model}: the {part} of layer {number} are NaN or infinite between tokens {first} and {last}; the "
+        "prefill went wrong, and its cache is not published. Check the model, or compute it in another element type "
+        "(bfloat16)",
+        layer=number,
+        half=part,
+        first=first,
+        last=last,
+    )
 
 
-def largest_number(part: KVSpec) -> float:
-    """Return the bound of `clean` for one class: FP16's largest number, but float32's for states of that type."""
-    return FLOAT32_MAX if part.only.kind == "state" and part.dtype == "float32" else FP16_MAX
+def holds(track: str, spec: KVSpec, magnitude: float) -> bool:
+    """Return whether a track keeps numbers of a layer class up to this magnitude, within its loss."""
+    return magnitude <= codec(track).largest(spec)
+
+
+def check_holds(track: str, spec: KVSpec, magnitude: float) -> None:
+    """Raise a `FormatError` unless a track `holds` numbers of this magnitude."""
+    if not holds(track, spec, magnitude):
+        raise FormatError(
+            f"{spec.model}: a number of the cache has the magnitude {magnitude:g}, track {track} ends at "
+            f"{codec(track).largest(spec):g}; BF16 and {spec.dtype} Raw keep such numbers"
+        )
 
 
 def cut(cache: Sequence[torch.Tensor], unit: Unit, spec: KVSpec) -> torch.Tensor:
@@ -62,24 +89,28 @@ def encode_group(
     group: int,
     below: Sequence[bytes] = (),
 ) -> bytes:
-    """Compress and frame one group; raise a `FormatError` if its shape differs from the context's.
+    """Compress and frame one group.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype, float8 or uint8 if the class is kept in it; invalid
-            elements are replaced as by `clean`.
+        kv: [layer, K/V, head, token, dim], any float dtype, float8 or uint8 if the class is kept in it.
         track: name of the codec.
         context: which group it is.
         chunk: its chained prompt digest.
         group: its index in its track.
         below: payloads of the tracks that this one refines, base first.
+
+    Raises:
+        FormatError: its shape differs from the context's, or the track does not hold its numbers.
+        NotFiniteError: a number is NaN or infinite.
     """
     check_shape(kv, context, f"group {group}: cannot encode")
-    payload = encode_payload(clean(kv, largest_number(context.spec))[0], track, context, below)
+    check_holds(track, context.spec, largest(kv, context.spec, context.first_token))
+    payload = encode_payload(kv, track, context, below)
     return framed(payload, track, context, chunk, group)
 
 
 def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
-    """Compress what `clean` returned, as `encode_group` does."""
+    """Compress a group as `encode_group` does; the caller has called `largest` and `check_holds`."""
     made = codec(track)
     _check_carried(made, context.spec)
     if is_quantised(kv.dtype) and not made.takes_codes:

@@ -74,15 +74,6 @@ def all_finite(kv: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def clean_codes(codes: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Replace NaN by zero and infinity by the largest number; return how many codes were replaced, too."""
-    count = int(special(codes).sum())
-    if not count:
-        return codes, 0
-    top = torch.finfo(codes.dtype).max
-    return torch.nan_to_num(codes.float(), nan=0.0, posinf=top, neginf=-top).to(codes.dtype), count
-
-
 def scales_of(spec: KVSpec) -> torch.Tensor:
     """Return the scales of the spec's only class, float32 [layer, K/V, head, 1, dim]; not to be modified."""
     return _scales(spec.only)

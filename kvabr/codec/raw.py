@@ -21,10 +21,15 @@ from kvabr.types.kv import KVSpec
 
 
 class Raw(Separable):
-    """Elements in their own type; they saturate where a cache of another type is encoded."""
+    """Elements in their own type."""
 
     name = "Raw"
     takes_codes = True
+
+    def largest(self, spec: KVSpec) -> float:
+        """Return the largest number of the class's type; numbers that become codes saturate, as in the engine."""
+        own = spec.torch_dtype
+        return float(torch.finfo(own if own.is_floating_point and not is_quantised(own) else torch.float32).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Take the elements, token by token."""

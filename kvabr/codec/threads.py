@@ -56,6 +56,10 @@ class SharedCores:
     """Cores that are shared among the groups being decoded, so that the last group has all of them."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without a group."""
         self._lock = threading.Lock()
         self._groups = 0
 
@@ -85,3 +89,5 @@ class SharedCores:
 
 CORES = SharedCores()
 """Those of this process."""
+if hasattr(os, "register_at_fork"):  # a child decodes none of the parent's groups
+    os.register_at_fork(after_in_child=CORES.reset)

@@ -546,7 +546,7 @@ class ChunkStore:
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:
-                if outcome.verdict == "failed":
+                if outcome.verdict == "failed" and not outcome.not_finite:  # the publisher logs that
                     self.trouble.tell("a cache was not published", outcome.why)
                 done.set_result(outcome.bytes if outcome.verdict == "published" else None)
 

@@ -16,9 +16,9 @@ from typing import IO
 
 import torch
 
-from kvabr.codec.group import clean, largest_number
 from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.payload import raw
+from kvabr.codec.quantised import all_finite
 from kvabr.publish.model import CalibrationEngine, LayerEngine
 from kvabr.publish.reference import Reference
 from kvabr.publish.target import HeldOutText
@@ -217,12 +217,7 @@ def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[
             kept = whole
     cache = tuple(torch.cat(part, dim=3) for part in zip(*pieces, strict=True))
     _check(cache, parts)
-    # A cache of 16 bits may hold infinities, behind which all probabilities are NaN.
-    clear = (
-        clean(one if state else one[:, :, :, :end], largest_number(part))[0]
-        for one, part, state in zip(kept, parts, states, strict=True)
-    )
-    return cache, tuple(clear)
+    return cache, tuple(one if state else one[:, :, :, :end] for one, state in zip(kept, states, strict=True))
 
 
 def _check(cache: Cache, parts: Sequence[KVSpec]) -> None:
@@ -232,10 +227,10 @@ def _check(cache: Cache, parts: Sequence[KVSpec]) -> None:
 
 
 def _check_layer(kv: torch.Tensor, layer: int) -> None:
-    if bool(kv.isnan().any()):
+    if not all_finite(kv):
         raise ModelError(
-            f"the cache of layer {layer} is NaN: the model is damaged there or in a layer before, or it needs another "
-            "element type (--dtype float32)"
+            f"the cache of layer {layer} is NaN or infinite: the model is damaged there or in a layer before, or it "
+            "needs another element type (--dtype float32)"
         )
 
 
@@ -258,7 +253,7 @@ class _Sink:
     def kept(self, context: int, layer: int) -> torch.Tensor:
         number, place = self._places[layer]
         each = self._classes[number]
-        return clean(each.caches.get(context, place)[:, :, : self._ends[context]], largest_number(each.spec))[0]
+        return each.caches.get(context, place)[:, :, : self._ends[context]]
 
     def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
         number, place = self._places[layer]

@@ -12,9 +12,10 @@ import torch
 from kvabr.codec.base import codec, names
 from kvabr.codec.columns import check_class, has_ac
 from kvabr.codec.fit import FitConfig, fit
+from kvabr.codec.group import largest
 from kvabr.codec.profile import Profile, joined
 from kvabr.codec.rope import rotate
-from kvabr.publish.frames import FrameEncoder, needs_profile, six
+from kvabr.publish.frames import FrameEncoder, holding, needs_profile, six
 from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, measure_mixes, measure_quality, sample_mixes
 from kvabr.publish.reference import Reference
@@ -52,8 +53,6 @@ _PREFILL_TOKENS = 512
 
 _OWN_CLASSES = 16
 """Classes of rows in a profile that is estimated from one asset and travels with it."""
-
-_FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +207,8 @@ def publish(
         tell: called, in words, with what is unusual about the cache.
 
     Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens,
-    snapshots do not lie between groups, or the model can have no passages, and `UsageError` if it has no states to take
+    snapshots do not lie between groups, no track holds the cache's numbers, or the model can have no passages,
+    `NotFiniteError` if a number of the cache is NaN or infinite, and `UsageError` if it has no states to take
     snapshots of, or if a sealed asset needs a profile and there is none.
     """
     spec = _published(engine.spec, group_tokens, snapshots_every)
@@ -227,6 +227,11 @@ def publish(
             f"no profile of {spec.model}: the AC tracks have tables of this asset alone and take two to three "
             "times the bytes; `kvabr calibrate` makes a profile"
         )
+    coded = exact if passage is None else (passage.kv,)
+    held = holding(tracks, spec, [largest(kv, part) for kv, part in zip(coded, spec.parts, strict=True)])
+    if left_out := [track for track in tracks if track not in held]:
+        tell(f"the cache has numbers that {', '.join(left_out)} cannot hold; it is published without them")
+    tracks = held
     frames = FrameEncoder(
         spec,
         chunks,
@@ -240,11 +245,8 @@ def publish(
         finer_end=passage is None,
         keys=keys,
     )
-    frames.encode(exact if passage is None else (passage.kv,), partial(progress, "encode"))
-    if frames.replaced:
-        tell(f"{frames.replaced:,} numbers of the cache were NaN, infinite or beyond FP16; they were replaced")
-        # Behind numbers that are not finite a model's probabilities are not, and nothing could be compared with them.
-        exact = tuple(torch.nan_to_num(part, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) for part in exact)
+    frames.encode(coded, partial(progress, "encode"))
+    del coded
     for track, count in frames.outliers.items():
         if count:
             tell(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")

@@ -16,14 +16,15 @@ from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.container import opened, unpack
 from kvabr.codec.group import (
+    check_holds,
     check_shape,
-    clean,
     cut,
     decode_group,
     encode_payload,
     frame_header,
     framed,
-    largest_number,
+    holds,
+    largest,
     payload_of,
 )
 from kvabr.codec.profile import Profile
@@ -127,8 +128,6 @@ class FrameEncoder:
         """Digest of every frame, by track and group."""
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
         """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.outliers`."""
-        self.replaced = 0
-        """Numbers of the cache that were NaN, infinite or beyond FP16, see `kvabr.codec.group.clean`."""
 
     def encode(
         self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
@@ -320,13 +319,11 @@ class GroupEncoder:
     def __init__(
         self, frames: FrameEncoder, store: FrameStore, group: int, kv: torch.Tensor, context: GroupContext
     ) -> None:
-        """See `FrameEncoder.group`."""
+        """See `FrameEncoder.group`; raises `NotFiniteError` if a number is NaN or infinite."""
         check_shape(kv, context, f"group {group}: cannot encode")
         self._frames, self._store, self._group, self.context = frames, store, group, context
-        self.kv, replaced = clean(kv, largest_number(context.spec))
+        self.kv, self._largest = kv, largest(kv, context.spec, context.first_token)
         self._payloads: dict[str, bytes] = {}
-        if not any(sizes[group] for sizes in frames.bytes.values()):  # this group was not begun before
-            frames.replaced += replaced
 
     def encode(self, track: str) -> None:
         """Encode the group on a track, unless that is prepared, and write the frame."""
@@ -341,7 +338,8 @@ class GroupEncoder:
         frames.digests[track][self._group] = digest_of(frame, frames.digest)
 
     def make(self, track: str) -> None:
-        """Encode the group on a track, for `encode` to write."""
+        """Encode the group on a track, for `encode` to write; `FormatError` if the track does not hold its numbers."""
+        check_holds(track, self.context.spec, self._largest)
         unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _below(track):
             if lower not in self._payloads:  # it was made before
@@ -372,6 +370,22 @@ def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
 def needs_profile(tracks: Sequence[str]) -> bool:
     """Return whether any of these tracks needs a codec profile."""
     return any(codec(track).needs_profile for track in tracks)
+
+
+def holding(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
+    """Return the tracks that keep the numbers of a cache, and of layers those whose base does.
+
+    ``magnitudes`` are the largest ones of each layer class (`kvabr.codec.group.largest`).
+
+    Raises `FormatError` if there is none.
+    """
+    pairs = tuple(zip(spec.parts, magnitudes, strict=True))
+    kept = {track for track in tracks if all(holds(track, part, most) for part, most in pairs)}
+    if not kept:
+        for track in tracks:
+            for part, most in pairs:
+                check_holds(track, part, most)
+    return tuple(track for track in tracks if kept.issuperset((track, *_below(track))))
 
 
 def _below(track: str) -> list[str]:

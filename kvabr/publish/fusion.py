@@ -7,6 +7,7 @@ that `kvabr calibrate --blend` writes. They hold for one model, and one way to c
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,10 @@ class FusionLosses:
         return {"schema": SCHEMA, **to_json(self, "base", last=_ORDER)}
 
     @staticmethod
-    def read(path: Path) -> FusionLosses:
+    def read(path: str | os.PathLike[str]) -> FusionLosses:
         """Read a file; raise `AssetError` if it cannot be read, `FormatError` if it has no fusion losses."""
         try:
-            return read(read_text(path, _MAX_BYTES).encode(), FusionLosses, "fusion losses", SCHEMA)
+            return read(read_text(Path(path), _MAX_BYTES).encode(), FusionLosses, "fusion losses", SCHEMA)
         except FormatError as error:
             raise FormatError(f"{path}: {error}; `kvabr calibrate --blend` writes such files") from error
 

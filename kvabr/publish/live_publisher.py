@@ -135,7 +135,9 @@ class LivePublisher:
         return LiveSlot(self.publisher, made)
 
     def close(self) -> None:
-        """End what is still growing, and close the publisher."""
+        """End what is still growing, and close the publisher; in a forked child do nothing."""
+        if not self.publisher.home.here:
+            return
         for production in tuple(self._growing):
             if not production.ended:
                 production.fail("the publisher is closed")
@@ -147,7 +149,8 @@ class LivePublisher:
 class LiveSlot:
     """A cache that is being computed. All methods return at once, and may be called from any thread.
 
-    They do not raise: what is wrong with a cache, or with the store, is told by the outcome.
+    They raise `ForkedError` in a forked child, and nothing else: what is wrong with a cache, or with the store, is told
+    by the outcome.
     """
 
     publisher: Publisher
@@ -173,11 +176,13 @@ class LiveSlot:
                 (`kvabr.types.units.snapshot_ends`) one behind the other, possibly none.
             tokens: their number, where it cannot be seen: of a model that has only states.
         """
+        self.publisher.home.check()
         self.production.append(first_token, (kv,) if isinstance(kv, torch.Tensor) else kv, tokens)
         self._wake()
 
     def end(self) -> None:
         """Say that this was all; if tokens are missing, the asset is that of the shorter prompt."""
+        self.publisher.home.check()
         self.production.end()
         self._wake()
 
@@ -186,6 +191,7 @@ class LiveSlot:
 
         After `end`, or another `fail`: leave the rest of the work. What was published so far is the asset.
         """
+        self.publisher.home.check()
         self.production.fail(reason)
         self._wake()
 
@@ -284,6 +290,9 @@ class LiveProduction(Production):
     def _live_writer(self) -> AssetWriter:
         self._folder = LiveFolderWriter(self._path, force=self._replaces, shares_profile=True)
         return self._folder
+
+    def _magnitudes(self) -> None:
+        """Announce all tracks: the asset ends before a group that one of them does not hold."""
 
     def _begin(self, frames: FrameEncoder) -> None:
         live = self._live(frames, self._tracks)

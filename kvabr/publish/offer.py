@@ -16,7 +16,7 @@ from kvabr.codec.columns import check_class
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import rebound
 from kvabr.publish.encoder import RAW, needs_raw, ordered_tracks, pointless
-from kvabr.publish.frames import FrameEncoder, six
+from kvabr.publish.frames import FrameEncoder, holding, six
 from kvabr.store.asset import FrameStore
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import SHA256, check_kind
@@ -105,11 +105,17 @@ class TrackOffer:
         store: FrameStore,
         position: int | None = 0,
         passage: PassageNotes | None = None,
+        magnitudes: Sequence[float] | None = None,
     ) -> FrameEncoder:
-        """Return an encoder of one cache, of a ``passage`` or not; without a position it needs no profile."""
+        """Return an encoder of one cache, of a ``passage`` or not; without a position it needs no profile.
+
+        Tracks that do not hold numbers of these ``magnitudes`` are left out, see `holding`; None: they are not known.
+        """
         tracks = self.tracks
         if position is None:
             tracks = tuple(track for track in tracks if not codec(track).needs_profile)
+        if magnitudes is not None:
+            tracks = holding(tracks, self.spec, magnitudes)
         return FrameEncoder(
             self.spec,
             chunks,

@@ -10,17 +10,18 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
 
 import torch
 
 from kvabr.codec import gpu
+from kvabr.codec.group import largest
 from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
 from kvabr.store.asset import Asset, AssetWriter, Prompt
-from kvabr.types.errors import FormatError, KvabrError
+from kvabr.types.errors import FormatError, KvabrError, NotFiniteError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
 from kvabr.types.units import Unit, snapshot_ends, units_by_chunk, units_of
@@ -48,6 +49,8 @@ class PublishOutcome:
     """Processor time that encoding took until the last token was there."""
     idle_s: float = 0.0
     """What of it was taken at idle priority."""
+    not_finite: bool = False
+    """Whether it failed because a number of the cache is NaN or infinite."""
 
 
 class Production:
@@ -104,6 +107,7 @@ class Production:
         """The group of tokens that is encoded next."""
         self._source: tuple[Asset, int] | None = None
         """What `begun` returned, as long as groups are taken from it."""
+        self._not_finite = False
         self.outgrown: str | None = None
         """Name of an asset that this one begins with, and has taken over as a whole."""
 
@@ -165,6 +169,7 @@ class Production:
         try:
             self._step()
         except KvabrError as error:
+            self._not_finite = isinstance(error, NotFiniteError)
             self._broken(str(error))
         except Exception as error:  # noqa: BLE001  # a full disk, no memory: the engine goes on
             self._broken(repr(error))
@@ -174,7 +179,7 @@ class Production:
         with contextlib.suppress(Exception):  # what was published is
             self._stack.close()
         with self.lock:
-            self._ended, self.outcome = True, outcome
+            self._ended, self.outcome = True, replace(outcome, not_finite=self._not_finite)
             self._pieces.drop()
 
     def _step(self) -> None:
@@ -182,8 +187,11 @@ class Production:
             if self._reason and not self._pieces.whole:
                 self._broken(self._reason)
                 return
+            magnitudes = self._magnitudes()  # before anything is written
             self._writer = self._stack.enter_context(self._make_writer())
-            frames = self.offer.encoder(self.chunks, self.tokens, self._writer, self._position, self._passage)
+            frames = self.offer.encoder(
+                self.chunks, self.tokens, self._writer, self._position, self._passage, magnitudes
+            )
             frames.write_profile()
             self._begin(frames)
             with contextlib.suppress(KvabrError):  # it was removed, or is damaged
@@ -214,6 +222,10 @@ class Production:
             self.outgrown = asset.catalog.namespace.prompt
         if not sound or self._next == shared:
             self._source = None
+
+    def _magnitudes(self) -> list[float] | None:
+        """Return the largest magnitude in each layer class; None: tokens are still to come."""
+        return self._pieces.magnitudes()
 
     def _begin(self, frames: FrameEncoder) -> None:
         """Prepare for the first group."""
@@ -307,6 +319,11 @@ class _Pieces:
                 self._done[index] += int(tensor.shape[3])
         self.tokens = last
         self._runs.append(last)
+
+    def magnitudes(self) -> list[float]:
+        """Return the largest magnitude in each layer class of what is held; raises `NotFiniteError`."""
+        pairs = zip(self._spec.parts, self._held, strict=True)
+        return [max((largest(kv, part, at) for at, kv in held), default=0.0) for part, held in pairs]
 
     def lag(self, chunk: int) -> int:
         """Return how many runs of tokens came after the one that made a group of tokens whole."""

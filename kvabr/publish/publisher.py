@@ -33,6 +33,7 @@ from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
+from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import chain
@@ -118,8 +119,12 @@ class Publisher:
         self._outgrown: deque[tuple[float, str]] = deque()
         """Assets that longer ones have taken over, and when."""
         self._lock = threading.Lock()
+        self.home = HomeProcess("the publisher")
+        """The process that has its threads."""
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed, self._keep_tokens = False, keep_tokens
+        self.not_finite = 0
+        """Caches that were refused because a number is NaN or infinite."""
 
     @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
@@ -159,6 +164,7 @@ class Publisher:
         ``position`` is that of the first token in the prompt. If it is None, it is not known, and the tracks are left
         out that need a profile: they undo the rotary embedding.
         """
+        self.home.check()
         if not chunks:
             raise UsageError("a cache to publish has at least one token; this one has none")
         name = chunks[-1]
@@ -184,10 +190,13 @@ class Publisher:
 
     def prepare(self) -> None:
         """Have the encoding thread compute what its first group would otherwise wait for."""
+        self.home.check()
         self._thread.submit(self.offer.prepare)
 
     def close(self) -> None:
-        """Publish what waits, and end."""
+        """Publish what waits, and end; in a forked child do nothing."""
+        if not self.home.here:
+            return
         self._closed = True
         self._thread.shutdown(wait=True)
         self._patient_thread.shutdown(wait=True)
@@ -199,6 +208,7 @@ class Publisher:
         self._free.release()
 
     def _fill(self, slot: Slot, kv: Sequence[torch.Tensor], done: Callable[[PublishOutcome], object]) -> None:
+        self.home.check()
         writer = partial(self.store.writer, slot.chunks[-1], force=slot.replaces)
         begun = partial(self._begun, slot.chunks) if slot.passage is None and slot.position == 0 else None
         made = Production(
@@ -309,6 +319,10 @@ class Publisher:
     def _over(self, production: Production) -> None:
         outcome = production.outcome
         assert outcome is not None  # noqa: S101  # the only reason to call this
+        if outcome.not_finite:
+            with self._lock:
+                self.not_finite += 1
+            _log.warning("kvabr: %s", outcome.why)
         if self._quota is not None and production.published is not None:
             self._quota.make_room(production.published)
         if production.published is not None:
@@ -355,10 +369,11 @@ class Slot:
         self.publisher._give_back(self.chunks[-1])  # noqa: SLF001  # its own
 
 
-def read_profile(path: Path) -> Profile:
+@checked
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Return the codec profile in a file; raise `AssetError` if it cannot be read, `FormatError` if it is none."""
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             return Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
     except OSError as error:
         raise AssetError(f"{path}: cannot be read ({error.strerror}); `kvabr calibrate` makes a profile") from error

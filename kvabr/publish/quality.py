@@ -24,7 +24,7 @@ from itertools import count, groupby, pairwise
 
 import torch
 
-from kvabr.codec.group import clean, cut
+from kvabr.codec.group import cut
 from kvabr.publish.reference import Reference, evenly
 from kvabr.publish.tails import TailMeter
 from kvabr.types.catalog import RECOMPUTED, Catalog, Mix, Quality
@@ -242,8 +242,7 @@ def measure_mixes(
             begin = spec.group_range(groups[0], catalog.tokens)[0]
             end = spec.group_range(groups[-1], catalog.tokens)[1]
             if name == RECOMPUTED:
-                # A cache of 16 bits may hold infinities; the exact one is measured without them as well.
-                work[:, :, :, begin:end] = clean(engine.prefill(prompt[begin:end], work[:, :, :, :begin]))[0]
+                work[:, :, :, begin:end] = engine.prefill(prompt[begin:end], work[:, :, :, :begin])
             else:
                 for group in groups:
                     first, last = spec.group_range(group, catalog.tokens)

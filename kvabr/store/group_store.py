@@ -27,6 +27,7 @@ from kvabr.store.lru import ByteLru
 from kvabr.store.memory import GROUPS
 from kvabr.types.digests import DIGEST, has_digest
 from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.home import HomeProcess
 
 V = TypeVar("V")
 Tier = Literal["memory", "disk"]
@@ -332,6 +333,7 @@ class FolderGroupStore(LocalGroupStore[int]):
                 raise UsageError(f"{folder}: another client keeps its groups there; give each a folder") from error
             raise self._unusable(error) from error
         # One thread: disks prefer it, and decoding does not wait for it.
+        self._home = HomeProcess(f"the store of groups in {folder}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-disk")
 
     async def get(
@@ -359,7 +361,7 @@ class FolderGroupStore(LocalGroupStore[int]):
 
     async def close(self) -> None:
         """Finish writing, and leave the folder to other processes. Closing twice is harmless."""
-        if self._handle >= 0:
+        if self._handle >= 0 and self._home.here:
             await self._in_thread(lambda: os.close(self._handle))
             self._handle = -1
             self._thread.shutdown()
@@ -436,6 +438,7 @@ class FolderGroupStore(LocalGroupStore[int]):
         return self._folder / f"{digest}.group"
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
+        self._home.check()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _unusable(self, error: OSError) -> AssetError:

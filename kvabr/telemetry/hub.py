@@ -16,6 +16,7 @@ from typing import Self
 from kvabr.telemetry.listener import Heard, Listener
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
+from kvabr.types.home import HomeProcess
 
 _QUEUE_LIMIT = 8192
 """Events: those of several plays of a hundred groups."""
@@ -46,6 +47,7 @@ class Telemetry:
         """
         if not listeners or limit < 1:
             raise UsageError("telemetry: give at least one listener, and a limit of at least 1 event")
+        self._home = HomeProcess("telemetry")
         self._queues = [_ListenerQueue(listener, limit) for listener in listeners]
         self._chunk = max(1, limit // 2)
 
@@ -69,6 +71,7 @@ class Telemetry:
     @contextmanager
     def play(self, log: Log | None = None) -> Iterator[Log]:
         """Yield the log of a new play, which also calls ``log`` with every event; leaving the context ends the play."""
+        self._home.check()
         tap = _Tap(self._queues, time.time())
 
         def hear(event: PlayEvent) -> None:
@@ -88,6 +91,7 @@ class Telemetry:
 
         It began at ``began_s``, seconds since 1970; None: now. Return the identifier that the play was given.
         """
+        self._home.check()
         begun = time.time() if began_s is None else began_s
         tap = _Tap(self._queues, begun)
         for count, event in enumerate(events, 1):
@@ -104,6 +108,8 @@ class Telemetry:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Let the listeners take queued events, then end their threads; a thread that hangs is abandoned."""
+        if not self._home.here:
+            return  # the threads, and what they write to, are the parent's
         until = time.monotonic() + timeout_s
         for queue in self._queues:
             queue.end()

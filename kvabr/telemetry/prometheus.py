@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import TransportError
+from kvabr.types.home import HomeProcess
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -222,6 +223,7 @@ class ScrapeServer:
         """
         self._metrics, self._host, self._port, self._healthy = metrics, host, port, healthy
         self._server: _Server | None = None
+        self._home = HomeProcess("the server of metrics")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -244,7 +246,7 @@ class ScrapeServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._server is not None:
+        if self._server is not None and self._home.here:  # a forked child would wait for the thread for ever
             self._server.shutdown()
             self._server.server_close()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
@@ -769,10 +770,10 @@ class Catalog(CommonFacts):
         return catalog
 
     @classmethod
-    def read(cls, path: Path) -> Catalog:
+    def read(cls, path: str | os.PathLike[str]) -> Catalog:
         """Read a catalog from a file; raise an `AssetError` if it cannot be read, or as `loads`."""
         try:
-            with path.open("rb") as file:
+            with Path(path).open("rb") as file:
                 return cls.loads(file.read(MAX_CATALOG_BYTES + 1))
         except FileNotFoundError as error:
             raise MissingAssetError(f"{path}: there is no catalog; is this an asset?") from error

@@ -21,6 +21,15 @@ class UsageError(KvabrError):
     """Invalid arguments of a command or call (exit status 2)."""
 
 
+class ForkedError(UsageError):
+    """An object with threads or sockets of its own is used in a forked child, which has none of them."""
+
+    def __init__(self, message: str, *, made_in: int = 0, used_in: int = 0) -> None:
+        """Describe the misuse, with the numbers of the processes that made the object and that use it."""
+        super().__init__(message)
+        self.made_in, self.used_in = made_in, used_in
+
+
 class FormatError(KvabrError):
     """Bytes that should be a frame, a profile or a catalog are truncated, corrupt, or of another version."""
 
@@ -66,6 +75,15 @@ class MissingAssetError(AssetError, UsageError):
 
 class MissingTraceError(TraceError, UsageError):
     """There is no trace where one was named: no file, an empty one, or one of another kind (exit status 2)."""
+
+
+class NotFiniteError(KvabrError):
+    """A cache has a number that is NaN or infinite: its prefill went wrong, and it must not be published."""
+
+    def __init__(self, message: str, *, layer: int = 0, half: str = "", first: int = 0, last: int = 0) -> None:
+        """Describe it: the model's layer; ``keys``, ``values`` or ``vectors``; the first and last token (row)."""
+        super().__init__(message)
+        self.layer, self.half, self.first, self.last = layer, half, first, last
 
 
 class HoleError(KvabrError):

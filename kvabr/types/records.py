@@ -8,6 +8,10 @@ A decoder does not let go of the interpreter, so that a long call stops the even
 `read` therefore first finds where the members of an object begin and end, which takes a nanosecond or two a byte, then
 decodes one after the other, long lists of records element by element. JSON of many tiny values, which would take long
 for its size, is refused before that (`_check_dense`), and so is much that this version does not know.
+
+msgspec works out the types of a class at its first use, without a lock: a thread that meets a half-built one ends the
+process with a segmentation fault. So all work on annotations happens here, under one lock (`once`), and no other
+module of kvabr hands msgspec a type.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
-from functools import cache
 from operator import attrgetter
 from types import GenericAlias, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -24,9 +27,9 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvabr.types.errors import FormatError, VersionError
+from kvabr.types.once import once
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 
 IN_MEMORY = {"in memory": True}
 """Metadata of a field that is no part of the JSON."""
@@ -71,7 +74,7 @@ def decode(data: bytes | memoryview | Raw, kind: type[T], what: str, where: str 
 def convert(value: Any, kind: type[T], what: str, where: str = "") -> T:
     """Return a plain value as a type; as `decode`."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, built(kind))
     except _REFUSED as error:
         raise _wrong(error, what, where) from error
 
@@ -173,36 +176,48 @@ def own_state(record: object) -> dict[str, Any]:
 # ------------------------------------------------------- what annotations say
 
 
-def _cached(work: F) -> F:
-    return cast("F", cache(work))
-
-
-@_cached
+@once
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-@_cached
+@once
+def _message_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def message_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder of MessagePack as a type."""
+    return _message_decoder(kind)
+
+
+def built(kind: type[T]) -> type[T]:
+    """Return a type for `msgspec.convert`, once msgspec knows all classes in it."""
+    _decoder(kind)
+    return kind
+
+
+@once
 def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(kind) if each.metadata != IN_MEMORY)
 
 
-@_cached
+@once
 def _published(kind: Any) -> dict[str, Any]:
     """Return the types of a record's fields by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in _fields(kind)}
 
 
-@_cached
+@once
 def _bounded(kind: Any) -> tuple[dict[str, Any], Callable[[object], object], Any]:
     """Return the types of a record's fields but those that are records, what gets their values, and its type."""
     kinds = {name: one for name, one in _published(kind).items() if not _is_record(one)}
     every = GenericAlias(tuple, tuple(kinds.values())) if len(kinds) > 1 else next(iter(kinds.values()))
-    return kinds, attrgetter(*kinds), every
+    return kinds, attrgetter(*kinds), built(cast("type[Any]", every))
 
 
-@_cached
+@once
 def _parts(kind: Any) -> type[Any]:
     """Return the type of the members of a record, whose bytes are found but not decoded; None: not there."""
     kinds = {name: list[Raw] if _element(one) else Raw for name, one in _published(kind).items()}

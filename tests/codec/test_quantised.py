@@ -10,11 +10,11 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.container import header_bytes
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import clean, decode_group, decode_payload, encode_group, payload_of
+from kvabr.codec.group import decode_group, decode_payload, encode_group, payload_of
 from kvabr.codec.native import coder
 from kvabr.codec.quantised import all_finite, codes_of, convert, numbers_of, scales_of
 from kvabr.publish.encoder import ordered_tracks
-from kvabr.types.errors import FormatError
+from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec, LayerClass
 
 CHUNK = "ab" * 32
@@ -128,18 +128,20 @@ def test_numbers_become_codes_and_saturate():
     assert out.float().unique().tolist() == [448.0]
 
 
-@pytest.mark.parametrize(("name", "bad", "good"), [("latent", 0xFF, 0), ("E5M2", 0x7C, 0x7B), ("E5M2", 0xFE, 0)])
-def test_codes_that_are_no_numbers_are_replaced_by_publishers_and_refused_by_players(name, bad, good):
+@pytest.mark.parametrize(("name", "bad"), [("latent", 0xFF), ("E5M2", 0x7C), ("E5M2", 0xFE)])
+@pytest.mark.parametrize("level", ["Raw", "Int4"])
+def test_codes_that_are_no_numbers_are_refused_by_publishers(name, bad, level):
     spec = spec_of(name)
     kv = codes(spec)
     kv.view(torch.uint8).view(-1)[7] = bad
-    cleaned, count = clean(kv)
-    assert count == 1
-    assert int(cleaned.contiguous().view(torch.uint8).view(-1)[7]) & 0x7F == good
-    assert clean(cleaned)[0] is cleaned
-    out = torch.zeros_like(kv)
-    round_trip(kv, "Raw", spec, out)
-    assert same(out, cleaned)
+    with pytest.raises(NotFiniteError):
+        encode_group(kv, level, GroupContext(spec, 0, 40), CHUNK, 0)
+
+
+@pytest.mark.parametrize(("name", "bad"), [("latent", 0xFF), ("E5M2", 0x7C), ("E5M2", 0xFE)])
+def test_codes_that_are_no_numbers_are_refused_by_players(name, bad):
+    spec = spec_of(name)
+    kv = codes(spec)
     context = GroupContext(spec, 0, 40)
     payload = bytearray(payload_of(encode_group(kv, "Raw", context, CHUNK, 0)))
     payload[100] = bad

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.quality import sample_mixes
 from kvabr.publish.reference import Reference
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, NotFiniteError, UsageError
 from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import chain
 from kvabr.types.passage import passage_chain
@@ -107,21 +106,35 @@ def test_a_profile_of_the_prompt_alone_would_tell_of_a_sealed_one():
     assert publish(ToyModel(), prompt(1), ("FP16",), None, MemoryFrames(), keys=keys).profile is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e9])
-def test_numbers_that_no_cache_should_hold_are_replaced_counted_and_told(value):
-    class Wild(ToyModel):
-        def prefill(self, tokens, before=None):
-            kv = super().prefill(tokens, before)
-            if before is None and len(tokens) > 20:
-                kv[0, 1, 0, 20, 3] = value
-            return kv
+class Wild(ToyModel):
+    value = 0.0
 
-    told = []
-    catalog = publish(Wild(), prompt(), ("FP16", "AC-5x"), None, MemoryFrames(), tell=told.append)
-    assert any(line.startswith("1 numbers of the cache were NaN, infinite or beyond FP16") for line in told)
-    assert any(line.startswith("no profile of") and "kvabr calibrate" in line for line in told)
-    assert 0 < catalog.track("AC-5x").measured.kl < 0.1 or value == 1e9
-    assert all(math.isfinite(mix.measured) for mix in catalog.mixes)
+    def prefill(self, tokens, before=None):
+        kv = super().prefill(tokens, before)
+        if before is None and len(tokens) > 20:
+            kv[0, 1, 0, 20, 3] = self.value
+        return kv
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_cache_that_is_not_finite_is_refused_before_anything_is_written(value):
+    model, frames = Wild(), MemoryFrames()
+    model.value = value
+    with pytest.raises(NotFiniteError) as refused:
+        publish(model, prompt(), ("BF16", "AC-5x"), None, frames)
+    assert (refused.value.layer, refused.value.half, refused.value.first, refused.value.last) == (0, "values", 20, 20)
+    assert not frames.frames
+    assert frames.profile_data is None
+
+
+def test_tracks_that_cannot_hold_a_number_are_left_out():
+    model, told = Wild(), []
+    model.value = 1e9
+    catalog = publish(model, prompt(), ("FP16", "BF16", "Int8", "AC-L0"), None, MemoryFrames(), tell=told.append)
+    assert [track.name for track in catalog.tracks] == ["BF16"]
+    assert any("FP16, Int8, AC-L0" in line for line in told)
+    with pytest.raises(FormatError):
+        publish(model, prompt(), ("FP16", "AC-L0"), None, MemoryFrames())
 
 
 def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():

@@ -19,12 +19,12 @@ from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.offer import expected_losses
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, with_heads
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.telemetry.kv_events.told import prompt_of
-from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.errors import AssetError, ForeignError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
@@ -372,3 +372,13 @@ def noted(calls, *args, work=encode_payload):
     """Encode, and note that it was done."""
     calls.append(args[1])
     return work(*args)
+
+
+def test_a_profile_is_read_by_its_path_as_text_too(tmp_path):
+    path = tmp_path / "profile"
+    path.write_bytes(kvdata.profile(SPEC).to_bytes())
+    assert read_profile(str(path)).digest == read_profile(path).digest == kvdata.profile(SPEC).digest
+    with pytest.raises(AssetError):
+        read_profile(str(tmp_path / "none"))
+    with pytest.raises(UsageError):
+        read_profile(7)

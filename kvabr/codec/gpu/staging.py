@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.uncopied import uncopied
+from kvabr.types.once import once
 
 _TYPES = {
     "int8": torch.int8,
@@ -171,7 +172,7 @@ def await_streams(devices: Iterable[torch.device]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-@cache
+@once
 def _beside(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all copies to a device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, derived
 from kvabr.codec.native.reference import STREAMED
 from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.once import once
 
 
 class PlacedJob(NamedTuple):
@@ -103,7 +103,7 @@ def _yield_often(trying: int) -> None:
         sys.setswitchinterval(_usual_s.pop())
 
 
-@cache
+@once
 def _batches(device: torch.device) -> Batches[PlacedJob, None]:
     return Batches(device, _decoded)
 

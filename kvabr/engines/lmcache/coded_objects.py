@@ -29,12 +29,12 @@ from pydantic import Field
 
 from kvabr.codec.base import GroupContext, codec, payload_layout
 from kvabr.codec.container import header_bytes, unpack
-from kvabr.codec.group import clean, decode_payload, encode_payload, frame_header, framed
+from kvabr.codec.group import check_holds, decode_payload, encode_payload, frame_header, framed, largest
 from kvabr.codec.profile import Profile
 from kvabr.engines.chunk_store import LOG, head_dim_of, profile_for
 from kvabr.engines.lmcache.chunks import ObjectLayout, as_kv, object_spec
 from kvabr.engines.settings import Count, EngineSettings, FilePath, SettingsTable, Text, TroubleLog
-from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, NotFiniteError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS
 
@@ -116,12 +116,22 @@ class ObjectCoder:
             data: its bytes.
             chunk: the same as a tensor, if it is one; see `as_kv`.
             position: of its first token in the prompt; None: not known, so it has no layers.
+
+        Raises:
+            NotFiniteError: a number is NaN or infinite; LMCache does not store the object.
+            FormatError: the level does not hold a number.
         """
         plan = self._plan(layout, None)
         if plan is None or chunk is None:
             crc = _CRC.pack(zlib.crc32(data, zlib.crc32(name.encode())))
             return _filled(_BYTES, [bytes(data) + crc], None, 0, _bytes_size(layout))
-        kv = clean(as_kv(chunk, plan.spec))[0]
+        kv = as_kv(chunk, plan.spec)
+        try:
+            magnitude = largest(kv, plan.spec, position or 0)
+            check_holds(self._plain, plan.spec, magnitude)
+        except (NotFiniteError, FormatError) as error:
+            self._trouble.tell("an object is not stored", error)
+            raise
         room = plan.size - _HEAD.size - _CRC.size
         if self._layers and position is None:
             self._trouble.tell("objects are coded without layers", "the daemon did not hash their prompt's tokens")

@@ -49,6 +49,7 @@ from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
 from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError, told_if_exhausted
+from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("kvabr.engines")
@@ -97,6 +98,7 @@ class RemoteClient:
         self._socket = own_socket() if self._starts else Path(player).absolute()
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
+        self._home = HomeProcess("the client of the player process")
         self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S), 0.0
         """When a process may be started again after one that ended at once."""
         self._playing = 0
@@ -122,7 +124,7 @@ class RemoteClient:
     async def close(self) -> None:
         """Leave the process, which ends all plays of this client."""
         link, self._link = self._link, None
-        if link is not None:
+        if link is not None and self._home.here:
             link.cancel()
             with contextlib.suppress(asyncio.CancelledError, TransportError, UsageError):
                 (await link).close()
@@ -166,6 +168,7 @@ class RemoteClient:
 
     async def _connected(self) -> _Link:
         """Return the connection to the process, which is made, or made again, if there is none."""
+        self._home.check()  # the parent's socket is not to be written to
         made = self._link
         if made is None or (made.done() and (made.cancelled() or made.exception() or made.result().over)):
             made = self._link = asyncio.get_running_loop().create_task(self._connect())

@@ -371,12 +371,14 @@ class Publications:
         self._over(request, outcome.tokens)
         if outcome.left_out:
             self._counts.add("publish_left_out", outcome.left_out)
+        if outcome.not_finite:  # the publisher logs it
+            self._counts.add("publish_dropped_not_finite")
         if outcome.tokens:  # perhaps those of a shorter prompt, of a request that was aborted
             self._counts.add("published")
             self._counts.add("published_bytes", outcome.bytes)
         elif outcome.verdict == "known":
             self._counts.add("publish_dropped_known")
-        else:
+        elif not outcome.not_finite:
             self._counts.add("publish_dropped_failed")
             self._trouble.tell("a cache could not be published", outcome.why)
         self._count(-1)

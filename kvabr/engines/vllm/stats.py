@@ -67,7 +67,8 @@ HELP = {
     "publish_dropped_full": "Caches not published because too many waited",
     "publish_dropped_known": "Caches not published because they exist already",
     "publish_dropped_lossy": "Caches not published because they were computed behind a lossy cache",
-    "publish_dropped_failed": "Caches not published because of an error",
+    "publish_dropped_not_finite": "Caches not published, or only their beginning, because a number is NaN or infinite",
+    "publish_dropped_failed": "Caches not published because of another error",
     "copy_seconds": "Seconds of decoding plays into the engine's blocks, and of copying publications out of them",
 }
 """Meaning of every other key."""

@@ -23,6 +23,7 @@ from kvabr.telemetry.kv_events.told import ToldAssets
 from kvabr.telemetry.kv_events.wire import END, KVBlocksCleared, KVBlocksStored, KVEvent, encoded, sequence_frame
 from kvabr.telemetry.prometheus import MetricSet
 from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.home import HomeProcess
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -152,6 +153,7 @@ class KVEventPublisher(Generic[T]):
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._home = HomeProcess("the publisher of KV events")
         self._bell, self._ear = socket.socketpair()
         self._bell.setblocking(False)
         self._changed, self._closing = True, False
@@ -168,6 +170,8 @@ class KVEventPublisher(Generic[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._home.here:
+            return
         self._closing = True
         self._ring()
         self._thread.join()
@@ -177,6 +181,7 @@ class KVEventPublisher(Generic[T]):
 
     def changed(self) -> None:
         """Say that there may be other assets now; returns at once, in any thread."""
+        self._home.check()
         self._changed = True
         self._ring()
 

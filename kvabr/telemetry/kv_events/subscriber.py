@@ -21,6 +21,7 @@ from kvabr.telemetry.kv_events.wire import (
     sequence_in,
 )
 from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.home import HomeProcess
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -76,6 +77,7 @@ class KVEventSubscriber:
         self._replies: Any = None
         """Socket of the replay that is under way."""
         self._until_s = 0.0
+        self._home = HomeProcess("the subscriber to KV events")
         self._bell, self._ear = socket.socketpair()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvabr-kv-events-heard", daemon=True)
@@ -85,6 +87,8 @@ class KVEventSubscriber:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._home.here:
+            return
         self._closing = True
         self._bell.send(b"\0")
         self._thread.join()

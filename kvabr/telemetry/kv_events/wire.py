@@ -12,12 +12,13 @@ above behind an empty frame; `END` in place of the sequence number ends them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from kvabr.types.errors import FormatError
+from kvabr.types.records import convert, message_decoder
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on a batch that is read."""
@@ -83,17 +84,18 @@ class _Batch(Struct, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_BATCHES = msgspec.msgpack.Decoder(_Batch)
+_BATCHES = message_decoder(_Batch)
 _KINDS: dict[str, type[KVEvent]] = {
     "BlockStored": KVBlocksStored,
     "BlockRemoved": KVBlocksRemoved,
     "AllBlocksCleared": KVBlocksCleared,
 }
-_MAPS: msgspec.msgpack.Decoder[KVEvent] = msgspec.msgpack.Decoder(KVEvent)
+_MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _OWED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
 """Fields that vLLM's own reader wants, also where they say nothing."""
 _MOST_FIELDS, _ARRAY_FIELDS = 32, 11
 """Of an event that comes as an array: how many it may have, and how many have had the same place in all versions."""
+_ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)]))
 
 
 class MessageDecoder:
@@ -118,20 +120,19 @@ class MessageDecoder:
         for each in raw:
             try:
                 yield _event(each)
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, FormatError, RecursionError, UnicodeDecodeError):
                 self.skipped += 1
 
 
 def _event(raw: Raw) -> KVEvent:
     if _is_map(memoryview(raw)[0]):
         return _MAPS.decode(raw)
-    tag, *values = msgspec.msgpack.decode(raw, type=Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)])
+    tag, *values = _ARRAYS.decode(raw)
     kind = _KINDS.get(tag) if isinstance(tag, str) else None
     if kind is None:
         raise msgspec.ValidationError("an event of a kind that is not known")
-    return msgspec.convert(
-        dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False)), kind
-    )
+    fields = dict(zip(("type", *kind.__struct_fields__[:_ARRAY_FIELDS]), (tag, *values), strict=False))
+    return convert(fields, kind, "KV events")
 
 
 def _is_map(code: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from kvabr.codec.profile import Profile
 from kvabr.engines.lmcache.chunks import ObjectLayout
 from kvabr.engines.lmcache.coded_objects import ObjectCoder, SerdeSettings
-from kvabr.types.errors import ForeignError, FormatError, KvabrError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, KvabrError, NotFiniteError, UsageError
 from tests import kvdata
 
 LAYERS, HEADS, DIM = 2, 2, 32
@@ -63,6 +63,30 @@ def test_exact_tracks_are_exact(layout):
     data = coded(coder, chunk, layout=layout)
     assert torch.equal(decoded(coder, data, chunk, layout=layout), chunk)
     assert len(data) < chunk.nbytes * 1.01
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_object_that_is_not_finite_is_not_stored_and_that_is_logged_once(profile, caplog, value):
+    chunk = chunk_at(512)
+    chunk[1, 1, 150, 7] = value
+    for settings in (SerdeSettings(track="FP16"), SerdeSettings(profile=profile)):
+        caplog.clear()
+        coder = ObjectCoder(settings)
+        for _ in range(2):
+            with pytest.raises(NotFiniteError) as refused:
+                coded(coder, chunk, 512)
+        assert (refused.value.layer, refused.value.half, refused.value.first) == (1, "values", 512 + 150)
+        assert caplog.text.count("is not stored") == 1
+
+
+def test_an_object_whose_level_does_not_hold_a_number_is_not_stored():
+    layout = ObjectLayout(LAYOUT.shapes, (torch.bfloat16,))
+    chunk = chunk_at(0).bfloat16()
+    chunk[0, 0, 3, 3] = 1e5
+    exact = ObjectCoder(SerdeSettings(track="BF16"))
+    assert torch.equal(decoded(exact, coded(exact, chunk, layout=layout), chunk, layout=layout), chunk)
+    with pytest.raises(FormatError, match="Int8 ends at"):
+        coded(ObjectCoder(SerdeSettings(track="Int8")), chunk, layout=layout)
 
 
 def test_layers_fill_the_room_and_more_of_it_is_closer(profile):

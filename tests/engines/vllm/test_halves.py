@@ -305,6 +305,7 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
         assert bench.scheduler.counts.take()["publish_skipped_old"] == 1
         new = request("new")
         assert bench.matched(new) == (0, False)
+        paged_blocks(bench.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
         assert bench.scheduler.finished(new, [list(range(9))])
         assert bench.steps()[0] == {"new"}
         bench.published()
@@ -404,11 +405,32 @@ def test_what_was_computed_is_published_and_played(served, assets):
         bench.close()
 
 
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_prefill_that_is_not_finite_is_counted_and_not_published(served, tmp_path, live, value, caplog):
+    bench = Bench(served, tmp_path / "out", publish_live=live)
+    kv = ToyModel().prefill(TOKENS[:64])
+    kv[1, 0, 0, 3, 2] = value
+    try:
+        paged_blocks(bench.caches, list(range(8)), BlockLayout.TRANSPOSED).write(kv)
+        assert bench.scheduler.finished(request(), [list(range(9))])
+        bench.steps()
+        bench.published()
+        counted = bench.worker.counts.take()
+        assert counted["publish_dropped_not_finite"] == 1
+        assert not {"published", "publish_dropped_failed"} & counted.keys()
+        assert not list((tmp_path / "out").glob("*/catalog.json"))
+        assert caplog.text.count("keys of layer 1 are NaN or infinite") == 1
+    finally:
+        bench.close()
+
+
 def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_path):
     bench = Bench(served, tmp_path / "out")
     try:
         asked = request("session", tokens=TOKENS[:40][::-1])
         assert bench.matched(asked) == (0, False)
+        paged_blocks(bench.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
         asked.prompt_token_ids += TOKENS[:30]  # as vLLM adds what comes in a stream
         asked.num_prompt_tokens = asked.num_computed_tokens = 70
         assert bench.scheduler.finished(asked, [list(range(9))])

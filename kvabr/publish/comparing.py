@@ -1,0 +1,63 @@
+"""Compares the tracks of an asset with each other: a track that differs more than its level loses is damage."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from kvabr.codec.base import GroupContext, codec, names
+from kvabr.codec.group import decode_group
+from kvabr.store.asset import Asset
+from kvabr.types.errors import FormatError
+from kvabr.types.units import Unit
+
+_EXACT = ("Raw", "BF16", "FP16", "FP8", "Int8")
+"""Tracks that others are compared with: the first one that is there."""
+_MOST_ERROR = 0.25
+"""Share of a group's largest magnitude by which a number may differ: FP4 loses a fifth of it, all others less."""
+
+
+def compare_tracks(asset: Asset) -> None:
+    """Decode every group on all tracks that need no profile, and compare them with the most exact one.
+
+    Sealed assets, packed caches and frames that this version cannot decode are left out.
+
+    Raises:
+        AssetError: a frame cannot be read.
+        FormatError: a track has other numbers than the most exact one.
+    """
+    catalog, known = asset.catalog, set(names())
+    tracks = [each.name for each in catalog.tracks if each.name in known and not codec(each.name).needs_profile]
+    exact = next((each for each in _EXACT if each in tracks), None)
+    if exact is None or catalog.seal is not None or any(each.packing for each in catalog.spec.classes):
+        return
+    tracks.remove(exact)
+    for unit in catalog.units:
+        with suppress(_UndecodableError):
+            wanted = _decoded(asset, unit, exact)
+            most = _MOST_ERROR * float(wanted.abs().amax())
+            for track in tracks:
+                if (error := float((_decoded(asset, unit, track) - wanted).abs().amax())) > most:
+                    raise FormatError(
+                        f"group {unit.group} of {track} differs from {exact} by {error:g}, which is more than that "
+                        f"level loses ({most:g}); publish it again"
+                    )
+
+
+class _UndecodableError(Exception):
+    """A frame is of another version, or of a codec that is not here in this form."""
+
+
+def _decoded(asset: Asset, unit: Unit, track: str) -> torch.Tensor:
+    catalog = asset.catalog
+    part = catalog.spec.parts[unit.part]
+    first = catalog.position + unit.first
+    context = GroupContext(part, first, unit.tokens, free=catalog.passage is not None)
+    frame = asset.frame(unit.group, part.track_name(track))
+    out = torch.empty(part.shape(unit.tokens))
+    try:
+        decode_group(frame, track, context, catalog.chunks[unit.chunk], unit.group, out)
+    except FormatError as error:
+        raise _UndecodableError from error
+    return out
