@@ -68,6 +68,15 @@ class MissingTraceError(TraceError, UsageError):
     """There is no trace where one was named: no file, an empty one, or one of another kind (exit status 2)."""
 
 
+class TraceQuestionError(TraceError, UsageError):
+    """A trace could be read in more than one way; an option says which (exit status 2)."""
+
+    def __init__(self, problem: str, option: str = "") -> None:
+        super().__init__(problem)
+        self.option = option
+        """The option of ``kvabr traces`` that answers the question."""
+
+
 class HoleError(KvabrError):
     """A cache was requested although some of its groups are neither fetched nor recomputed."""
 

@@ -1,0 +1,66 @@
+"""Numbers in cells: which mark is the decimal one, and which cells hold no number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+Mark = Literal["point", "comma"]
+MISSING = frozenset(("", "-", "--", "na", "n/a", "nan", "null", "none"))
+"""Cells, in lower case, in which a number is missing."""
+
+_COMMA = re.compile(
+    r"[-+]?(?:\d*,(?:\d{0,2}|\d{4,})|0\d*,\d{3}|\d{4,},\d{3}|\d{1,3}(?:\.\d{3})+,\d*|\d{1,3}(?:\.\d{3}){2,})"
+)
+_POINT = re.compile(
+    r"[-+]?(?:\d*\.(?:\d{0,2}|\d{4,})|0\d*\.\d{3}|\d{4,}\.\d{3}|\d{1,3}(?:,\d{3})+\.\d*|\d{1,3}(?:,\d{3}){2,})"
+)
+"""Numbers that only make sense with the decimal mark that gives the pattern its name."""
+
+
+def number(text: str) -> float | None:
+    """Return the number that ``text`` spells with a decimal point; None if it spells none.
+
+    Python reads ``1_000`` as a number, too; files of other programs do not mean that.
+    """
+    try:
+        return float(text) if "_" not in text else None
+    except ValueError:
+        return None
+
+
+def decimal_mark(cells: Iterable[str], delimiter: str) -> Mark | None:
+    """Return the decimal mark of the numbers in ``cells``; None if that is unclear.
+
+    A group of three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``,
+    ``1.234,5``. Without a proof, a mark that is in every number is the decimal one: thousands would be missing in some.
+    A comma needs a delimiter other than the comma for that.
+    """
+    commas = points = plain = 0
+    proofs: set[Mark] = set()
+    for cell in cells:
+        text, _, _ = cell.strip().lower().partition("e")
+        if "," not in text and "." not in text:
+            plain += text.lower() not in MISSING
+            continue
+        commas += "," in text
+        points += "." in text
+        if _COMMA.fullmatch(text):
+            proofs.add("comma")
+        elif _POINT.fullmatch(text):
+            proofs.add("point")
+    if len(proofs) == 2 or (not proofs and commas and points):
+        return None
+    if proofs:
+        return proofs.pop()
+    if commas:
+        return "comma" if not plain and delimiter != "," else None
+    return "point" if delimiter == "," or not (points and plain) else None
+
+
+def with_point(cells: Sequence[str], mark: Mark) -> list[str]:
+    """Return numbers as they are written with a decimal point and without marks of thousands."""
+    if mark == "comma":
+        return [cell.replace(".", "").replace(",", ".") for cell in cells]
+    return [cell.replace(",", "") for cell in cells]
