@@ -265,9 +265,9 @@ def test_csv_splits_into_sessions(put):
     ],
 )
 def test_csv_units_come_from_the_name(put, header, rate):
-    path = put(f"{header}\n0,200\n1,600\n")
+    path = put(f"{header}\n0,500\n1,1500\n")
     assert sniff(path) == "csv"
-    assert only(path).rates == (200 * rate, 600 * rate)
+    assert only(path).rates == (500 * rate, 1500 * rate)
 
 
 @pytest.mark.parametrize(("delimiter", "bom"), [(",", ""), (";", ""), ("\t", "\ufeff")])

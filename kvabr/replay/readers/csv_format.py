@@ -194,12 +194,12 @@ def _mark(table: _Table, columns: Sequence[int]) -> Mark:
     return mark
 
 
-def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[str]:
-    """Yield the cells of the columns that begin with a number, not with a date."""
+def _numeric(table: _Table, columns: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the cells of each of the columns that begins with a number, not with a date."""
     for column in columns:
         cells = table.cells(column)
         if any(_NUMERIC.fullmatch(cell) for cell in cells[:20]):
-            yield from cells
+            yield cells
 
 
 def _numbers(table: _Table, column: int, mark: Mark) -> list[float | None]:

@@ -129,7 +129,7 @@ def parse_pensieve(source: TraceFile) -> list[Trace]:
             f"unknown unit of time {source.said.time_unit!r}; known are {known}", "--time-unit", "UNIT"
         )
     if "," in source.text:
-        mark = decimal_mark([*times, *rates], " ")
+        mark = decimal_mark((times, rates), " ")
         if mark is None:
             raise source.error("a mark in its numbers may be decimal or of thousands; write them with a decimal point")
         times, rates = with_point(times, mark), with_point(rates, mark)

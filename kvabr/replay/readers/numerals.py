@@ -30,33 +30,34 @@ def number(text: str) -> float | None:
         return None
 
 
-def decimal_mark(cells: Iterable[str], delimiter: str) -> Mark | None:
-    """Return the decimal mark of the numbers in ``cells``; None if that is unclear.
+def decimal_mark(columns: Iterable[Iterable[str]], delimiter: str) -> Mark | None:
+    """Return the decimal mark of the numbers in ``columns``; None if that is unclear.
 
     A group of three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``,
-    ``1.234,5``. Without a proof, a mark that is in every number is the decimal one: thousands would be missing in some.
-    A comma needs a delimiter other than the comma for that.
+    ``1.234,5``. Without a proof, a mark that is in every number of a column is the decimal one: thousands would be
+    missing in some. A comma needs a delimiter other than the comma for that.
     """
-    commas = points = plain = 0
     proofs: set[Mark] = set()
-    for cell in cells:
-        text, _, _ = cell.strip().lower().partition("e")
-        if "," not in text and "." not in text:
-            plain += text.lower() not in MISSING
-            continue
-        commas += "," in text
-        points += "." in text
-        if _COMMA.fullmatch(text):
-            proofs.add("comma")
-        elif _POINT.fullmatch(text):
-            proofs.add("point")
-    if len(proofs) == 2 or (not proofs and commas and points):
-        return None
+    seen: set[str] = set()
+    mixed = False
+    for column in columns:
+        marks: set[str] = set()
+        for cell in column:
+            text, _, _ = cell.strip().lower().partition("e")
+            if text in MISSING:
+                continue
+            marks.add("," if "," in text else "." if "." in text else "")
+            if _COMMA.fullmatch(text):
+                proofs.add("comma")
+            elif _POINT.fullmatch(text):
+                proofs.add("point")
+        seen |= marks
+        mixed |= len(marks) > 1
     if proofs:
-        return proofs.pop()
-    if commas:
-        return "comma" if not plain and delimiter != "," else None
-    return "point" if delimiter == "," or not (points and plain) else None
+        return proofs.pop() if len(proofs) == 1 else None
+    if "," in seen:
+        return None if mixed or "." in seen or delimiter == "," else "comma"
+    return None if mixed and delimiter != "," else "point"
 
 
 def with_point(cells: Sequence[str], mark: Mark) -> list[str]:
