@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         SealedError,
         StoreError,
         TraceError,
+        TraceQuestionError,
         TransportError,
         UnauthorizedError,
         UnknownPolicyError,
@@ -106,6 +107,7 @@ __all__ = [
     "StepGate",
     "StoreError",
     "TraceError",
+    "TraceQuestionError",
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",
@@ -136,7 +138,8 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError FormatError HoleError "
         "KvabrError MissingAssetError MissingTraceError ModelError NotFoundError PlayError PolicyError RequestError "
-        "SealedError StoreError TraceError TransportError UnauthorizedError UnknownPolicyError UsageError VersionError"
+        "SealedError StoreError TraceError TraceQuestionError TransportError UnauthorizedError UnknownPolicyError "
+        "UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.media": "MediaTokens Medium",

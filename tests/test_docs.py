@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from kvabr.cli.commands import names
 from kvabr.cli.main import parse
 from kvabr.data import default_catalog
+from kvabr.replay.readers.names import table
+from kvabr.types import installing
 
 
 def first_line(path: Path) -> str:
@@ -91,6 +94,17 @@ def test_links_lead_somewhere(path):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_definitions_are_rendered_as_such(path):
+    """Python-Markdown leaves what it does not know as text: a colon at the beginning of a line."""
+    markdown = pytest.importorskip("markdown", reason="mkdocs is not installed: tools/setup-venv")
+    with (ROOT / "mkdocs.yml").open() as file:
+        plain = [line.strip("- \n") for line in file if re.fullmatch(r"  - [a-z_]+\n", line)]
+    html = markdown.markdown(path.read_text(), extensions=[name for name in plain if name in ("def_list", "attr_list")])
+    assert not re.search(r"(?:^|<p>|\n): ", html)
+    assert html.count("<dt>") <= html.count("<dd>")
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
     """Strict: every page is in the navigation, every link and every name of the reference leads somewhere."""
@@ -100,6 +114,9 @@ def test_the_site_builds(tmp_path):
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | SILENT
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    troubles = (tmp_path / "site" / "guides" / "troubleshooting" / "index.html").read_text()
+    assert troubles.count("<dd>") == troubles.count("<dt>") > 10
+    assert (tmp_path / "site" / "reference" / "glossary" / "index.html").read_text().count("<dd>") > 20
     assert "--load" in (tmp_path / "site" / "reference" / "cli" / "index.html").read_text()
     assert "Request a missing group" in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
 
@@ -128,6 +145,30 @@ def test_what_a_tool_imports_exists(path):
             assert not name.startswith(("kvabr.", "kvabr_lab.")) or exists(name), f"{path.name}: {name}"
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_tools_outside_the_environment_say_how_to_make_it():
+    """All that import more than the standard library; try-wheel is run where a wheel is installed."""
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    count = 0
+    for path in TOOLS:
+        if "import _environment" not in path.read_text():
+            imported = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+            assert (
+                path.name == "try-wheel"
+                or path.suffix == ".py"
+                or set(imported) <= {"__future__", *sys.stdlib_module_names}
+            ), path
+            continue
+        command = [sys.executable, "-S", str(path), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)  # noqa: S603
+        assert done.returncode == 1, path.name
+        assert "tools/setup-venv" in done.stderr, path.name
+        assert "Traceback" not in done.stderr, path.name
+        count += 1
+    assert count > 50
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sizes_of_what_ships(path):
     """Sizes of the shipped profiles are those of the files; speeds are said again as the README has them."""
@@ -144,6 +185,37 @@ def test_sizes_of_what_ships(path):
         assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
     for other in re.findall(r"decodes ([\d]+ to [\d]+) million elements per second", text):
         assert other == speed
+
+
+def test_the_guide_has_the_names_that_the_reader_knows():
+    text = (ROOT / "docs" / "guides" / "replay.md").read_text()
+    _, _, rest = text.partition("<!-- names of columns and units: kvabr.replay.readers.names.table() -->\n")
+    assert rest.partition("\n<!-- end of names -->")[0] == table()
+
+
+def test_what_is_to_be_installed_can_be():
+    """Until there is a release, pip finds kvabr and its laboratory in a clone alone."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = [
+        *DOCS,
+        *(ROOT / "docs").rglob("Dockerfile*"),
+        *TOOLS,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "tools/lab/README.md",
+    ]
+    texts += [path for folder in ("kvabr", "tools/lab") for path in (ROOT / folder).rglob("*.py")]
+    count = 0
+    for path in texts:
+        for line in re.findall(r"pip install[^\n`)]*", path.read_text()):
+            assert not re.search(r"kvabr-lab|kvabr\[", line), f"{path}: {line}"
+            for extras in re.findall(r"(?:\.|src)\[([\w,]+)\]", line):
+                assert set(extras.split(",")) <= set(known), f"{path}: {line}"
+            for folder in re.findall(r"(?<=[ '\"])(?:\./)?tools/lab", line):
+                assert (ROOT / folder / "pyproject.toml").is_file()
+            count += 1
+    assert count > 20
+    assert installing.MODEL.startswith("pip install -c constraints.txt '.[model]' ")
+    assert (ROOT / "constraints.txt").is_file()
 
 
 @functools.cache

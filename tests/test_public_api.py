@@ -55,6 +55,7 @@ NAMES = {
     "StoreError",
     "StepGate",
     "TraceError",
+    "TraceQuestionError",
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",
