@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import os
 import re
 import shlex
@@ -216,6 +217,68 @@ def test_what_is_to_be_installed_can_be():
     assert count > 20
     assert installing.MODEL.startswith("pip install -c constraints.txt '.[model]' ")
     assert (ROOT / "constraints.txt").is_file()
+
+
+FIGURES = {
+    "docs/benchmarks.md": (
+        # README, and the page that it comes from; both have the figures in the same order.
+        (r"32k\n  tokens takes an H200 ([\d.]+) s", r"\| 70B, 32k tokens \| ([\d.]+) \|"),
+        (
+            r"With vLLM its first token comes after ([\d.]+) s over 1 Gbit/s and ([\d.]+) s over 10",
+            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\) \|[^|]*\| [\d.]+ \(([\d.]+)\) \|",
+        ),
+        (
+            r"with transformers,\s+which fills holes, after ([\d.]+) and ([\d.]+) s",
+            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| ([\d.]+) \([\d.]+\) \|[^|]*\| ([\d.]+) \(",
+        ),
+        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| ([\d.]+) \|"),
+        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\)"),
+        (r"In ([\d,]+) of the [\d,]+ simulated plays", r"and ([\d,]+) came within 5 %"),
+        (r"of the ([\d,]+) simulated plays", r"All ([\d,]+) plays met their deadline"),
+        (r"runs at ([\d.]+) Gbit/s over QUIC", r"\| qh3 \| [\d.]+ \|[^|]*\| 1 \| ([\d.]+) \|"),
+        (r"over QUIC and ([\d.]+) over TLS", r"\| TCP with TLS \| [\d.]+ \|[^|]*\|[^|]*\| ([\d.]+) \|"),
+        (r"elements per second with AVX-512, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+) / \d+ \|"),
+        (r"encodes at \d+ to (\d+)", r"\| AC-5x \| (\d+) / \d+ \|"),
+        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"and prefills them in (\d+)", r"\| prefill, ms \| \d+ \| \d+ \| (\d+) \|"),
+    ),
+    "docs/design/codec.md": (
+        (r"and loses ([\d.]+) nats", r"\| questions \| 0 \| ([\d.]+) \("),
+        (r"\(95 %: ([\d.]+) to ([\d.]+)\)", r"\| questions \| 0 \| [\d.]+ \(([\d.]+) to ([\d.]+)\)"),
+        (r"takes [\d.]+ bits and loses ([\d.]+)\.", r"\| questions \| 0 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \("),
+        (r"the losses are ([\d.]+) and", r"\| questions \| 0 \|.*\n\| \| 128 \| ([\d.]+) \("),
+        (
+            r"the losses are [\d.]+ and ([\d.]+)",
+            r"\| questions \| 0 \|.*\n\| \| 128 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
+        ),
+        (r"with 512 tokens ([\d.]+) and", r"\| questions \| 0 \|.*\n.*\n\| \| 512 \| ([\d.]+) \("),
+        (
+            r"with 512 tokens [\d.]+ and ([\d.]+)",
+            r"\| questions \| 0 \|.*\n.*\n\| \| 512 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_of_the_readme_are_those_of_their_pages(page):
+    readme, text = (ROOT / "README.md").read_text(), (ROOT / page).read_text()
+    for said, measured in FIGURES[page]:
+        ours, theirs = re.search(said, readme), re.search(measured, text)
+        assert ours is not None, said
+        assert theirs is not None, measured
+        assert ours.groups() == theirs.groups(), said
+    assert len(readme.splitlines()) <= 130
+
+
+def test_the_readme_has_vllms_figure_from_the_calculator():
+    entries = json.loads((ROOT / "docs" / "assets" / "calculator.json").read_text())
+    entry = next(entry for entry in entries if entry["name"] == "70B, H200")
+    way = next(way for way in entry["ways"] if "vLLM" in way["title"])
+    found = re.search(r"With vLLM its first token comes after ([\d.]+) s over", (ROOT / "README.md").read_text())
+    index = entry["tokens"].index(32768) * len(entry["mbit"]) + entry["mbit"].index(1000)
+    assert float(found[1]) == pytest.approx(way["seconds"][index], abs=0.006)
 
 
 @functools.cache
