@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.abr.plugins import policies
 from kvabr.cli.commands import names
 from kvabr.cli.main import parse
 from kvabr.data import default_catalog
@@ -259,6 +260,11 @@ FIGURES = {
         ),
     ),
 }
+
+
+def test_the_front_page_counts_the_policies():
+    said = re.search(r"compares it with the (\d+) that come with kvabr", (ROOT / "docs" / "index.md").read_text())
+    assert int(said[1]) == len(policies())
 
 
 @pytest.mark.parametrize("page", FIGURES)

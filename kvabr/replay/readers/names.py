@@ -117,6 +117,8 @@ COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b",
 _TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
 _LONE_TIMES = frozenset(word for word in _TIME_UNIT_OF if len(word) > 2)
 """Units that are the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
+_RATE_WORDS = frozenset(word for kind in (RATE, DOWN, UP) for name in kind.names for word in name.split())
+"""Words that may follow a unit: ``mbps_down``."""
 _PARTS = re.compile(r"[^\W_]+|/")
 _BRACKET = re.compile(r"[(\[{<]([^)\]}>]*)[)\]}>]\W*$")
 _CAMEL = re.compile(r"(?<=[a-z]{2})(?=[A-Z])")
@@ -208,6 +210,10 @@ class ColumnName:
         for length in (4, 3, 2, 1):
             if length <= len(words) and (rate := rate_unit(" ".join(words[-length:]))) is not None:
                 return cls(_plain(words[:-length]), rate, None, "")
+        for length in (3, 2, 1):
+            rest = _plain(words[length:]).split()
+            if rest and set(rest) <= _RATE_WORDS and (rate := rate_unit(" ".join(words[:length]))) is not None:
+                return cls(" ".join(rest), rate, None, "")
         words = [word for word in words if word.lower() not in ZONE]
         time = time_unit(words[-1]) if words else None
         lone = len(words) == 1 and words[0].lower() not in _LONE_TIMES

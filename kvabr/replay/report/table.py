@@ -42,10 +42,10 @@ _BAR = (4, 24)
 
 
 _TITLES = (
-    *("\nmet", "\n95 %", "TTFT\np50 s", "\np95 s", "loss\nmean", "\np95"),
+    *("\nmet", "\n95 %", "TTFT\np50", "s\np95", "loss\nmean", "\np95"),
     *("\nregret", "\ncomp.", "\nwaste"),
 )
-"""None wider than its numbers, so that a row fits 80 columns; the first line names what the next columns share."""
+"""None wider than its numbers, so that a row fits 80 columns; the first line names what two columns share."""
 
 
 class ShareBar:
@@ -85,7 +85,7 @@ def summary_table(result: Result) -> RenderableType:
         result: what `kvabr replay --json` writes.
     """
     table = plain_table()
-    table.spare = ("\n95 %", "\np95", "\nwaste", "\ncomp.", "\np95 s", "\nmix")
+    table.spare = ("\n95 %", "\np95", "\nwaste", "\ncomp.", "s\np95", "\nmix")
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
