@@ -262,6 +262,17 @@ FIGURES = {
 }
 
 
+def test_disk_space_in_the_answers_is_that_of_the_shipped_catalog():
+    nbytes = {track.name: sum(track.bytes) for track in default_catalog().tracks}
+    layers = sum(size for name, size in nbytes.items() if name.startswith("AC-L"))
+    published = nbytes["FP16"] + nbytes["Int8"] + nbytes["Int4"] + layers
+    text = (ROOT / "docs" / "faq.md").read_text()
+    (small, fast, whole) = re.search(r"\| 1/([\d.]+) \|(?:.|\n)*?\| ([\d.]+) \|(?:.|\n)*?\| ([\d.]+) \|", text).groups()
+    assert float(small) == pytest.approx(nbytes["FP16"] / layers, rel=0.03)
+    assert float(fast) == pytest.approx(published / nbytes["FP16"], rel=0.03)
+    assert float(whole) == pytest.approx(sum(nbytes.values()) / nbytes["FP16"], rel=0.03)
+
+
 def test_the_front_page_counts_the_policies():
     said = re.search(r"compares it with the (\d+) that come with kvabr", (ROOT / "docs" / "index.md").read_text())
     assert int(said[1]) == len(policies())

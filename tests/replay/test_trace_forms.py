@@ -85,11 +85,12 @@ def series(draw):
     return [origin + index * step for index in range(count)], [rate / 1000 * MBIT for rate in rates]
 
 
+STYLES = {"short": ".12g", "fixed": ".3f", "long": ".6f", "thousands": ",.3f", "whole": ",.0f"}
+
+
 def written(value, style):
     """Write a number with a decimal point."""
-    text = {"short": f"{value:.12g}", "fixed": f"{value:.3f}", "long": f"{value:.6f}", "thousands": f"{value:,.3f}"}[
-        style
-    ]
+    text = format(value, STYLES[style])
     return f"{value:.12f}".rstrip("0").rstrip(".") if "e" in text else text
 
 
@@ -99,7 +100,7 @@ def forms(draw):
     times, rates = draw(series())
     unit = draw(st.sampled_from(list(RATES)))
     rate_name = draw(st.sampled_from((*RATES[unit] * 6, *UNCLEAR_RATES)))
-    rate_style = draw(st.sampled_from(("short", "fixed", "long", "thousands")))
+    rate_style = draw(st.sampled_from(list(STYLES)))
     if draw(st.booleans()):
         time_unit = draw(st.sampled_from(list(TIMES)))
         names = (*TIMES[time_unit] * 4, *(UNCLEAR_TIMES if time_unit not in ("minutes", "hours") else ()))

@@ -69,6 +69,8 @@ def test_what_is_clear_is_read(put, text):
         ("\n".join(f"{second * 1000} {rate:.3f}" for second, rate in ROWS), "--time-unit"),
         (table("time_s;mbps", lambda s, _: f"{s};{1 + s % 7}" + (",250" if s % 3 else "")), "--decimal"),
         (table('time_s,"mbps"', lambda s, r: f'{s},"{r:.3f}"'.replace(".", ",")), "--decimal"),
+        (table("time_s;kbps", lambda s, r: f"{s};{r:.3f}"), "--decimal"),
+        (table("time_s;kbps", lambda s, r: f"{s};{r:.3f}".replace(".", ",")), "--decimal"),
         # Units that are named, and numbers that make them doubtful.
         (table("time_s,Gbps", lambda s, r: f"{s},{r * 1000:.0f}"), "--unit"),
         (table("time_s,bps", lambda s, r: f"{s},{r:.0f}"), "--unit"),
@@ -119,6 +121,7 @@ KINDS = {
         "Timestamp,Speed,DL_bitrate_kbps", lambda s, r: f"2020.02.14_09.{38 + s // 60}.{s % 60:02d},4,{r * 1000:.0f}"
     ),
     "a zone's name": table("time,mbps", lambda s, r: f"2023-04-12 10:40:{s:02d} CDT,{r:.3f}"),
+    "decimal commas of three digits": table("time_s;mbps", lambda s, r: f"{s};{r:.3f}".replace(".", ",")),
     "Excel's first line": "sep=;\n" + table("time_s;mbps", lambda s, r: f"{s};{r:.3f}"),
     "decimal commas": table("time_s;mbps", lambda s, r: f"{s};{r:.4f}".replace(".", ",")),
     "thousands": table("time_s;kbps", lambda s, r: f"{s};{r * 1000:,.2f}".translate(str.maketrans(",.", ".,"))),

@@ -1,8 +1,8 @@
 """Read network traces from files.
 
 `find` walks folders for files that look like traces, `read` reads one. Files are untrusted: their size is bounded,
-every number is checked, nothing is executed, and every error names the file, the line and the fix. What a file could
-mean in two ways is a `TraceQuestionError`, which names the option of ``kvabr traces`` that answers it. To add a format,
+every number is checked, nothing is executed, and every error names the file, the line and the fix. Ambiguous
+files raise `TraceQuestionError`, which names the option of ``kvabr traces`` that answers the question. To add a format,
 write its two functions and one entry of ``_FORMATS``.
 """
 
@@ -56,7 +56,7 @@ FORMATS = tuple(_FORMATS)
 """Names of the formats that can be read."""
 
 _WITH_UNITS = ("csv", "pensieve")
-"""Formats in which units can be other than they seem."""
+"""Formats that do not fix their units."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _HEAD_BYTES = 65536
 _HEAD_LINES = 20
@@ -108,11 +108,11 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     Args:
         path: the file.
         format_name: a name in `FORMATS`, if the file's content does not show it.
-        columns: what the file does not show. Names of columns imply CSV.
+        columns: answers to questions about the file. Names of columns imply CSV.
 
     Raises:
         MissingTraceError: it is empty, or in no known format.
-        TraceQuestionError: it could be read in two ways, or its numbers are implausible.
+        TraceQuestionError: it is ambiguous, or its numbers are implausible.
         TraceError: no ordinary file, too large; or its samples are empty, unsorted, negative, not finite, or all zero.
     """
     said = columns or Columns()

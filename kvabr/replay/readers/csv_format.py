@@ -69,7 +69,7 @@ def parse_csv(source: TraceFile) -> list[Trace]:
     table = _read(source)
     rate, factor = _find_rate(table)
     time, end = _find_times(table)
-    mark = _mark(table, [column for column in (rate, time, end) if column is not None])
+    mark = _mark(table, [column for column in (rate, time, end) if column is not None], factor)
     rates = [None if value is None else value * factor for value in _numbers(table, rate, mark)]
     places = table.places
     if time is None:
@@ -158,7 +158,7 @@ def _find_rate(table: _Table) -> tuple[int, float]:
 
 
 def _find_times(table: _Table) -> tuple[int | None, int | None]:
-    """Return the columns of the time at which a row begins and ends; None if there is none."""
+    """Return the columns with the start and the end of a row; None if there is none."""
     source, header, said = table.source, table.header, table.source.said
     if said.step_s is not None:
         if not (math.isfinite(said.step_s) and said.step_s > 0):
@@ -181,15 +181,16 @@ def _list(header: Sequence[str]) -> str:
     return f"columns: {', '.join(header)[:200]}"
 
 
-def _mark(table: _Table, columns: Sequence[int]) -> Mark:
-    """Return the decimal mark of the numbers in these columns."""
+def _mark(table: _Table, columns: Sequence[int], factor: float) -> Mark:
+    """Return the decimal mark of the numbers in these columns.
+
+    ``factor`` is of the rate. In a small unit rates are whole numbers: three digits after a mark may be thousands.
+    """
     source = table.source
     if source.said.decimal is not None:
         return source.said.decimal
-    if table.delimiter == "," and '"' not in source.text:
-        return "point"
-    mark = decimal_mark(_numeric(table, columns), table.delimiter)
-    if mark is None:
+    mark, proven = decimal_mark(list(_numeric(table, columns)), table.delimiter)
+    if mark is None or (not proven and factor < BYTES_PER_SECOND["Mbit/s"]):
         raise source.question("a mark in its numbers may be decimal or of thousands", "--decimal", "MARK")
     return mark
 
@@ -247,7 +248,7 @@ def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[fl
 
 
 def _unit(table: _Table, name: ColumnName, said: Columns) -> str | None:
-    """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if nothing says it."""
+    """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if it is not given."""
     unit = name.time if said.time_unit is None else time_unit(said.time_unit)
     if unit is None and (said.time_unit is not None or name.strange):
         given, known = (said.time_unit or name.strange)[:40], ", ".join(TIME_UNITS)

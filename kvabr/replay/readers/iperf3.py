@@ -83,8 +83,8 @@ def _direction(source: TraceFile, report: dict[str, Any], intervals: list[Any]) 
         return "sum"
     start = report.get("start")
     serves = isinstance(start, dict) and "accepted_connection" in start and "connecting_to" not in start
-    wanted = serves  # the download is what a server sends and a client receives
-    keys = [key for key in ("sum", _REVERSE) if _sends(intervals, key) is wanted]
+    # A download is sent by the server and received by the client.
+    keys = [key for key in ("sum", _REVERSE) if _sends(intervals, key) is serves]
     if len(keys) != 1:
         raise source.error("a test in both directions that does not say which sums are of the download")
     return keys[0]

@@ -52,9 +52,9 @@ def parse_iperf_text(source: TraceFile) -> list[Trace]:
     """Read a file.
 
     Raises:
-        TraceError: it is not such a report, or of several streams without a sum, or of what was sent alone.
+        TraceError: it is not such a report, has several streams without a sum, or counts sent datagrams only.
     """
-    lines = [_line(source, place, found) for place, text in source.lines() if (found := _LINE.match(text))]
+    lines = [_line(source, place, found) for place, text in source.rows() if (found := _LINE.match(text))]
     wanted = "RX" if "C" in {line.role[-1:] for line in lines} else "TX"
     if any(line.role for line in lines):
         lines = [line for line in lines if line.role.startswith(wanted)]
@@ -82,7 +82,7 @@ def _line(source: TraceFile, place: int, found: re.Match[str]) -> _Line:
 
 
 def _carried(source: TraceFile, *, text: str, body: list[_Line], lines: list[_Line]) -> float:
-    """Return the share of what the lines count that arrived: 1, but for a sender of datagrams."""
+    """Return the share of the counted bytes that arrived: 1, except for a sender of datagrams."""
     if not _UDP.search(text) or any(_LOST.search(line.rest) for line in body[:1]):
         return 1.0
     for line in reversed(lines):

@@ -129,7 +129,7 @@ def parse_pensieve(source: TraceFile) -> list[Trace]:
             f"unknown unit of time {source.said.time_unit!r}; known are {known}", "--time-unit", "UNIT"
         )
     if "," in source.text:
-        mark = decimal_mark((times, rates), " ")
+        mark, _ = decimal_mark((times, rates), " ")
         if mark is None:
             raise source.error("a mark in its numbers may be decimal or of thousands; write them with a decimal point")
         times, rates = with_point(times, mark), with_point(rates, mark)
@@ -157,7 +157,7 @@ def parse_values(source: TraceFile) -> list[Trace]:
         TraceError: the file is not a trace of this format.
     """
     samples = []
-    for index, (line, text) in enumerate(source.lines()):
+    for index, (line, text) in enumerate(source.rows()):
         value, _, unit = (part.strip() for part in text.partition(","))
         factor = UNITS.get(unit.lower())
         if factor is None:

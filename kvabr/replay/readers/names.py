@@ -1,8 +1,8 @@
-"""Names of columns and units: the one table by which the CSV reader knows a column.
+"""Names of columns and units: the one table that drives the CSV reader.
 
 `ColumnName.of` takes a column's name apart into lower-case words and a unit. `find_time`, `find_end` and `find_rate`
-choose columns. `table` writes the same tables as Markdown for the documentation. Whatever is not in the tables, or
-could be either of two things, is a question for the user.
+choose columns. `table` writes the same tables as Markdown for the documentation. Names that are not in the tables, and
+ambiguous ones, are questions for the user.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PER_SECOND = ("ps", "/s", "/sec", "/secs", "/second")
 
 
 class ColumnKind(NamedTuple):
-    """A kind of column and the names by which it is known."""
+    """A kind of column and its names."""
 
     meaning: str
     names: tuple[str, ...]
@@ -72,18 +72,18 @@ def _kind(meaning: str, *names: str) -> ColumnKind:
 
 
 START = _kind(
-    "time at which a row begins",
+    "start of a row",
     "start, start time, time start, start timestamp, timestamp start, interval start, begin, begin time",
     "time begin, timestamp begin",
 )
 TIME = _kind(
-    "time of a row, if no column begins it",
+    "time of a row, if there is no column with its start",
     "timestamp, timestamps, time stamp, time, times, datetime, date time, epoch, epoch time, unix time",
     "unix timestamp, unix epoch, time epoch, ts, t, elapsed, elapsed time, time elapsed, relative time",
     "time since start",
 )
 END = _kind(
-    "time at which a row ends",
+    "end of a row",
     "end, end time, time end, end timestamp, timestamp end, interval end, stop, stop time, time stop",
     "timestamp stop",
 )
@@ -105,7 +105,7 @@ AVERAGE = _kind(
     "average, avg, mean",
 )
 OTHER = _kind(
-    "marks a column that is not the link's rate, whatever its unit",
+    "marks a column that is never the link's rate",
     "min, max, minimum, maximum, peak, std, stddev, median, target, limit, cap, nominal, requested",
     "selected, chosen, video, audio, media, encoded, encoding",
 )
@@ -136,7 +136,7 @@ def _long_units() -> Iterator[tuple[str, str]]:
 
 
 def _short_units() -> Iterator[tuple[str, str]]:
-    """Yield each unit with a mere b or B, whose case counts, with the unit that it is; an empty one is unclear."""
+    """Yield each spelling with b or B alone, and its unit, which depends on the case; an empty one is unclear."""
     for prefix in _PREFIXES:
         bit, byte = f"{prefix}bit/s", f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
         byte = byte if byte in BYTES_PER_SECOND else ""
@@ -146,7 +146,7 @@ def _short_units() -> Iterator[tuple[str, str]]:
             for case in cases:
                 yield f"{case}b{per}", bit
                 yield f"{case}B{per}", byte
-            # Where all letters have one case, the case of b says nothing; only `mbps` is bits by custom.
+            # Where all letters have one case, b may be bits or bytes; only `mbps` is bits by custom.
             customary = per == "ps" and not prefix.endswith("i")
             yield f"{prefix.lower()}b{per}", bit if customary else ""
             yield f"{prefix.upper()}B{per.upper()}", ""
@@ -154,7 +154,7 @@ def _short_units() -> Iterator[tuple[str, str]]:
 
 
 RATE_SPELLINGS: dict[str, str] = {**dict(_long_units()), **dict(_short_units())}
-"""Units of rate by spelling; an empty one is a unit of rate, but nobody can tell which."""
+"""Units of rate by spelling; an empty one may count bits or bytes."""
 
 
 def time_unit(text: str) -> str | None:
@@ -240,7 +240,7 @@ def _plain(words: Sequence[str]) -> str:
 
 
 def find_time(header: Sequence[str]) -> int | None:
-    """Return the column with the time at which a row begins; None if no name is that of a time."""
+    """Return the column with the start of a row; None if no column is a time."""
     names = [ColumnName.of(name) for name in header]
     for known in (*START.names, *TIME.names):
         for index, name in enumerate(names):
@@ -250,7 +250,7 @@ def find_time(header: Sequence[str]) -> int | None:
 
 
 def find_end(header: Sequence[str]) -> int | None:
-    """Return the column with the time at which a row ends, if any."""
+    """Return the column with the end of a row, if any."""
     names = [ColumnName.of(name) for name in header]
     return next((index for index, name in enumerate(names) if name.rate is None and name.words in END.names), None)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 Mark = Literal["point", "comma"]
 MISSING = frozenset(("", "-", "--", "na", "n/a", "nan", "null", "none"))
-"""Cells, in lower case, in which a number is missing."""
+"""Cells, in lower case, that stand for a missing number."""
 
 _COMMA = re.compile(
     r"[-+]?(?:\d*,(?:\d{0,2}|\d{4,})|0\d*,\d{3}|\d{4,},\d{3}|\d{1,3}(?:\.\d{3})+,\d*|\d{1,3}(?:\.\d{3}){2,})"
@@ -30,13 +30,17 @@ def number(text: str) -> float | None:
         return None
 
 
-def decimal_mark(columns: Iterable[Iterable[str]], delimiter: str) -> Mark | None:
-    """Return the decimal mark of the numbers in ``columns``; None if that is unclear.
+def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark | None, bool]:
+    """Return the decimal mark of the numbers in ``columns``, None if that is unclear, and whether it is proven.
 
     A group of three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``,
     ``1.234,5``. Without a proof, a mark that is in every number of a column is the decimal one: thousands would be
     missing in some. A comma needs a delimiter other than the comma for that.
     """
+    if not any("," in cell for column in columns for cell in column) and any(
+        _POINT.fullmatch(cell) for column in columns for cell in column
+    ):
+        return "point", True  # the usual case, and soon found
     proofs: set[Mark] = set()
     seen: set[str] = set()
     mixed = False
@@ -54,10 +58,10 @@ def decimal_mark(columns: Iterable[Iterable[str]], delimiter: str) -> Mark | Non
         seen |= marks
         mixed |= len(marks) > 1
     if proofs:
-        return proofs.pop() if len(proofs) == 1 else None
-    if "," in seen:
-        return None if mixed or "." in seen or delimiter == "," else "comma"
-    return None if mixed and delimiter != "," else "point"
+        return (proofs.pop(), True) if len(proofs) == 1 else (None, False)
+    if mixed or {",", "."} <= seen or ("," in seen and delimiter == ","):
+        return None, False
+    return ("comma" if "," in seen else "point"), not {",", "."} & seen
 
 
 def with_point(cells: Sequence[str], mark: Mark) -> list[str]:

@@ -1,4 +1,4 @@
-"""sabre, and the Ghent 4G logs that come with it: JSON.
+"""sabre, and the Ghent 4G logs in its repository: JSON.
 
 A list of entries with ``duration_ms``, ``bandwidth_kbps`` and, in most files, ``latency_ms``, which sabre adds once to
 every request: a round trip. Where it varies, the trace keeps its mean over time.

@@ -1,7 +1,7 @@
 """Shared by all readers: a bounded text, numbers from it, and the way from samples to a `Trace`.
 
-A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors. A reader
-that cannot tell which of two things a file means raises `TraceFile.question`.
+A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors. An
+ambiguous file raises `TraceFile.question`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_LINES = 8_000_000
 MAX_ROWS = 1_000_000
 """Most rows with a time and a rate of a trace file."""
 GAP_STEPS = 10
-"""A step longer than this many median steps is a jump: nothing was measured meanwhile."""
+"""A step longer than this many median steps is a gap in the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class Columns:
     """Answers of the user about a file; None: as its names and numbers say."""
 
     time: str | None = None
-    """Name of the column with the time at which a row begins."""
+    """Name of the column with the start of a row."""
     end: str | None = None
-    """Name of the column with the time at which a row ends."""
+    """Name of the column with the end of a row."""
     rate: str | None = None
     """Name of the column with the rate."""
     unit: str | None = None
@@ -124,7 +124,7 @@ class TraceFile:
         return list(compress(zip(count(1), stripped, strict=False), kept))
 
     def rows(self) -> list[tuple[int, str]]:
-        """Return the same lines of a file in which each is a row of a table.
+        """Return the same lines of a file that has a row on each line.
 
         Raises:
             TraceError: there are more than `MAX_ROWS`.
@@ -242,7 +242,7 @@ def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Tr
     """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
 
     A row lasts until its end or, without one, until the next row's time. A jump forward splits the file, and so does a
-    row without a rate: a missing sample is not a zero. Pieces in which nothing arrived are left out if others remain.
+    row without a rate: a missing sample is not a zero. Pieces that carried nothing are left out if others remain.
 
     Args:
         source: the file.

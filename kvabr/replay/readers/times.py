@@ -13,11 +13,11 @@ FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00"
 
 _YEAR_FIRST = re.compile(
     r"(?P<Y>\d{4})(?P<a>[-./_])(?P<m>\d\d?)(?P=a)(?P<d>\d\d?)[ T_,-]+"
-    r"(?P<H>\d\d?)(?P<b>[:.])(?P<M>\d\d)(?P=b)(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?(?P<zone> ?\D.*)?"
+    r"(?P<H>\d\d?)(?P<b>[:.])(?P<M>\d\d)(?:(?P=b)(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?)?(?P<zone> ?\D.*)?"
 )
 _DAY_FIRST = re.compile(
     r"(?P<d>\d\d?)\.(?P<m>\d\d?)\.(?P<Y>\d{4})[ T_,]+"
-    r"(?P<H>\d\d?):(?P<M>\d\d):(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?(?P<zone> ?\D.*)?"
+    r"(?P<H>\d\d?):(?P<M>\d\d)(?::(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?)?(?P<zone> ?\D.*)?"
 )
 _OFFSET = re.compile(r"(?:UTC|GMT)?([+-])(\d\d):?(\d\d)?")
 _NAMES = {
@@ -66,7 +66,7 @@ def _moment(found: re.Match[str]) -> float | None:
     if shift is None:
         return None
     try:
-        day = datetime(*(int(found[part]) for part in "YmdHMS"), tzinfo=UTC)  # type: ignore[arg-type, misc]
+        day = datetime(*(int(found[part] or 0) for part in "YmdHMS"), tzinfo=UTC)  # type: ignore[arg-type, misc]
     except ValueError:
         return None
     return (day - shift).timestamp() + float(f"0.{found['f'] or 0}")
@@ -85,7 +85,7 @@ def _zone(text: str) -> timedelta | None:
 
 
 def unit_of_dates(times: Sequence[float]) -> str | None:
-    """Return the unit in which numbers are dates since 1970 (2001 to 2103); None if they are none in any."""
+    """Return the unit that makes numbers dates since 1970 (2001 to 2103); None if there is none."""
     if not times:
         return None
     low, high = sorted((times[0], times[-1]))
