@@ -116,6 +116,8 @@ def test_text_has_a_line_for_each_interval(put):
     assert sniff(path) == "iperf-text"
     assert mbits(path) == (40, 12, 31)
     assert mbits(put(text([row.replace(".00-", ".0- ", 1).replace(".00 ", ".0 ") for row in ROWS]))) == (40, 12, 31)
+    stamped = [f"Wed Apr 12 10:40:2{second} 2023 {row}" for second, row in enumerate(ROWS)]  # --timestamps
+    assert mbits(put(text(stamped))) == (40, 12, 31)
     # iperf's bytes have binary prefixes.
     assert mbits(put(text([line(second, "1.00 MBytes/sec") for second in range(3)]))) == (8.388608,) * 3
 

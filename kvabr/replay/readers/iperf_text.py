@@ -45,7 +45,7 @@ class _Line(NamedTuple):
 
 def is_iperf_text(head: Head) -> bool:
     """Return whether a file looks like this format."""
-    return not head.text.startswith("{") and any(_LINE.match(line) for line in head.lines)
+    return not head.text.startswith("{") and any(_LINE.search(line) for line in head.lines)
 
 
 def parse_iperf_text(source: TraceFile) -> list[Trace]:
@@ -54,7 +54,7 @@ def parse_iperf_text(source: TraceFile) -> list[Trace]:
     Raises:
         TraceError: it is not such a report, has several streams without a sum, or counts sent datagrams only.
     """
-    lines = [_line(source, place, found) for place, text in source.rows() if (found := _LINE.match(text))]
+    lines = [_line(source, place, found) for place, text in source.rows() if (found := _LINE.search(text))]
     wanted = "RX" if "C" in {line.role[-1:] for line in lines} else "TX"
     if any(line.role for line in lines):
         lines = [line for line in lines if line.role.startswith(wanted)]
