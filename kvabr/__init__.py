@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         SealedError,
         StoreError,
         TraceError,
+        TraceQuestionError,
         TransportError,
         UnauthorizedError,
         UnknownPolicyError,
@@ -110,6 +111,7 @@ __all__ = [
     "StepGate",
     "StoreError",
     "TraceError",
+    "TraceQuestionError",
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",
@@ -138,10 +140,11 @@ _MODULES = {
     "kvabr.types.cost": "PrefillCost",
     "kvabr.types.engine": "Engine",
     "kvabr.types.errors": (
-        "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError ForkedError FormatError "
-        "HoleError KvabrError MissingAssetError MissingTraceError ModelError NotFiniteError NotFoundError PlayError "
-        "PolicyError RequestError SealedError StoreError TraceError TransportError UnauthorizedError "
-        "UnknownPolicyError UsageError VersionError"
+        "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError "
+        "ForkedError FormatError HoleError KvabrError MissingAssetError MissingTraceError ModelError "
+        "NotFiniteError NotFoundError PlayError PolicyError RequestError SealedError StoreError "
+        "TraceError TraceQuestionError TransportError UnauthorizedError UnknownPolicyError "
+        "UsageError VersionError"
     ),
     "kvabr.types.kv": "KVSpec",
     "kvabr.types.media": "MediaTokens Medium",

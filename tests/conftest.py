@@ -40,8 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Prepare the processes that run tests: all but the one that only hands them out."""
     if getattr(config.option, "numprocesses", None):
         return
-    import hypothesis
-    import torch
+    try:
+        import hypothesis
+        import torch
+    except ImportError as error:
+        raise pytest.UsageError(
+            f"the tests need {error.name}: run tools/test, which makes their environment (or tools/setup-venv, then "
+            ".venv/bin/python -m pytest)"
+        ) from error
 
     # Tests run in parallel, and threads that wait for each other spin.
     torch.set_num_threads(1)

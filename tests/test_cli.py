@@ -199,6 +199,22 @@ def test_the_policy_of_the_readme_plays(capsys, asset, tmp_path):
     assert "Cautious" in out
 
 
+def test_the_estimator_of_the_help_plays(capsys, asset, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["estimators", "--help"])
+    lines = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    path = tmp_path / "median.py"
+    path.write_text("\n".join(lines[lines.index("from collections import deque") :]).partition("\nkvabr ")[0])
+    argv = ["--estimator", f"{path}:Median", "--deadline", 1, "--load", 0.4]
+    status, out, err = run(capsys, "replay", TRACES / "lte.csv", "--asset", asset, *argv)
+    assert status == 0, err
+    assert "anytime" in out
+    (tmp_path / "broken.py").write_text(path.read_text().replace("nbytes / seconds", "nbytes / 0"))
+    argv[1] = f"{tmp_path / 'broken.py'}:Median"
+    status, _, err = run(capsys, "replay", TRACES / "lte.csv", "--asset", asset, *argv)
+    assert (status, "ZeroDivisionError" in err) == (1, True)
+
+
 def test_lists_name_everything(capsys):
     out = run(capsys, "policies")[1]
     assert "anytime" in out

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from kvabr.abr.plugins import policies
 from kvabr.cli.commands import names
 from kvabr.cli.main import parse
 from kvabr.data import default_catalog
+from kvabr.replay.readers.names import table
+from kvabr.types import installing
 
 
 def first_line(path: Path) -> str:
@@ -91,6 +96,17 @@ def test_links_lead_somewhere(path):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_definitions_are_rendered_as_such(path):
+    """Python-Markdown leaves what it does not know as text: a colon at the beginning of a line."""
+    markdown = pytest.importorskip("markdown", reason="mkdocs is not installed: tools/setup-venv")
+    with (ROOT / "mkdocs.yml").open() as file:
+        plain = [line.strip("- \n") for line in file if re.fullmatch(r"  - [a-z_]+\n", line)]
+    html = markdown.markdown(path.read_text(), extensions=[name for name in plain if name in ("def_list", "attr_list")])
+    assert not re.search(r"(?:^|<p>|\n): ", html)
+    assert html.count("<dt>") <= html.count("<dd>")
+
+
 @pytest.mark.slow
 def test_the_site_builds(tmp_path):
     """Strict: every page is in the navigation, every link and every name of the reference leads somewhere."""
@@ -100,6 +116,9 @@ def test_the_site_builds(tmp_path):
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | SILENT
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    troubles = (tmp_path / "site" / "guides" / "troubleshooting" / "index.html").read_text()
+    assert troubles.count("<dd>") == troubles.count("<dt>") > 10
+    assert (tmp_path / "site" / "reference" / "glossary" / "index.html").read_text().count("<dd>") > 20
     assert "--load" in (tmp_path / "site" / "reference" / "cli" / "index.html").read_text()
     assert "Request a missing group" in (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
 
@@ -128,6 +147,30 @@ def test_what_a_tool_imports_exists(path):
             assert not name.startswith(("kvabr.", "kvabr_lab.")) or exists(name), f"{path.name}: {name}"
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_tools_outside_the_environment_say_how_to_make_it():
+    """All that import more than the standard library; try-wheel is run where a wheel is installed."""
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    count = 0
+    for path in TOOLS:
+        if "import _environment" not in path.read_text():
+            imported = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+            assert (
+                path.name == "try-wheel"
+                or path.suffix == ".py"
+                or set(imported) <= {"__future__", *sys.stdlib_module_names}
+            ), path
+            continue
+        command = [sys.executable, "-S", str(path), "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)  # noqa: S603
+        assert done.returncode == 1, path.name
+        assert "tools/setup-venv" in done.stderr, path.name
+        assert "Traceback" not in done.stderr, path.name
+        count += 1
+    assert count > 50
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sizes_of_what_ships(path):
     """Sizes of the shipped profiles are those of the files; speeds are said again as the README has them."""
@@ -144,6 +187,115 @@ def test_sizes_of_what_ships(path):
         assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
     for other in re.findall(r"decodes ([\d]+ to [\d]+) million elements per second", text):
         assert other == speed
+
+
+def test_the_guide_has_the_names_that_the_reader_knows():
+    text = (ROOT / "docs" / "guides" / "replay.md").read_text()
+    _, _, rest = text.partition("<!-- names of columns and units: kvabr.replay.readers.names.table() -->\n")
+    assert rest.partition("\n<!-- end of names -->")[0] == table()
+
+
+def test_what_is_to_be_installed_can_be():
+    """Until there is a release, pip finds kvabr and its laboratory in a clone alone."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = [
+        *DOCS,
+        *(ROOT / "docs").rglob("Dockerfile*"),
+        *TOOLS,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "tools/lab/README.md",
+    ]
+    texts += [path for folder in ("kvabr", "tools/lab") for path in (ROOT / folder).rglob("*.py")]
+    count = 0
+    for path in texts:
+        for line in re.findall(r"pip install[^\n`)]*", path.read_text()):
+            assert not re.search(r"kvabr-lab|kvabr\[", line), f"{path}: {line}"
+            for extras in re.findall(r"(?:\.|src)\[([\w,]+)\]", line):
+                assert set(extras.split(",")) <= set(known), f"{path}: {line}"
+            for folder in re.findall(r"(?<=[ '\"])(?:\./)?tools/lab", line):
+                assert (ROOT / folder / "pyproject.toml").is_file()
+            count += 1
+    assert count > 20
+    assert installing.MODEL.startswith("pip install -c constraints.txt '.[model]' ")
+    assert (ROOT / "constraints.txt").is_file()
+
+
+FIGURES = {
+    "docs/benchmarks.md": (
+        # README, and the page that it comes from; both have the figures in the same order.
+        (r"32k\n  tokens takes an H200 ([\d.]+) s", r"\| 70B, 32k tokens \| ([\d.]+) \|"),
+        (
+            r"With vLLM its first token comes after ([\d.]+) s over 1 Gbit/s and ([\d.]+) s over 10",
+            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\) \|[^|]*\| [\d.]+ \(([\d.]+)\) \|",
+        ),
+        (
+            r"with transformers,\s+which fills holes, after ([\d.]+) and ([\d.]+) s",
+            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| ([\d.]+) \([\d.]+\) \|[^|]*\| ([\d.]+) \(",
+        ),
+        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| ([\d.]+) \|"),
+        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\)"),
+        (r"In ([\d,]+) of the [\d,]+ simulated plays", r"and ([\d,]+) came within 5 %"),
+        (r"of the ([\d,]+) simulated plays", r"All ([\d,]+) plays met their deadline"),
+        (r"runs at ([\d.]+) Gbit/s over QUIC", r"\| qh3 \| [\d.]+ \|[^|]*\| 1 \| ([\d.]+) \|"),
+        (r"over QUIC and ([\d.]+) over TLS", r"\| TCP with TLS \| [\d.]+ \|[^|]*\|[^|]*\| ([\d.]+) \|"),
+        (r"elements per second with AVX-512, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+) / \d+ \|"),
+        (r"encodes at \d+ to (\d+)", r"\| AC-5x \| (\d+) / \d+ \|"),
+        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"and prefills them in (\d+)", r"\| prefill, ms \| \d+ \| \d+ \| (\d+) \|"),
+    ),
+    "docs/design/codec.md": (
+        (r"and loses ([\d.]+) nats", r"\| questions \| 0 \| ([\d.]+) \("),
+        (r"\(95 %: ([\d.]+) to ([\d.]+)\)", r"\| questions \| 0 \| [\d.]+ \(([\d.]+) to ([\d.]+)\)"),
+        (r"takes [\d.]+ bits and loses ([\d.]+)\.", r"\| questions \| 0 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \("),
+        (r"the losses are ([\d.]+) and", r"\| questions \| 0 \|.*\n\| \| 128 \| ([\d.]+) \("),
+        (
+            r"the losses are [\d.]+ and ([\d.]+)",
+            r"\| questions \| 0 \|.*\n\| \| 128 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
+        ),
+        (r"with 512 tokens ([\d.]+) and", r"\| questions \| 0 \|.*\n.*\n\| \| 512 \| ([\d.]+) \("),
+        (
+            r"with 512 tokens [\d.]+ and ([\d.]+)",
+            r"\| questions \| 0 \|.*\n.*\n\| \| 512 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
+        ),
+    ),
+}
+
+
+def test_disk_space_in_the_answers_is_that_of_the_shipped_catalog():
+    nbytes = {track.name: sum(track.bytes) for track in default_catalog().tracks}
+    layers = sum(size for name, size in nbytes.items() if name.startswith("AC-L"))
+    published = nbytes["FP16"] + nbytes["Int8"] + nbytes["Int4"] + layers
+    text = (ROOT / "docs" / "faq.md").read_text()
+    (small, fast, whole) = re.search(r"\| 1/([\d.]+) \|(?:.|\n)*?\| ([\d.]+) \|(?:.|\n)*?\| ([\d.]+) \|", text).groups()
+    assert float(small) == pytest.approx(nbytes["FP16"] / layers, rel=0.03)
+    assert float(fast) == pytest.approx(published / nbytes["FP16"], rel=0.03)
+    assert float(whole) == pytest.approx(sum(nbytes.values()) / nbytes["FP16"], rel=0.03)
+
+
+def test_the_front_page_counts_the_policies():
+    said = re.search(r"compares it with the (\d+) that come with kvabr", (ROOT / "docs" / "index.md").read_text())
+    assert int(said[1]) == len(policies())
+
+
+@pytest.mark.parametrize("page", FIGURES)
+def test_figures_of_the_readme_are_those_of_their_pages(page):
+    readme, text = (ROOT / "README.md").read_text(), (ROOT / page).read_text()
+    for said, measured in FIGURES[page]:
+        ours, theirs = re.search(said, readme), re.search(measured, text)
+        assert ours is not None, said
+        assert theirs is not None, measured
+        assert ours.groups() == theirs.groups(), said
+    assert len(readme.splitlines()) <= 130
+
+
+def test_the_readme_has_vllms_figure_from_the_calculator():
+    entries = json.loads((ROOT / "docs" / "assets" / "calculator.json").read_text())
+    entry = next(entry for entry in entries if entry["name"] == "70B, H200")
+    way = next(way for way in entry["ways"] if "vLLM" in way["title"])
+    found = re.search(r"With vLLM its first token comes after ([\d.]+) s over", (ROOT / "README.md").read_text())
+    index = entry["tokens"].index(32768) * len(entry["mbit"]) + entry["mbit"].index(1000)
+    assert float(found[1]) == pytest.approx(way["seconds"][index], abs=0.006)
 
 
 @functools.cache

@@ -138,7 +138,7 @@ def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch)
 def test_doctor_names_extras_in_full(capsys, monkeypatch):
     monkeypatch.setattr("kvabr.link.quic.backend.installed_libraries", lambda _: ("aioquic",))
     main(["doctor"])
-    assert "add: pip install 'kvabr[fast]'" in " ".join(capsys.readouterr().out.split())
+    assert "add: pip install -c constraints.txt '.[fast]'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.process

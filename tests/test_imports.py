@@ -85,7 +85,7 @@ def packages_and_modules(*argv):
 def test_help_loads_no_command():
     packages, modules = packages_and_modules("--help")
     mine = {name.removeprefix("kvabr.") for name in modules if name.startswith("kvabr.")}
-    assert mine == {"cli", "cli.commands", "cli.interrupt", "cli.main", "types", "types.errors"}
+    assert mine == {"cli", "cli.commands", "cli.interrupt", "cli.main", "types", "types.errors", "types.installing"}
     assert not packages & {"torch", "numpy", "rich", "structlog", "transformers", "asyncio", "kvabr_lab"}
     assert "importlib.metadata" not in modules, "reading entry points takes as long as all the rest"
 

@@ -57,6 +57,7 @@ NAMES = {
     "StoreError",
     "StepGate",
     "TraceError",
+    "TraceQuestionError",
     "TrackNamespace",
     "TransportError",
     "UnauthorizedError",

@@ -72,7 +72,9 @@ class Reader:
 
     def _adapted(self, line: str) -> str:
         line = line.replace("--model smollm2", f"--model {self._model}")
-        if line.startswith("kvabr encode"):
+        if line.startswith("kvabr prefill") and "--model" not in line:
+            line += f" --model {self._model}"
+        elif line.startswith("kvabr encode"):
             line += f" --model {self._model} --continuation 16"
         elif line.startswith("kvabr serve"):
             line += " --bind 127.0.0.1:0"

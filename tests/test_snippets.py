@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvabr
-from kvabr.abr import Policy
+from kvabr.abr import Estimator, Policy
 from kvabr.blend import Selection, Selector, choose
 from kvabr.blend.selectors import load_selector
 from kvabr.cli.main import main
@@ -63,7 +63,10 @@ def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
     assert all(close(kv) for kv in used)
     for name, value in names.items():
         if isinstance(value, type) and issubclass(value, Policy) and value.__module__ == "snippet":
-            replays(code, name, tmp_path)
+            replays("policy", code, name, tmp_path)
+            break
+        if isinstance(value, type) and issubclass(value, Estimator) and value.__module__ == "snippet":
+            replays("estimator", code, name, tmp_path)
             break
         if isinstance(value, type) and issubclass(value, Selector) and value.__module__ == "snippet":
             chooses(code, name, tmp_path)
@@ -82,8 +85,8 @@ def chooses(code, name, folder):
     assert len(choose(prompt, scores, 2 / 7)) == 2
 
 
-def replays(code, name, folder):
-    """Play a policy of a snippet over a trace, as the text around it does."""
+def replays(kind, code, name, folder):
+    """Play a policy or an estimator of a snippet over a trace, as the text around it does."""
     (folder / "mine.py").write_text(code)
-    words = ["replay", str(ROOT / "traces" / "lte.csv"), "--policy", f"./mine.py:{name}", "--load", "0.4"]
+    words = ["replay", str(ROOT / "traces" / "lte.csv"), f"--{kind}", f"./mine.py:{name}", "--load", "0.4"]
     assert main([*words, "--jobs", "1"]) == 0

@@ -11,7 +11,9 @@ from kvabr.cli.main import command_parser
 
 _MARK = re.compile(r"<!-- the help of every command.*?-->")
 _CALCULATOR = """<style>
-#calculator label:not([hidden]) { display: grid; grid-template-columns: 12em 16em; margin-bottom: 0.3em; }
+#calculator label:not([hidden]) { display: flex; flex-wrap: wrap; gap: 0.2em 1em; margin-bottom: 0.3em; }
+#calculator label > :first-child { flex: 0 1 16em; min-width: 0; max-width: 100%; }
+#calculator output { display: block; overflow-x: auto; }
 #calculator input, #calculator select { border: 1px solid; padding: 0.1em 0.4em; color: inherit; background: inherit; }
 </style>
 <form id="calculator" data-points="../../assets/calculator.json">

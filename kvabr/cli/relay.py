@@ -25,9 +25,9 @@ a first try, next to `kvabr serve assets --dev` on the same machine:
 A group is fetched from the origin once, however many players wait for it, and passed on as it comes. It is kept, in
 memory and in the folder or object store of --disk, if its digest is the one in the asset's catalog; a wrong group is
 broken off at its end. What the origin removes or replaces is dropped at once, and everything is dropped if the origin
-takes the relay's token back; the players' connections are closed then. Of an origin that does not tell of changes,
-catalogs and lookups are asked for again after two seconds. While the origin cannot be reached, the relay serves what it
-has, and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
+takes the relay's token back; the players' connections are closed then. If the origin does not announce changes, the
+relay asks again for catalogs and lookups after two seconds. While the origin cannot be reached, it serves what it has,
+and keeps trying; it also starts without its origin. Which groups the folder of --disk holds only the origin's
 catalogs tell, so a relay that has just started serves nothing before it has reached the origin once.
 
 --memory bounds the groups; catalogs and lookups take up to an eighth of it in addition (at least 64 MiB).

@@ -45,7 +45,8 @@ examples:
   kvabr replay lte.csv --prefill-rate 8000 --question 20  the engine computes the end of the cache with a question
   kvabr replay lte.csv --passages manual report         a prompt joined from two passages
 
-Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf3 (JSON) or CSV; `kvabr traces info` shows one.
+Traces may be in the formats of mahimahi, sabre (JSON), Pensieve, iperf or CSV with named columns; `kvabr traces info`
+shows one, and the guide "Replaying network traces" lists the names. Whatever a file leaves open is a question.
 Cellular traces are slow compared with a KV cache: --load 0.4 scales each trace so that its mean rate carries
 40 % of the FP16 cache within the deadline.
 """
@@ -203,8 +204,8 @@ def _add_live_options(parser: argparse.ArgumentParser) -> None:
     live.add_argument(
         "--live",
         action="store_true",
-        help="play real bytes over a real link (needs --asset and kvabr-lab); caches that are still being prefilled: "
-        "--producer",
+        help="play real bytes over a real link (needs --asset and the laboratory); caches that are still being "
+        "prefilled: --producer",
     )
     live.add_argument("--quic", choices=("aioquic", "qh3"), help="QUIC library (default: aioquic)")
     live.add_argument("--loss", type=float, metavar="PERCENT", help="packets lost at random in each direction")

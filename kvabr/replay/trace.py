@@ -6,6 +6,7 @@ A trace holds numbers only. `kvabr.replay.readers` reads files; `kvabr.replay.li
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -81,10 +82,19 @@ def _check(trace: Trace) -> None:
         raise TraceError(f"trace {name}: {len(times)} segments, more than the {MAX_SEGMENTS} allowed; cut it in pieces")
     if times[0] != 0:
         raise SegmentError(name, 0, f"starts at {times[0]} s; shift the trace so that it starts at 0")
+    ordered = all(map(operator.lt, times, times[1:])) and math.isfinite(times[-1])
+    if ordered and min(rates) >= 0 and all(map(math.isfinite, rates)):
+        _check_whole(trace)
+        return
     for index, (problem, rate) in enumerate(zip(map(_time_problem, (-math.inf, *times), times), rates, strict=False)):
         found = problem or _rate_problem(rate)
         if found is not None:
             raise SegmentError(name, index, found)
+
+
+def _check_whole(trace: Trace) -> None:
+    """Raise unless a trace of valid segments has an end and carries something."""
+    name, times, rates = trace.name, trace.times, trace.rates
     if not (math.isfinite(trace.duration_s) and trace.duration_s > times[-1]):
         when = f"starts at {times[-1]:g} s, but the trace ends at {trace.duration_s:g} s"
         raise SegmentError(name, len(times) - 1, f"{when}; it must end later")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kvabr.telemetry.listener import Heard, Listener, PlayStates
 from kvabr.types import events
 from kvabr.types.errors import UsageError
+from kvabr.types.installing import WHERE, extra
 
 _MOST_SPANS = 2000
 """Child spans of one play; more are counted in ``kvabr.spans_left_out``."""
@@ -38,7 +39,7 @@ class OpenTelemetry(Listener):
         try:
             from opentelemetry import trace  # noqa: PLC0415  # an extra
         except ImportError as error:
-            raise UsageError(f"spans need OpenTelemetry ({error}): pip install 'kvabr[otel]'") from error
+            raise UsageError(f"spans need OpenTelemetry ({error}): {extra('otel')} ({WHERE})") from error
         from kvabr import __version__  # noqa: PLC0415
 
         self._trace = trace

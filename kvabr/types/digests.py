@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import cache
 
 from kvabr.types.errors import FormatError, UsageError, did_you_mean
+from kvabr.types.installing import WHERE, extra
 
 SHA256 = "sha256"
 BLAKE3 = "blake3"
@@ -94,7 +95,7 @@ def _hasher(kind: str) -> Callable[[Buffer], str]:
         from blake3 import blake3  # noqa: PLC0415  # optional
     except ImportError as error:
         raise FormatError(
-            "BLAKE3 digests need the package blake3, which is missing here: pip install 'kvabr[fast]'"
+            f"BLAKE3 digests need the package blake3, which is missing here: {extra('fast')} ({WHERE})"
         ) from error
 
     def hashed(data: Buffer) -> str:

@@ -86,6 +86,15 @@ class NotFiniteError(KvabrError):
         self.layer, self.half, self.first, self.last = layer, half, first, last
 
 
+class TraceQuestionError(TraceError, UsageError):
+    """A trace could be read in more than one way; an option says which (exit status 2)."""
+
+    def __init__(self, problem: str, option: str = "") -> None:
+        super().__init__(problem)
+        self.option = option
+        """The option of ``kvabr traces`` that answers the question."""
+
+
 class HoleError(KvabrError):
     """A cache was requested although some of its groups are neither fetched nor recomputed."""
 

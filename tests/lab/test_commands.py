@@ -44,7 +44,8 @@ def test_lab_then_report_then_lab_again(links, tmp_path, capsys):
     words = ["lab", *links, "--policy", "cheapfirst", "mpc", "--load", ".1", "own", "--rtt", "20", "--out", out]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "cheapfirst leads" in said
+    assert "cheapfirst has the least mean regret" in said
+    assert "4 traces are too few" in said
     assert "16 plays, 0 of them from earlier runs" in said
     told = json.loads((tmp_path / "out" / "result.json").read_text())
     assert told["schema"] == "kvabr.lab/1"

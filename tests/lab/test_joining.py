@@ -92,8 +92,8 @@ def test_a_command_of_a_laboratory_that_is_not_installed_says_how_to_install_it(
     done = alone(command, "whatever")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"kvabr: `kvabr {command}` is part of the laboratory, which is not installed: pip install kvabr-lab "
-        "(in a clone of the repository: pip install ./tools/lab)\n"
+        f"kvabr: `kvabr {command}` is part of the laboratory, which is not installed: "
+        "pip install ./tools/lab (in the clone of kvabr)\n"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_command_of_a_laboratory_that_is_not_installed_says_how_to_install_it(
 def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
     helped = alone("--help")
     assert helped.returncode == 0
-    assert "commands of the laboratory (pip install kvabr-lab):\n    lab " in helped.stdout
+    assert "commands of the laboratory (pip install ./tools/lab, in the clone of kvabr):\n    lab " in helped.stdout
     listed = alone("policies")
     assert listed.returncode == 0, listed.stderr
     assert "anytime (default)" in listed.stdout
@@ -111,7 +111,7 @@ def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
     refused = alone(*words, "--policy", "cachegen")
     assert refused.returncode == 2
     assert "unknown policy 'cachegen'" in refused.stderr
-    assert "kvabr-lab adds more" in refused.stderr
+    assert "the laboratory adds more" in refused.stderr
     blend = alone("calibrate", "--blend", "--out", tmp_path / "x.json")
     assert blend.returncode == 2
     assert "`kvabr calibrate --blend` is part of the laboratory, which is not installed" in blend.stderr

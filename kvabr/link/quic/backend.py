@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvabr.types.errors import TransportError
+from kvabr.types.installing import WHERE, extra
 
 MOST_AT_ONCE = 32
 """Maximum packets in a batch: enough for the savings, few enough that acknowledgements are not late."""
@@ -137,7 +138,7 @@ RETRY_LIFETIME_S = 30.0
 """Lifetime of a Retry token; clients return theirs at once."""
 _DATAGRAM = 1500
 """More bytes than any datagram has, unless the path's MTU is unusual."""
-_INSTALL = {"qh3": "pip install 'kvabr[fast]'", "aioquic": "pip install aioquic"}
+_INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _MAC_BYTES = 16
 _PEER_CLOSED = "Native peer close"
 """How qh3's message about a peer that closed the connection begins; it warns of every one."""

@@ -1,7 +1,8 @@
 """Read network traces from files.
 
 `find` walks folders for files that look like traces, `read` reads one. Files are untrusted: their size is bounded,
-every number is checked, nothing is executed, and every error names the file, the line and the fix. To add a format,
+every number is checked, nothing is executed, and every error names the file, the line and the fix. Ambiguous
+files raise `TraceQuestionError`, which names the option of ``kvabr traces`` that answers the question. To add a format,
 write its two functions and one entry of ``_FORMATS``.
 """
 
@@ -12,11 +13,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvabr.replay.readers import csv_format, json_formats, line_formats, native
-from kvabr.replay.readers.csv_format import TIME_UNITS, Columns
-from kvabr.replay.readers.source import BYTES_PER_SECOND, MAX_FILE_BYTES, Head, TraceFile
+from kvabr.replay.readers import (
+    csv_format,
+    iperf2_csv,
+    iperf3,
+    iperf_text,
+    line_formats,
+    native,
+    plausible,
+    sabre,
+)
+from kvabr.replay.readers.names import BYTES_PER_SECOND, TIME_UNITS
+from kvabr.replay.readers.source import MAX_FILE_BYTES, Columns, Head, TraceFile
 from kvabr.replay.trace import Trace
-from kvabr.store.files import read_text
+from kvabr.store.files import open_regular
 from kvabr.types.errors import MissingTraceError, TraceError
 
 __all__ = ["BYTES_PER_SECOND", "FORMATS", "TIME_UNITS", "Columns", "find", "read", "sniff"]
@@ -32,8 +42,10 @@ class TraceFormat(NamedTuple):
 
 _FORMATS: dict[str, TraceFormat] = {
     "kvabr": TraceFormat(native.is_native, native.parse),
-    "sabre": TraceFormat(json_formats.is_sabre, json_formats.parse_sabre),
-    "iperf3": TraceFormat(json_formats.is_iperf3, json_formats.parse_iperf3),
+    "sabre": TraceFormat(sabre.is_sabre, sabre.parse_sabre),
+    "iperf3": TraceFormat(iperf3.is_iperf3, iperf3.parse_iperf3),
+    "iperf-text": TraceFormat(iperf_text.is_iperf_text, iperf_text.parse_iperf_text),
+    "iperf2-csv": TraceFormat(iperf2_csv.is_iperf2_csv, iperf2_csv.parse_iperf2_csv),
     "mahimahi": TraceFormat(line_formats.is_mahimahi, line_formats.parse_mahimahi),
     "pensieve": TraceFormat(line_formats.is_pensieve, line_formats.parse_pensieve),
     "values": TraceFormat(line_formats.is_values, line_formats.parse_values),
@@ -43,6 +55,9 @@ _FORMATS: dict[str, TraceFormat] = {
 FORMATS = tuple(_FORMATS)
 """Names of the formats that can be read."""
 
+_WITH_UNITS = ("csv", "pensieve")
+"""Formats that do not fix their units."""
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _HEAD_BYTES = 65536
 _HEAD_LINES = 20
 _PROSE = ("readme", "source", "license", "licence", "copying", "notice", "changelog", "authors", "citation")
@@ -80,14 +95,8 @@ def sniff(path: Path) -> str | None:
     Raises:
         TraceError: the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read ({error.strerror})") from error
-    if b"\0" in head:
-        return None
-    return _sniff_text(head.decode("utf-8-sig", errors="ignore"), cut=len(head) == _HEAD_BYTES)
+    head, cut = _head(_bytes(path, _HEAD_BYTES + 1))
+    return None if head is None else _sniff_text(head, cut=cut)
 
 
 def read(path: Path, *, format_name: str | None = None, columns: Columns | None = None) -> list[Trace]:
@@ -99,33 +108,73 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     Args:
         path: the file.
         format_name: a name in `FORMATS`, if the file's content does not show it.
-        columns: columns that the file's header does not show; implies CSV.
+        columns: answers to questions about the file. Names of columns imply CSV.
 
     Raises:
-        MissingTraceError: it is empty, or looks like no trace.
-        TraceError: too large; or its samples are empty, unsorted, negative, not finite, or all zero.
+        MissingTraceError: it is empty, or in no known format.
+        TraceQuestionError: it is ambiguous, or its numbers are implausible.
+        TraceError: no ordinary file, too large; or its samples are empty, unsorted, negative, not finite, or all zero.
     """
-    if columns is not None and format_name is None:
+    said = columns or Columns()
+    if said.of_csv and format_name is None:
         format_name = "csv"
     if format_name is not None and format_name not in FORMATS:
         raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
     family, name = _names(path)
-    text = read_text(path, MAX_FILE_BYTES, unreadable=TraceError, unfit=TraceError)
-    source = TraceFile(path, text, name, family)
+    source = TraceFile(path, _text(path), name, family, said)
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
     if chosen is None:
-        what = "looks like no trace format that is known" if source.text.strip() else "it is empty"
+        what = "is in no trace format that kvabr knows" if source.text.strip() else "is empty"
         raise MissingTraceError(
             f"{path}: {what}; `kvabr traces import {path} --format F --out FOLDER` converts it: F is one of "
             f"{', '.join(FORMATS)}, and for CSV its options name the columns"
         )
-    if chosen == "csv":
-        return csv_format.parse_csv(source, columns)
-    return _FORMATS[chosen].parse(source)
+    traces = _FORMATS[chosen].parse(source)
+    if chosen in _WITH_UNITS:
+        times_said = said.time_unit is not None or said.step_s is not None
+        plausible.check(
+            source,
+            traces,
+            rate_option="" if said.unit is not None else "--unit",
+            time_option="" if times_said else "--time-unit",
+        )
+    elif chosen != "kvabr" and format_name is None:
+        plausible.check(source, traces, rate_option="--format", time_option="--format", value=chosen)
+    return traces
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    """Return the first ``limit`` bytes of an ordinary file."""
+    try:
+        with open_regular(path, follow_links=True) as file:
+            return file.read(limit)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror}); a trace is an ordinary file") from error
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 with its mark, as PowerShell writes it."""
+    data = _bytes(path, MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise TraceError(f"{path}: larger than the {MAX_FILE_BYTES} bytes allowed; is it the right file?")
+    try:
+        return data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); convert or unpack it first"
+        ) from error
+
+
+def _head(data: bytes) -> tuple[str | None, bool]:
+    """Return the beginning of a file as text, None if it is not text, and whether the file goes on."""
+    cut, data = len(data) > _HEAD_BYTES, data[:_HEAD_BYTES]
+    if data.startswith(_UTF_16):
+        return data.decode("utf-16", errors="ignore"), cut
+    return None if b"\0" in data else data.decode("utf-8-sig", errors="ignore"), cut
 
 
 def _sniff_text(text: str, *, cut: bool) -> str | None:
-    lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
+    lines = [line.strip(" \r\v\f") for line in text.splitlines() if line.strip()]
     if cut:
         lines = lines[:-1]
     rows = [line for line in lines if not line.startswith("#")][:_HEAD_LINES]

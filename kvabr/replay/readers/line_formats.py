@@ -6,13 +6,13 @@ with those of millisecond 0 of the next round. Packets are counted per milliseco
 that millisecond. Source: https://github.com/ravinet/mahimahi, src/frontend/link_queue.cc.
 
 Pensieve's cooked traces, and the many data sets in the same form: ``time_s<space or tab>Mbit/s``. A rate holds until
-the time of the next line; the last one lasts as long as the median step. (Pensieve's own simulator takes a line as the
-rate *up to* its time and drops the first. Data sets do not say which they mean; reading forward uses every line and
-differs by a shift of one.) The first time need not be 0: the trace is shifted. Source:
-https://github.com/hongzimao/pensieve, sim/load_trace.py and sim/env.py.
+the time of the next line; the last one, and one before a jump (`split`), lasts as long as the median step. (Pensieve's
+own simulator takes a line as the rate *up to* its time and drops the first. Data sets do not say which they mean;
+reading forward uses every line and differs by a shift of one.) The first time need not be 0: the trace is shifted.
+Source: https://github.com/hongzimao/pensieve, sim/load_trace.py and sim/env.py.
 
 ``value,unit`` without a header, one line per second; the unit may change from line to line. These are the bandwidth
-columns of iperf's text reports (``6.21,Mbits/sec``), as in NYU-METS.
+columns of iperf's text reports (``6.21,Mbits/sec``), as in NYU-METS. As there, a KByte is 1,024 bytes.
 Source: Mei et al., PAM 2019; https://github.com/NYU-METS/Main.
 """
 
@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import re
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, Sample, TraceFile, build, hold
+from kvabr.replay.readers.iperf_text import UNITS
+from kvabr.replay.readers.names import BYTES_PER_SECOND, TIME_UNITS, rate_unit, time_unit
+from kvabr.replay.readers.numerals import decimal_mark, number, with_point
+from kvabr.replay.readers.plausible import seconds
+from kvabr.replay.readers.source import Head, Rows, Sample, TraceFile, build, split
 from kvabr.replay.trace import Trace
 
 PACKET_BYTES = 1500
 _MAX_DIGITS = 12
 STEP_S = 1.0
 """Length of a line, seconds."""
+LEAST_GAP_S = 60.0
+"""Seconds that a rate may hold in Pensieve's format, where loggers pause without coverage."""
 
-_UNITS = {
-    f"{prefix.lower()}{word}s/sec": BYTES_PER_SECOND[f"{prefix}{word}/s"]
-    for prefix in ("", "k", "M", "G")
-    for word in ("bit", "byte")
-}
-_VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMG]?(?:bit|byte)s/sec)", re.IGNORECASE)
+_VALUE = re.compile(r"[-+.\w]{1,40}\s*,\s*([KMGT]?(?:bit|byte)s/sec)", re.IGNORECASE)
 
 
 def is_mahimahi(head: Head) -> bool:
@@ -107,22 +108,41 @@ def parse_pensieve(source: TraceFile) -> list[Trace]:
     Raises:
         TraceError: the file is not a trace of this format.
     """
-    rows = []
-    for line, text in source.lines():
+    places, times, rates = [], [], []
+    for line, text in source.rows():
         fields = text.split()
         if len(fields) != 2:
             raise source.error(f"{text[:40]!r} is not `time rate` (seconds, Mbit/s)", line)
-        time = source.number(fields[0], "the time", line)
-        rows.append((line, time, source.number(fields[1], "the rate", line) * BYTES_PER_SECOND["Mbit/s"]))
-    return [build(source, hold(rows))]
+        places.append(line)
+        times.append(fields[0])
+        rates.append(fields[1])
+    if not places:
+        raise source.error("it has no samples; a trace needs at least one")
+    unit, of_time = rate_unit(source.said.unit or "Mbit/s"), time_unit(source.said.time_unit or "s")
+    if not unit:
+        raise source.question(
+            f"unknown unit {source.said.unit!r}; known are {', '.join(BYTES_PER_SECOND)}", "--unit", "UNIT"
+        )
+    if of_time is None:
+        known = ", ".join(TIME_UNITS)
+        raise source.question(
+            f"unknown unit of time {source.said.time_unit!r}; known are {known}", "--time-unit", "UNIT"
+        )
+    if "," in source.text:
+        mark, _ = decimal_mark((times, rates), " ")
+        if mark is None:
+            raise source.error("a mark in its numbers may be decimal or of thousands; write them with a decimal point")
+        times, rates = with_point(times, mark), with_point(rates, mark)
+    factor = BYTES_PER_SECOND[unit]
+    starts = source.numbers(times, "the time", places)
+    found = [rate * factor for rate in source.numbers(rates, "the rate", places)]
+    starts = seconds(source, starts, None if source.said.time_unit is None else of_time)
+    return split(source, Rows(places, starts, None, found), least_gap_s=LEAST_GAP_S)
 
 
 def _is_row(line: str) -> bool:
     fields = line.split()
-    try:
-        return len(fields) == 2 and all(isinstance(float(field), float) for field in fields)
-    except ValueError:
-        return False
+    return len(fields) == 2 and all(number(field.replace(",", ".", 1)) is not None for field in fields)
 
 
 def is_values(head: Head) -> bool:
@@ -137,9 +157,9 @@ def parse_values(source: TraceFile) -> list[Trace]:
         TraceError: the file is not a trace of this format.
     """
     samples = []
-    for index, (line, text) in enumerate(source.lines()):
+    for index, (line, text) in enumerate(source.rows()):
         value, _, unit = (part.strip() for part in text.partition(","))
-        factor = _UNITS.get(unit.lower())
+        factor = UNITS.get(unit.lower())
         if factor is None:
             raise source.error(f"{text[:40]!r} is not `value,unit` with a unit such as Mbits/sec", line)
         rate = source.number(value, "the value", line) * factor

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import re
 
-from kvabr.replay.readers.source import BYTES_PER_SECOND, Head, TraceFile, build, hold
+from kvabr.replay.readers.names import BYTES_PER_SECOND
+from kvabr.replay.readers.source import Head, TraceFile, build, hold
 from kvabr.replay.trace import Trace
 
 MAGIC = "# kvabr.trace/1"

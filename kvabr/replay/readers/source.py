@@ -1,6 +1,7 @@
 """Shared by all readers: a bounded text, numbers from it, and the way from samples to a `Trace`.
 
-A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors.
+A reader turns text into `Sample`s. `Trace` alone validates them, and `build` adds file and line to its errors. An
+ambiguous file raises `TraceFile.question`.
 """
 
 from __future__ import annotations
@@ -8,31 +9,63 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvabr.replay.trace import BYTES_PER_MBIT, SegmentError, Trace
-from kvabr.types.errors import TraceError
+from kvabr.replay.readers.numerals import Mark, number
+from kvabr.replay.trace import SegmentError, Trace
+from kvabr.types.errors import TraceError, TraceQuestionError
 
 MAX_FILE_BYTES = 64 << 20
 """Largest trace file that is read, bytes."""
 MAX_LINES = 8_000_000
 """Most lines of a trace file."""
 
-BYTES_PER_SECOND = {
-    "bit/s": 1 / 8,
-    "kbit/s": BYTES_PER_MBIT / 1000,
-    "Mbit/s": BYTES_PER_MBIT,
-    "Gbit/s": BYTES_PER_MBIT * 1000,
-    "byte/s": 1.0,
-    "kbyte/s": 1e3,
-    "Mbyte/s": 1e6,
-    "Gbyte/s": 1e9,
-}
-"""Units of rate, as bytes per second."""
+MAX_ROWS = 1_000_000
+"""Most rows with a time and a rate of a trace file."""
+GAP_STEPS = 10
+"""A step longer than this many median steps is a gap in the measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Answers of the user about a file; None: as its names and numbers say."""
+
+    time: str | None = None
+    """Name of the column with the start of a row."""
+    end: str | None = None
+    """Name of the column with the end of a row."""
+    rate: str | None = None
+    """Name of the column with the rate."""
+    unit: str | None = None
+    """Unit of the rate, in any spelling that `kvabr.replay.readers.names` knows."""
+    time_unit: str | None = None
+    """Unit of numeric times, in any such spelling."""
+    decimal: Mark | None = None
+    """Decimal mark of numbers."""
+    step_s: float | None = None
+    """Seconds that each row lasts, in a file without times."""
+
+    @property
+    def of_csv(self) -> bool:
+        """Whether an answer only fits a file with named columns."""
+        return any(answer is not None for answer in (self.time, self.end, self.rate, self.decimal, self.step_s))
+
+
+class Rows(NamedTuple):
+    """The lines of a file with a time and a rate each, column by column: there may be a million."""
+
+    places: Sequence[int]
+    """Line of the file of each row, from 1."""
+    starts: Sequence[float]
+    """Seconds, from any origin."""
+    ends: Sequence[float] | None
+    """Seconds; None if the file does not say them."""
+    rates: Sequence[float | None]
+    """Bytes per second; None where one is missing."""
 
 
 class Sample(NamedTuple):
@@ -68,22 +101,38 @@ class TraceFile:
     text: str
     name: str
     family: str
+    said: Columns = field(default_factory=Columns)
 
     def error(self, problem: str, place: int | None = None, unit: str = "line") -> TraceError:
         """Return an error that names the file and, if known, the line (or JSON entry)."""
         where = "" if place is None else f"{unit} {place}: "
         return TraceError(f"{self.path}: {where}{problem}")
 
+    def question(self, problem: str, option: str, value: str) -> TraceQuestionError:
+        """Return an error about something that the file does not say, and the option that says it."""
+        how = f"`kvabr traces import {self.path} {option} {value} --out DIR`"
+        return TraceQuestionError(f"{self.path}: {problem}; say it with {option}: {how}", option)
+
     def lines(self) -> list[tuple[int, str]]:
         """Return the lines that are neither empty nor comments (``#``), stripped, with their numbers from 1."""
         lines = self.text.splitlines()
         if len(lines) > MAX_LINES:
             raise self.error(f"{len(lines)} lines, more than the {MAX_LINES} allowed; cut the file in pieces")
-        return [
-            (number, stripped)
-            for number, line in enumerate(lines, 1)
-            if (stripped := line.strip()) and not stripped.startswith("#")
-        ]
+        # Tabs are kept: one at the beginning of a line is an empty cell.
+        stripped = [line.strip(" \r\v\f") for line in lines]
+        kept = [not line.startswith("#") and not line.isspace() and line != "" for line in stripped]
+        return list(compress(zip(count(1), stripped, strict=False), kept))
+
+    def rows(self) -> list[tuple[int, str]]:
+        """Return the same lines of a file that has a row on each line.
+
+        Raises:
+            TraceError: there are more than `MAX_ROWS`.
+        """
+        lines = self.lines()
+        if len(lines) > MAX_ROWS:
+            raise self.error(f"{len(lines)} rows, more than the {MAX_ROWS} allowed; cut the file in pieces")
+        return lines
 
     def json(self) -> Any:
         """Return the text as JSON values.
@@ -104,11 +153,25 @@ class TraceFile:
         """
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             try:
-                return float(value)
-            except (ValueError, OverflowError):
-                pass
+                found = number(value) if isinstance(value, str) else float(value)
+            except OverflowError:
+                found = None
+            if found is not None:
+                return found
         shown = str(value)[:40]
         raise self.error(f"{what} is {shown!r}, not a number; correct or remove it", place, unit)
+
+    def numbers(self, values: Sequence[str], what: str, places: Sequence[int]) -> list[float]:
+        """Return texts as floats, as `number` does.
+
+        Raises:
+            TraceError: one of them is not a number.
+        """
+        found = [number(value) for value in values]
+        if None in found:
+            index = found.index(None)
+            self.number(values[index], what, places[index])
+        return found  # type: ignore[return-value]  # none is None
 
 
 def build(
@@ -128,20 +191,35 @@ def build(
     """
     if not samples:
         raise source.error("it has no samples; a trace needs at least one")
-    origin = samples[0].start
+    places, starts, ends, rates = zip(*samples, strict=True)
+    return _trace(source, places, starts, rates, ends[-1], session=session, rtt_s=rtt_s, unit=unit)
+
+
+def _trace(  # one per piece of a file
+    source: TraceFile,
+    places: Sequence[int],
+    starts: Sequence[float],
+    rates: Sequence[float],
+    end: float,
+    *,
+    session: str = "",
+    rtt_s: float | None = None,
+    unit: str = "line",
+) -> Trace:
+    origin = starts[0]
     # Seconds since 1970 as a float are good to a quarter of a microsecond; finer digits are noise of the subtraction.
-    shift = (lambda time: time) if origin == 0 else (lambda time: _microseconds(time - origin))
+    shifted = starts if origin == 0 else [_microseconds(start - origin) for start in starts]
     try:
         return Trace(
             name=source.name + session,
             family=source.family,
-            times=tuple(shift(sample.start) for sample in samples),
-            rates=tuple(sample.rate for sample in samples),
-            duration_s=shift(samples[-1].end),
+            times=tuple(shifted),
+            rates=tuple(rates),
+            duration_s=end if origin == 0 else _microseconds(end - origin),
             rtt_s=rtt_s,
         )
     except SegmentError as error:
-        raise source.error(error.problem, samples[error.segment].place, unit) from error
+        raise source.error(error.problem, places[error.segment], unit) from error
     except TraceError as error:
         raise TraceError(f"{source.path}: {error}") from error
 
@@ -158,6 +236,73 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
     step = median_step([time for _, time, _ in rows], lone_s)
     ends = [time for _, time, _ in rows[1:]] + [rows[-1][1] + step] if rows else []
     return [Sample(line, time, end, rate) for (line, time, rate), end in zip(rows, ends, strict=True)]
+
+
+def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
+    """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
+
+    A row lasts until its end or, without one, until the next row's time. A jump forward splits the file, and so does a
+    row without a rate: a missing sample is not a zero. Pieces that carried nothing are left out if others remain.
+
+    Args:
+        source: the file.
+        rows: its rows, in order.
+        least_gap_s: seconds; a shorter jump is no gap.
+
+    Raises:
+        TraceError: no row has a rate, one ends before it starts, or the samples of a piece are not valid.
+    """
+    pieces = list(_pieces(source, rows, least_gap_s))
+    if not pieces:
+        raise source.question("no row has a rate", "--rate-column", "NAME")
+    carrying = [piece for piece in pieces if any(rows.rates[piece.first : piece.stop])] or pieces
+    return [
+        _trace(
+            source,
+            rows.places[piece.first : piece.stop],
+            rows.starts[piece.first : piece.stop],
+            [rate for rate in rows.rates[piece.first : piece.stop] if rate is not None],
+            piece.end,
+            session="" if len(carrying) == 1 else f"-{index:04d}",
+        )
+        for index, piece in enumerate(carrying, 1)
+    ]
+
+
+class _Piece(NamedTuple):
+    first: int
+    """Its first row."""
+    stop: int
+    """The row after its last one."""
+    end: float
+    """End of its last row, seconds."""
+
+
+def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piece]:
+    places, starts, ends, rates = rows
+    if ends is None:
+        step = median_step(starts)
+        held = max(GAP_STEPS * step, least_gap_s)
+        # How long the last rate before a jump held is unknown; it gets the median step.
+        lasts = [after if 0 < after - start <= held else start + step for start, after in pairwise(starts)]
+        lasts.append(starts[-1] + step)
+    else:
+        for place, start, end in zip(places, starts, ends, strict=True):
+            if end <= start:
+                raise source.error("the row ends before it starts; correct or remove it", place)
+        step = statistics.median(end - start for start, end in zip(starts, ends, strict=True))
+        lasts = [
+            after if start < after < end else end for start, end, after in zip(starts, ends, starts[1:], strict=False)
+        ]
+        lasts.append(ends[-1])
+    jumps = [index for index, (after, end) in enumerate(zip(starts[1:], lasts, strict=False)) if after - end > step / 2]
+    missing = [index for index, rate in enumerate(rates) if rate is None]
+    first = 0
+    for last in sorted({*jumps, *missing, len(rates) - 1}):
+        stop = last if rates[last] is None else last + 1
+        if stop > first:
+            yield _Piece(first, stop, lasts[stop - 1])
+        first = last + 1
 
 
 def median_step(times: Sequence[float], lone_s: float = 1.0) -> float:

@@ -42,10 +42,10 @@ _BAR = (4, 24)
 
 
 _TITLES = (
-    *("\nhit", "95 %\nCI", "TTFT\np50", "TTFT\np95", "loss\nmean", "loss\np95"),
-    *("\nregret", "re-\ncomp.", "\nwaste"),
+    *("\nmet", "\n95 %", "TTFT\np50", "s\np95", "loss\nmean", "\np95"),
+    *("\nregret", "\ncomp.", "\nwaste"),
 )
-"""Two lines each, none wider than its numbers, so that a row fits 80 columns."""
+"""None wider than its numbers, so that a row fits 80 columns; the first line names what two columns share."""
 
 
 class ShareBar:
@@ -85,7 +85,7 @@ def summary_table(result: Result) -> RenderableType:
         result: what `kvabr replay --json` writes.
     """
     table = plain_table()
-    table.spare = ("95 %\nCI", "loss\np95", "\nwaste", "re-\ncomp.", "TTFT\np95", "\nmix")
+    table.spare = ("\n95 %", "\np95", "\nwaste", "\ncomp.", "s\np95", "\nmix")
     table.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
     for title in _TITLES:
         table.add_column(title, justify="right", no_wrap=True)
@@ -184,7 +184,10 @@ def _notes(result: Result, styles: dict[str, tuple[str, str]]) -> list[Renderabl
     for name, (mark, colour) in styles.items():
         legend.append(f" {mark} ", style=Style(bgcolor=colour, color="#000000"))
         legend.append(f" {name}  ")
-    units = "TTFT in seconds · loss and regret in nats per generated token · recomp.: mean tokens recomputed"
+    units = (
+        "met: share of plays with a first token by the deadline, with its 95 % interval · TTFT: time to first token · "
+        "loss, regret: nats per generated token · comp.: mean tokens that the engine computed"
+    )
     notes: list[RenderableType] = [legend, Text(units, style="dim")]
     apart = set_apart(result)
     if apart:

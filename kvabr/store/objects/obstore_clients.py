@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvabr.store.objects.failures import Failure
 from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl, check_endpoint
 from kvabr.types.errors import ConnectionLostError, StoreError, UsageError
+from kvabr.types.installing import WHERE, extra
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
@@ -31,7 +32,7 @@ def load_obstore() -> Any:
 
         import obstore  # noqa: PLC0415  # an extra, which loads a library
     except ImportError as error:
-        raise UsageError("object stores need the package obstore: pip install 'kvabr[stores]'") from error
+        raise UsageError(f"object stores need the package obstore: {extra('stores')} ({WHERE})") from error
     return obstore
 
 

@@ -24,6 +24,7 @@ from kvabr.telemetry.kv_events.wire import END, KVBlocksCleared, KVBlocksStored,
 from kvabr.telemetry.prometheus import MetricSet
 from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.home import HomeProcess
+from kvabr.types.installing import WHERE, extra
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -53,7 +54,7 @@ def zeromq() -> Any:
     try:
         import zmq  # noqa: PLC0415  # an extra
     except ImportError as error:
-        raise UsageError(f"KV events need ZeroMQ ({error}): pip install 'kvabr[events]'") from error
+        raise UsageError(f"KV events need ZeroMQ ({error}): {extra('events')} ({WHERE})") from error
     return zmq
 
 

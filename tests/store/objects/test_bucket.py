@@ -168,7 +168,7 @@ def test_the_endpoint_may_come_from_the_environment(seaweed, monkeypatch):
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(UsageError, match=r"kvabr\[stores\]"):
+    with pytest.raises(UsageError, match=r"\.\[stores\]"):
         Bucket.open("memory://name-x")
 
 

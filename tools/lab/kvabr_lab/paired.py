@@ -28,6 +28,8 @@ Counts = npt.NDArray[np.int64]
 
 DRAWS = 4000
 """Bootstrap samples."""
+LEAST_TRACES = 6
+"""Fewest traces over which policies can be told apart."""
 _LEVEL = 0.05
 """Probability up to which a difference counts as real."""
 _SAME = 1e-9

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report.queries import DASH, nats
+from kvabr.types.words import counted
 from kvabr_lab.causes import CAUSES
+from kvabr_lab.paired import LEAST_TRACES
 from kvabr_lab.totals import Cut
 
 _WORDS = {
@@ -164,12 +166,19 @@ def verdict(result: dict[str, Any]) -> str:
         return "No play was feasible for every policy: nothing can be compared."
     rows = [row for row in everyone if not row["policy"].endswith("oracle")] or everyone
     best = rows[0]
+    plays, traces = result["comparison"]["plays"], result["comparison"]["traces"]
+    if len(rows) > 1 and traces < LEAST_TRACES:
+        return (
+            f"{best['policy']} has the least mean regret, {short(best['regret_mean'])}, but {counted(plays, 'play')} "
+            f"over {counted(traces, 'trace')} are too few to tell policies apart. It takes {LEAST_TRACES} traces; more "
+            "--starts on the same traces do not replace them."
+        )
     said = f"{best['policy']} leads with mean regret {short(best['regret_mean'])} ({interval(best['regret_ci95'])})"
     alike = [row["policy"] for row in rows if row["policy"] in best["like"]]
     if rows is not everyone and everyone[0] not in rows:
         said += f" ({everyone[0]['policy']}, which knows the future, has {short(everyone[0]['regret_mean'])})"
     if alike:
-        said += f"; {', '.join(alike)} cannot be told from it"
+        said += f"; {', '.join(alike)} cannot be told from it by {counted(plays, 'play')} over {traces} traces"
     other = next((row for row in rows[1:] if row["policy"] not in best["like"]), None)
     if other is None:
         return f"{said}."

@@ -9,9 +9,10 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
+from kvabr.replay.readers.numerals import Mark
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, TraceError, UsageError
@@ -54,8 +55,10 @@ examples:
   kvabr traces info traces --families                   one line per data set
   kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
 
-A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), Pensieve (`seconds Mbit/s` a line),
-NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. Statistics are weighted by time, at the trace's
+A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), the text of iperf, the CSV of iperf 2,
+Pensieve (`seconds Mbit/s` a line), NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. The guide
+"Replaying network traces" lists the names of columns and units that are known; whatever is unclear is a question, and
+an option answers it. Statistics are weighted by time, at the trace's
 own resolution: mahimahi's milliseconds without a packet count as zero.
 """
 _IMPORT_EPILOG = """\
@@ -133,28 +136,30 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
     group.add_argument("--time-column", metavar="NAME", help="CSV: column with the start time of a row")
     group.add_argument("--end-column", metavar="NAME", help="CSV: column with the end time of a row")
     group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
-    group.add_argument("--unit", choices=BYTES_PER_SECOND, help="CSV: unit of the rate")
-    group.add_argument("--time-unit", choices=TIME_UNITS, help="CSV: unit of numeric times")
+    units, times = ", ".join(BYTES_PER_SECOND), ", ".join(TIME_UNITS)
+    group.add_argument("--unit", metavar="UNIT", help=f"CSV and Pensieve: unit of the rate ({units})")
+    group.add_argument("--time-unit", metavar="UNIT", help=f"CSV and Pensieve: unit of numeric times ({times})")
+    group.add_argument("--decimal", choices=get_args(Mark), help="CSV: decimal mark of numbers")
     group.add_argument("--step", type=float, metavar="S", help="CSV: there are no times; each row lasts S seconds")
     return parser
 
 
 def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
     """Yield each trace with its file and format."""
-    columns = Columns(
+    said = Columns(
         time=args.time_column,
         end=args.end_column,
         rate=args.rate_column,
         unit=args.unit,
         time_unit=args.time_unit,
+        decimal=args.decimal,
         step_s=args.step,
     )
-    told = None if columns == Columns() else columns
-    if told is not None and args.format not in (None, "csv"):
+    if args.format not in (None, "csv") and (said.of_csv or (said != Columns() and args.format != "pensieve")):
         raise UsageError(f"--format {args.format} has no columns; leave out the options of CSV")
     for path in find(args.paths):
-        chosen = args.format or ("csv" if told else sniff(path)) or "?"
-        for trace in read(path, format_name=args.format, columns=told):
+        chosen = args.format or ("csv" if said.of_csv else sniff(path)) or "?"
+        for trace in read(path, format_name=args.format, columns=said):
             yield path, chosen, trace
 
 

@@ -1,0 +1,332 @@
+"""Names of columns and units: the one table that drives the CSV reader.
+
+`ColumnName.of` takes a column's name apart into lower-case words and a unit. `find_time`, `find_end` and `find_rate`
+choose columns. `table` writes the same tables as Markdown for the documentation. Names that are not in the tables, and
+ambiguous ones, are questions for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvabr.replay.trace import BYTES_PER_MBIT
+
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "minutes": 60.0, "hours": 3600.0}
+"""Units of time, in seconds."""
+_TIME_SPELLINGS = {
+    "s": ("s", "sec", "secs", "second", "seconds"),
+    "ms": ("ms", "msec", "msecs", "millis", "millisecond", "milliseconds"),
+    "us": ("us", "µs", "μs", "usec", "usecs", "micros", "microsecond", "microseconds"),
+    "ns": ("ns", "nsec", "nsecs", "nanos", "nanosecond", "nanoseconds"),
+    "minutes": ("mins", "minute", "minutes"),
+    "hours": ("h", "hrs", "hour", "hours"),
+}
+"""Spellings of units of time, in any case. ``min`` is not one of them: it may be a minimum."""
+
+BYTES_PER_SECOND = {
+    "bit/s": 1 / 8,
+    "kbit/s": BYTES_PER_MBIT / 1000,
+    "Mbit/s": BYTES_PER_MBIT,
+    "Gbit/s": BYTES_PER_MBIT * 1000,
+    "Tbit/s": BYTES_PER_MBIT * 1e6,
+    "Kibit/s": 1024 / 8,
+    "Mibit/s": 1024**2 / 8,
+    "Gibit/s": 1024**3 / 8,
+    "byte/s": 1.0,
+    "kbyte/s": 1e3,
+    "Mbyte/s": 1e6,
+    "Gbyte/s": 1e9,
+    "KiB/s": 1024.0,
+    "MiB/s": 1024.0**2,
+    "GiB/s": 1024.0**3,
+}
+"""Units of rate, as bytes per second. Prefixes without ``i`` are powers of 1,000."""
+
+_PREFIXES = {
+    "": ("",),
+    "k": ("k", "kilo"),
+    "M": ("m", "mega"),
+    "G": ("g", "giga"),
+    "T": ("t", "tera"),
+    "Ki": ("ki", "kibi"),
+    "Mi": ("mi", "mebi"),
+    "Gi": ("gi", "gibi"),
+}
+_BITS, _BYTES = ("bit", "bits"), ("byte", "bytes", "octet", "octets")
+_PER_SECOND = ("ps", "/s", "/sec", "/secs", "/second")
+"""Ends of a unit. In a name, ``per``, ``p`` or a separator alone count as the slash: ``mbit_s``, ``bits_per_sec``."""
+
+
+class ColumnKind(NamedTuple):
+    """A kind of column and its names."""
+
+    meaning: str
+    names: tuple[str, ...]
+
+
+def _kind(meaning: str, *names: str) -> ColumnKind:
+    return ColumnKind(meaning, tuple(name for line in names for name in line.split(", ")))
+
+
+START = _kind(
+    "start of a row",
+    "start, start time, time start, start timestamp, timestamp start, interval start, begin, begin time",
+    "time begin, timestamp begin",
+)
+TIME = _kind(
+    "time of a row, if there is no column with its start",
+    "timestamp, timestamps, time stamp, time, times, datetime, date time, epoch, epoch time, unix time",
+    "unix timestamp, unix epoch, time epoch, ts, t, elapsed, elapsed time, time elapsed, relative time",
+    "time since start",
+)
+END = _kind(
+    "end of a row",
+    "end, end time, time end, end timestamp, timestamp end, interval end, stop, stop time, time stop",
+    "timestamp stop",
+)
+RATE = _kind(
+    "rate",
+    "rate, bit rate, bitrate, data rate, datarate, bandwidth, bw, throughput, tput, thpt, capacity",
+    "goodput",
+)
+DOWN = _kind(
+    "marks a column of the downlink, which is preferred",
+    "download, downlink, downstream, down, dl, rx, recv, received, recieved",
+)
+UP = _kind(
+    "marks a column of the uplink, which is read only if named",
+    "upload, uplink, upstream, up, ul, tx, sent, send",
+)
+AVERAGE = _kind(
+    "marks a mean, read if no other column is a rate",
+    "average, avg, mean",
+)
+OTHER = _kind(
+    "marks a column that is never the link's rate",
+    "min, max, minimum, maximum, peak, std, stddev, median, target, limit, cap, nominal, requested",
+    "selected, chosen, video, audio, media, encoded, encoding",
+)
+ZONE = ("utc", "gmt", "local", "posix")
+"""Words that are ignored in the name of a time."""
+COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b", "packets", "datagrams"))
+"""Words at the end of the name of a column that counts: its values are no rate."""
+
+_TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
+_LONE_TIMES = frozenset(word for word in _TIME_UNIT_OF if len(word) > 2)
+"""Units that are the whole name of a time column (``seconds``). Two letters (``ms``) could be a delay."""
+_RATE_WORDS = frozenset(word for kind in (RATE, DOWN, UP) for name in kind.names for word in name.split())
+"""Words that may follow a unit: ``mbps_down``."""
+_PARTS = re.compile(r"[^\W_]+|/")
+_BRACKET = re.compile(r"[(\[{<]([^)\]}>]*)[)\]}>]\W*$")
+_CAMEL = re.compile(r"(?<=[a-z]{2})(?=[A-Z])")
+
+
+def _long_units() -> Iterator[tuple[str, str]]:
+    """Yield each unit that is spelt in words, in lower case, with the unit that it is."""
+    for prefix, spellings in _PREFIXES.items():
+        for bits, words in ((True, _BITS), (False, _BYTES)):
+            unit = f"{prefix}bit/s" if bits else f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
+            if unit in BYTES_PER_SECOND:
+                for spelling in spellings:
+                    for word in words:
+                        yield from ((f"{spelling}{word}{per}", unit) for per in _PER_SECOND)
+
+
+def _short_units() -> Iterator[tuple[str, str]]:
+    """Yield each spelling with b or B alone, and its unit, which depends on the case; an empty one is unclear."""
+    for prefix in _PREFIXES:
+        bit, byte = f"{prefix}bit/s", f"{prefix}B/s" if prefix.endswith("i") else f"{prefix}byte/s"
+        byte = byte if byte in BYTES_PER_SECOND else ""
+        first = prefix[:1]
+        cases = {first.lower() + prefix[1:], first.upper() + prefix[1:]}
+        for per in _PER_SECOND:
+            for case in cases:
+                yield f"{case}b{per}", bit
+                yield f"{case}B{per}", byte
+            # Where all letters have one case, b may be bits or bytes; only `mbps` is bits by custom.
+            customary = per == "ps" and not prefix.endswith("i")
+            yield f"{prefix.lower()}b{per}", bit if customary else ""
+            yield f"{prefix.upper()}B{per.upper()}", ""
+    yield from (("Bps", ""), ("BPS", ""), ("b/s", ""))
+
+
+RATE_SPELLINGS: dict[str, str] = {**dict(_long_units()), **dict(_short_units())}
+"""Units of rate by spelling; an empty one may count bits or bytes."""
+
+
+def time_unit(text: str) -> str | None:
+    """Return the unit of time, a key of `TIME_UNITS`, that ``text`` spells; None if it spells none."""
+    return _TIME_UNIT_OF.get(text.strip().lower())
+
+
+def rate_unit(text: str) -> str | None:
+    """Return the unit of rate, a key of `BYTES_PER_SECOND`, that ``text`` spells.
+
+    Returns None if it spells none, and ``""`` if it could be bits or bytes (``MBPS``, ``mb/s``).
+    """
+    if text in BYTES_PER_SECOND:
+        return text
+    spelt = _spelt([part.group() for part in _PARTS.finditer(text)])
+    return RATE_SPELLINGS.get(spelt, RATE_SPELLINGS.get(spelt.lower()) if _is_long(spelt) else None)
+
+
+def _is_long(spelt: str) -> bool:
+    return re.search(r"bit|byte|octet", spelt, re.IGNORECASE) is not None
+
+
+def _spelt(parts: Sequence[str]) -> str:
+    """Join the words of a unit: ``bits per second`` -> ``bits/second``."""
+    words = [word for word in parts if word.lower() not in ("per", "p", "/")]
+    return "/".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnName:
+    """A column's name, taken apart."""
+
+    words: str
+    """Lower-case words without the unit, separated by spaces."""
+    rate: str | None
+    """Unit of rate in the name; empty if it could be bits or bytes."""
+    time: str | None
+    """Unit of time in the name."""
+    strange: str
+    """The unit in brackets, if it is neither of the two."""
+
+    @classmethod
+    def of(cls, name: str) -> ColumnName:
+        """Take a name apart: ``Throughput (Mbit/s)``, ``time_ms``, ``downloadMbps``."""
+        bracket = _BRACKET.search(name)
+        if bracket is not None:
+            inside = bracket[1].strip()
+            words = _words(name[: bracket.start()])
+            kept = [word for word in inside.split() if word.lower() not in ZONE]
+            rate, time = rate_unit(inside), time_unit(" ".join(kept))
+            return cls(_plain(words), rate, time, inside if rate is None and time is None and kept else "")
+        words = _words(name)
+        for length in (4, 3, 2, 1):
+            if length <= len(words) and (rate := rate_unit(" ".join(words[-length:]))) is not None:
+                return cls(_plain(words[:-length]), rate, None, "")
+        for length in (3, 2, 1):
+            rest = _plain(words[length:]).split()
+            if rest and set(rest) <= _RATE_WORDS and (rate := rate_unit(" ".join(words[:length]))) is not None:
+                return cls(" ".join(rest), rate, None, "")
+        words = [word for word in words if word.lower() not in ZONE]
+        time = time_unit(words[-1]) if words else None
+        lone = len(words) == 1 and words[0].lower() not in _LONE_TIMES
+        if time is not None and not lone:
+            return cls(_plain(words[:-1]), None, time, "")
+        return cls(_plain(words), None, None, "")
+
+    @property
+    def counts(self) -> bool:
+        """Whether the column counts (bytes, packets): it has no rate."""
+        return self.rate is None and bool(self.words) and self.words.rpartition(" ")[2] in COUNTS
+
+    def has(self, kind: ColumnKind) -> bool:
+        """Return whether one of the words marks this kind."""
+        return not set(kind.names).isdisjoint(self.words.split())
+
+
+def _words(name: str) -> list[str]:
+    return [part.group() for part in _PARTS.finditer(_CAMEL.sub(" ", name))]
+
+
+def _plain(words: Sequence[str]) -> str:
+    return " ".join(word.lower() for word in words if word != "/" and word.lower() not in ZONE)
+
+
+def find_time(header: Sequence[str]) -> int | None:
+    """Return the column with the start of a row; None if no column is a time."""
+    names = [ColumnName.of(name) for name in header]
+    for known in (*START.names, *TIME.names):
+        for index, name in enumerate(names):
+            if name.words == known and name.rate is None:
+                return index
+    return next((index for index, name in enumerate(names) if not name.words and name.time), None)
+
+
+def find_end(header: Sequence[str]) -> int | None:
+    """Return the column with the end of a row, if any."""
+    names = [ColumnName.of(name) for name in header]
+    return next((index for index, name in enumerate(names) if name.rate is None and name.words in END.names), None)
+
+
+def find_rates(header: Sequence[str]) -> list[int]:
+    """Return the columns that may be the rate: one if the header is clear, several if it is not.
+
+    A column with a unit of rate counts, and one that is called a rate. A column without a unit is left out if one
+    with a unit has the same direction. Uplink columns are left out if there are others.
+    """
+    names = [ColumnName.of(name) for name in header]
+    rates = [index for index, name in enumerate(names) if _is_rate(name) and not name.has(OTHER)]
+    plain = [index for index in rates if not names[index].has(AVERAGE)] or rates
+    with_unit = [index for index in plain if names[index].rate is not None]
+    directions = {_direction(names[index]) for index in with_unit}
+    likely = with_unit + [
+        index for index in plain if names[index].rate is None and _direction(names[index]) not in directions
+    ]
+    return sorted(index for index in likely if _direction(names[index]) != "up")
+
+
+def find_related(header: Sequence[str]) -> list[int]:
+    """Return the columns that have to do with a rate but are none: counters, uplinks, speeds of a vehicle."""
+    names = [ColumnName.of(name) for name in header]
+    return [
+        index
+        for index, name in enumerate(names)
+        if name.rate is not None or name.counts or name.has(UP) or "speed" in name.words.split() or _is_rate(name)
+    ]
+
+
+def _is_rate(name: ColumnName) -> bool:
+    if name.rate is not None:
+        return True
+    if name.counts or name.time is not None:
+        return False
+    words = name.words.split()
+    left = " ".join(word for word in words if word not in DOWN.names and word not in UP.names)
+    left = " ".join(word for word in left.split() if word not in AVERAGE.names)
+    return left in RATE.names or (_direction(name) != "" and left in ("", "speed"))
+
+
+def _direction(name: ColumnName) -> str:
+    return "up" if name.has(UP) else "down" if name.has(DOWN) else ""
+
+
+def table() -> str:
+    """Return the accepted names and units as Markdown, for the documentation."""
+    kinds = (START, TIME, END, RATE, DOWN, UP, AVERAGE, OTHER)
+    rows = [f"| {kind.meaning} | {', '.join(f'`{name}`' for name in kind.names)} |" for kind in kinds]
+    times = [f"| {unit} | {', '.join(f'`{word}`' for word in words)} |" for unit, words in _TIME_SPELLINGS.items()]
+    rates = [f"| {unit} | {', '.join(_examples(unit))} |" for unit in BYTES_PER_SECOND]
+    unclear = ", ".join(f"`{word}`" for word in ("MBPS", "mb/s", "kb/s", "Bps"))
+    return "\n".join(
+        (
+            "| column | names |",
+            "|---|---|",
+            *rows,
+            "",
+            "| unit of time | spellings |",
+            "|---|---|",
+            *times,
+            "",
+            "| unit of rate | spellings, among others |",
+            "|---|---|",
+            *rates,
+            f"| a question | {unclear}: bits or bytes? |",
+        )
+    )
+
+
+def _examples(unit: str) -> Iterator[str]:
+    """Yield a few common spellings of a unit."""
+    prefix, bits = unit.removesuffix("bit/s").removesuffix("byte/s").removesuffix("B/s"), unit.endswith("bit/s")
+    letter, word = ("b", "bits") if bits else ("B", "bytes")
+    capital = prefix[:1].upper() + prefix[1:]
+    long = _PREFIXES[prefix][-1]
+    common = (f"{prefix}{letter}ps", f"{capital}{letter}/s", f"{prefix}{word}/sec", f"{prefix}{word}_s")
+    yield from (f"`{text}`" for text in (*common, f"{long}{word} per second") if rate_unit(text) == unit)

@@ -1,0 +1,71 @@
+"""Numbers in cells: which mark is the decimal one, and which cells hold no number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+Mark = Literal["point", "comma"]
+MISSING = frozenset(("", "-", "--", "na", "n/a", "nan", "null", "none"))
+"""Cells, in lower case, that stand for a missing number."""
+
+_COMMA = re.compile(
+    r"[-+]?(?:\d*,(?:\d{0,2}|\d{4,})|0\d*,\d{3}|\d{4,},\d{3}|\d{1,3}(?:\.\d{3})+,\d*|\d{1,3}(?:\.\d{3}){2,})"
+)
+_POINT = re.compile(
+    r"[-+]?(?:\d*\.(?:\d{0,2}|\d{4,})|0\d*\.\d{3}|\d{4,}\.\d{3}|\d{1,3}(?:,\d{3})+\.\d*|\d{1,3}(?:,\d{3}){2,})"
+)
+"""Numbers that only make sense with the decimal mark that gives the pattern its name."""
+
+
+def number(text: str) -> float | None:
+    """Return the number that ``text`` spells with a decimal point; None if it spells none.
+
+    Python reads ``1_000`` as a number, too; files of other programs do not mean that.
+    """
+    try:
+        return float(text) if "_" not in text else None
+    except ValueError:
+        return None
+
+
+def decimal_mark(columns: Sequence[Sequence[str]], delimiter: str) -> tuple[Mark | None, bool]:
+    """Return the decimal mark of the numbers in ``columns``, None if that is unclear, and whether it is proven.
+
+    A group of three digits after a mark may be thousands. Other numbers prove a mark: ``12,5``, ``0,125``,
+    ``1.234,5``. Without a proof, a mark that is in every number of a column is the decimal one: thousands would be
+    missing in some. A comma needs a delimiter other than the comma for that.
+    """
+    if not any("," in cell for column in columns for cell in column) and any(
+        _POINT.fullmatch(cell) for column in columns for cell in column
+    ):
+        return "point", True  # the usual case, and soon found
+    proofs: set[Mark] = set()
+    seen: set[str] = set()
+    mixed = False
+    for column in columns:
+        marks: set[str] = set()
+        for cell in column:
+            text, _, _ = cell.strip().lower().partition("e")
+            if text in MISSING:
+                continue
+            marks.add("," if "," in text else "." if "." in text else "")
+            if _COMMA.fullmatch(text):
+                proofs.add("comma")
+            elif _POINT.fullmatch(text):
+                proofs.add("point")
+        seen |= marks
+        mixed |= len(marks) > 1
+    if proofs:
+        return (proofs.pop(), True) if len(proofs) == 1 else (None, False)
+    if mixed or {",", "."} <= seen or ("," in seen and delimiter == ","):
+        return None, False
+    return ("comma" if "," in seen else "point"), not {",", "."} & seen
+
+
+def with_point(cells: Sequence[str], mark: Mark) -> list[str]:
+    """Return numbers as they are written with a decimal point and without marks of thousands."""
+    if mark == "comma":
+        return [cell.replace(".", "").replace(",", ".") for cell in cells]
+    return [cell.replace(",", "") for cell in cells]

@@ -1,0 +1,77 @@
+"""Units that a file does not name, and numbers that make a named one doubtful: both are questions to the user."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from kvabr.replay.readers.names import TIME_UNITS
+from kvabr.replay.readers.source import TraceFile, median_step
+from kvabr.replay.readers.times import COARSE_S, FINE_S, unit_of_dates
+from kvabr.replay.trace import Trace
+
+FASTEST, SLOWEST = 1e12 / 8, 1e3 / 8
+"""Bytes per second between which the mean rate of a file must lie."""
+LONGEST_STEP_S = 600.0
+LONGEST_S = 366 * 86400.0
+_SINCE_BOOT_S = 1e9
+
+
+def seconds(
+    source: TraceFile, times: list[float], unit: str | None, ends: Sequence[float] | None = None
+) -> list[float]:
+    """Return numeric times in seconds.
+
+    Args:
+        source: the file.
+        times: in the unit of the file.
+        unit: the unit that the file names, a key of `TIME_UNITS`. None: dates since 1970 show their unit, and other
+            numbers are seconds if they step as a log in seconds does.
+        ends: times of the other ends of the samples, in the same unit; None: the next time.
+
+    Raises:
+        TraceQuestionError: the numbers could be in more than one unit, or are in none that is named.
+    """
+    if source.said.time_unit is not None:
+        return _scaled(times, unit)
+    if unit is None and all(map(math.isfinite, times)):
+        unit = unit_of_dates(times)
+        steps = [] if ends is None else [abs(end - time) for time, end in zip(times, ends, strict=True)]
+        step = statistics.median(steps) if steps else median_step(times)
+        if unit is None and (max(map(abs, times), default=0.0) >= _SINCE_BOOT_S or not FINE_S <= step < COARSE_S):
+            raise source.question(
+                f"times from {times[0]:.15g} in steps of {step:.9g}, without a unit", "--time-unit", "UNIT"
+            )
+    return _scaled(times, unit)
+
+
+def _scaled(times: list[float], unit: str | None) -> list[float]:
+    factor = TIME_UNITS[unit or "s"]
+    return times if factor == 1 else [time * factor for time in times]
+
+
+def check(source: TraceFile, traces: Sequence[Trace], *, rate_option: str, time_option: str, value: str = "") -> None:
+    """Refuse rates and steps that no recorded link has, unless the user has confirmed the unit.
+
+    Args:
+        source: the file.
+        traces: its traces, checked together: a piece in which little arrived is plausible.
+        rate_option: the option that confirms rates; empty if they are confirmed.
+        time_option: the option that confirms times; likewise.
+        value: the value that confirms both, if it is one; otherwise a unit is.
+
+    Raises:
+        TraceQuestionError: the mean rate, the median step or the length is implausible.
+    """
+    total = sum(trace.duration_s for trace in traces)
+    mean = sum(trace.mean_rate * trace.duration_s for trace in traces) / total
+    if rate_option and not SLOWEST <= mean <= FASTEST:
+        raise source.question(f"a mean rate of {mean * 8:.4g} bit/s is unlikely", rate_option, value or "UNIT")
+    if not time_option:
+        return
+    step = statistics.median(end - start for trace in traces for start, end, _ in trace.segments())
+    if step > LONGEST_STEP_S:
+        raise source.question(f"samples of {step:.4g} s are unlikely", time_option, value or "UNIT")
+    if total > LONGEST_S:
+        raise source.question(f"a length of {total / 86400:.4g} days is unlikely", time_option, value or "UNIT")

@@ -1,0 +1,93 @@
+"""Times in cells: numbers in some unit, or a calendar's date and time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from kvabr.replay.readers.names import TIME_UNITS
+
+FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00"
+"""Calendar forms, for messages. Each may have a fraction of a second and a zone (Z, +02:00, CET)."""
+
+_YEAR_FIRST = re.compile(
+    r"(?P<Y>\d{4})(?P<a>[-./_])(?P<m>\d\d?)(?P=a)(?P<d>\d\d?)[ T_,-]+"
+    r"(?P<H>\d\d?)(?P<b>[:.])(?P<M>\d\d)(?:(?P=b)(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?)?(?P<zone> ?\D.*)?"
+)
+_DAY_FIRST = re.compile(
+    r"(?P<d>\d\d?)\.(?P<m>\d\d?)\.(?P<Y>\d{4})[ T_,]+"
+    r"(?P<H>\d\d?):(?P<M>\d\d)(?::(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?)?(?P<zone> ?\D.*)?"
+)
+_OFFSET = re.compile(r"(?:UTC|GMT)?([+-])(\d\d):?(\d\d)?")
+_NAMES = {
+    -10: ("HST",),
+    -9: ("AKST",),
+    -8: ("PST", "AKDT"),
+    -7: ("MST", "PDT"),
+    -6: ("CST", "MDT"),
+    -5: ("EST", "CDT"),
+    -4: ("EDT",),
+    0: ("Z", "UTC", "GMT", "WET"),
+    1: ("WEST", "BST", "CET"),
+    2: ("CEST", "EET"),
+    3: ("EEST", "MSK"),
+    9: ("JST", "KST"),
+    10: ("AEST",),
+    11: ("AEDT",),
+}
+_ZONES = {name: hours for hours, names in _NAMES.items() for name in names}
+"""Hours that a zone is before UTC. Only differences within a file matter, so that an ambiguous ``CST`` does no harm."""
+
+_DATES = (1e9, 4.2e9)
+"""Seconds since 1970 that are taken for a date: the years 2001 to 2103."""
+COARSE_S = 10.0
+"""Seconds without a named unit that are this long or longer could as well be milliseconds."""
+FINE_S = 1e-3
+"""Steps without a named unit that are shorter than this are perhaps hours or days."""
+
+
+def calendar(text: str) -> float | None:
+    """Return the seconds since 1970 of a date and time; None if it is in no known form.
+
+    A time without a zone counts as UTC.
+    """
+    text = text.strip()
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        found = _YEAR_FIRST.fullmatch(text) or _DAY_FIRST.fullmatch(text)
+        return None if found is None else _moment(found)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _moment(found: re.Match[str]) -> float | None:
+    shift = _zone((found["zone"] or "").strip())
+    if shift is None:
+        return None
+    try:
+        day = datetime(*(int(found[part] or 0) for part in "YmdHMS"), tzinfo=UTC)  # type: ignore[arg-type, misc]
+    except ValueError:
+        return None
+    return (day - shift).timestamp() + float(f"0.{found['f'] or 0}")
+
+
+def _zone(text: str) -> timedelta | None:
+    if not text:
+        return timedelta()
+    if text.upper() in _ZONES:
+        return timedelta(hours=_ZONES[text.upper()])
+    offset = _OFFSET.fullmatch(text.upper())
+    if offset is None:
+        return None
+    length = timedelta(hours=int(offset[2]), minutes=int(offset[3] or 0))
+    return length if offset[1] == "+" else -length
+
+
+def unit_of_dates(times: Sequence[float]) -> str | None:
+    """Return the unit that makes numbers dates since 1970 (2001 to 2103); None if there is none."""
+    if not times:
+        return None
+    low, high = sorted((times[0], times[-1]))
+    fits = (unit for unit, length in TIME_UNITS.items() if _DATES[0] <= low * length and high * length < _DATES[1])
+    return next(fits, None)

@@ -1,0 +1,193 @@
+"""What a file leaves open is a question with an option; kinds of real files that are clear are read."""
+
+import math
+import os
+
+import pytest
+
+from kvabr.replay.readers import Columns, find, names, read, source
+from kvabr.types.errors import TraceError, TraceQuestionError, UsageError
+
+MBIT = 125_000.0
+ROWS = [(second, 40 + 20 * math.sin(second)) for second in range(60)]
+
+
+@pytest.fixture
+def put(tmp_path):
+    def write(text, name="a.csv"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def table(header, line):
+    return "\n".join([header, *(line(second, rate) for second, rate in ROWS)])
+
+
+def is_right(path, **options):
+    (trace,) = read(path, **options)
+    assert trace.times == pytest.approx([second for second, _ in ROWS])
+    assert trace.rates == pytest.approx([rate * MBIT for _, rate in ROWS], rel=1e-4)
+    return True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table("time_s,throughput_mbps,size_bytes", lambda s, r: f"{s},{r:.3f},1000000"),
+        table("timestamp,received_bytes,bits_per_second", lambda s, r: f"{s},{int(r * 125000 * s)},{r * 1e6:.0f}"),
+        table("time_s,downloaded_bytes,rate_kbps", lambda s, r: f"{s},{int(5e6 * s)},{r * 1000:.0f}"),
+        table("timestamp,mbps", lambda s, r: f"{1700000000000 + s * 1000},{r:.3f}"),
+        table("time (ns GMT),rate_mbps", lambda s, r: f"{1700000000000000000 + s * 10**9},{r:.3f}"),
+        table("time_msec,mbps", lambda s, r: f"{s * 1000},{r:.3f}"),
+        table("download,time,download_mbps,upload_mbps", lambda s, r: f"{r * 1e6:.0f},{s},{r:.3f},1"),
+        "\n".join(f"{1700000000000 + second * 1000} {rate:.3f}" for second, rate in ROWS),
+        "\n".join(f"{second},0\t{rate:.4f}".replace(".", ",") for second, rate in ROWS),
+    ],
+)
+def test_what_is_clear_is_read(put, text):
+    assert is_right(put(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        (table("time_s,throughput,size_bytes", lambda s, r: f"{s},{r:.3f},1000000"), "--unit"),
+        (table("time_s,MBPS", lambda s, r: f"{s},{r:.3f}"), "--unit"),
+        (table("time_s,rx_bytes", lambda s, _: f"{s},{int(5e6 * s)}"), "--rate-column"),
+        (table("time_s,cum_bits", lambda s, _: f"{s},{int(4e7 * s)}"), "--rate-column"),
+        (table("time_s,upload_mbps", lambda s, r: f"{s},{r:.3f}"), "--rate-column"),
+        (table("time_s,lte_mbps,wifi_mbps", lambda s, r: f"{s},{r:.3f},{r:.3f}"), "--rate-column"),
+        (table("Timestamp,Speed,State", lambda s, _: f"{s},60,D"), "--rate-column"),
+        (table("Timestamp,Speed,DL_bitrate", lambda s, r: f"{s},60,{r * 1000:.0f}"), "--unit"),
+        (table("time,mbps", lambda s, r: f"{s * 1000},{r:.3f}"), "--time-unit"),
+        (table("time,mbps", lambda s, r: f"{s * 100},{r:.3f}"), "--time-unit"),
+        (table("time,mbps", lambda s, r: f"{s / 86400},{r:.3f}"), "--time-unit"),
+        (table("time (fortnights),mbps", lambda s, r: f"{s},{r:.3f}"), "--time-unit"),
+        ("\n".join(f"{second * 1000} {rate:.3f}" for second, rate in ROWS), "--time-unit"),
+        (table("time_s;mbps", lambda s, _: f"{s};{1 + s % 7}" + (",250" if s % 3 else "")), "--decimal"),
+        (table('time_s,"mbps"', lambda s, r: f'{s},"{r:.3f}"'.replace(".", ",")), "--decimal"),
+        (table("time_s;kbps", lambda s, r: f"{s};{r:.3f}"), "--decimal"),
+        (table("time_s;kbps", lambda s, r: f"{s};{r:.3f}".replace(".", ",")), "--decimal"),
+        # Units that are named, and numbers that make them doubtful.
+        (table("time_s,Gbps", lambda s, r: f"{s},{r * 1000:.0f}"), "--unit"),
+        (table("time_s,bps", lambda s, r: f"{s},{r:.0f}"), "--unit"),
+        (table("time_s,mbps", lambda s, r: f"{s * 1000},{r:.0f}"), "--time-unit"),
+        (table("time_hours,mbps", lambda s, r: f"{s},{r:.0f}"), "--time-unit"),
+        ("".join(f"{1_600_000_000 + 86_400 * second}\n" for second in range(60)), "--format"),
+    ],
+)
+def test_what_is_open_is_a_question(put, text, option):
+    path = put(text)
+    with pytest.raises(TraceQuestionError) as caught:
+        read(path)
+    assert caught.value.option == option
+    assert isinstance(caught.value, UsageError)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (table("Timestamp,Speed,DL_bitrate", lambda s, r: f"{s},60,{r * 1000:.1f}"), {"unit": "kbps"}),
+        (table("time,mbps", lambda s, r: f"{s * 1000},{r:.3f}"), {"time_unit": "msec"}),
+        (table("time_s;mbps", lambda s, r: f"{s};{r:.4f}".replace(".", ",")), {"decimal": "comma"}),
+        (table('time_s,"mbps"', lambda s, r: f'{s},"{r:.3f}"'.replace(".", ",")), {"decimal": "comma"}),
+        (table("at,Speed,x", lambda s, r: f"{s},60,{r:.3f}"), {"time": "at", "rate": "x", "unit": "Mbit/s"}),
+        ("\n".join(f"{second * 1000} {rate:.3f}" for second, rate in ROWS), {"time_unit": "ms"}),
+        ("\n".join(f"{second} {rate * 1000:.3f}" for second, rate in ROWS), {"unit": "kbit/s"}),
+        (table("note,x_mbps", lambda _, r: f"a,{r:.3f}"), {"step_s": 1.0}),
+    ],
+)
+def test_an_answer_is_taken(put, text, answer):
+    assert is_right(put(text), columns=Columns(**answer))
+
+
+def test_an_answer_confirms_what_seems_unlikely(put):
+    path = put(table("time_s,Gbps", lambda s, r: f"{s * 1000},{r * 1000:.0f}"))
+    with pytest.raises(TraceQuestionError):
+        read(path, columns=Columns(unit="Gbit/s"))
+    (trace,) = read(path, columns=Columns(unit="Gbit/s", time_unit="s"))
+    assert trace.mean_rate > 1e12
+    days = put("".join(f"{86_400_000 * day}\n" for day in range(60)))
+    (trace,) = read(days, format_name="mahimahi")
+    assert trace.duration_s == 59 * 86_400
+
+
+KINDS = {
+    "times of the UCC data sets": table(
+        "Timestamp,Speed,DL_bitrate_kbps", lambda s, r: f"2020.02.14_09.{38 + s // 60}.{s % 60:02d},4,{r * 1000:.0f}"
+    ),
+    "a zone's name": table("time,mbps", lambda s, r: f"2023-04-12 10:40:{s:02d} CDT,{r:.3f}"),
+    "decimal commas of three digits": table("time_s;mbps", lambda s, r: f"{s};{r:.3f}".replace(".", ",")),
+    "Excel's first line": "sep=;\n" + table("time_s;mbps", lambda s, r: f"{s};{r:.3f}"),
+    "decimal commas": table("time_s;mbps", lambda s, r: f"{s};{r:.4f}".replace(".", ",")),
+    "thousands": table("time_s;kbps", lambda s, r: f"{s};{r * 1000:,.2f}".translate(str.maketrans(",.", ".,"))),
+    "binary prefixes": table("time_s,MiB/s", lambda s, r: f"{s},{r / 8.388608:.6f}"),
+    "German dates": table("Zeit;time;mbps", lambda s, r: f"x;14.02.2020 09:38:{s:02d};{r:.3f}"),
+    "a row for each neighbour": table("time_s,mbps", lambda s, r: f"{s},{r:.3f}\n{s},{r:.3f}"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_real_files(put, kind):
+    assert is_right(put(KINDS[kind]))
+
+
+def test_text_of_powershell(put):
+    assert is_right(put(table("time_s,mbps", lambda s, r: f"{s},{r:.3f}").encode("utf-16")))
+
+
+def test_a_missing_number_splits(put):
+    first, second = read(put("time_s,mbps,rtt\n0,1,-\n1,2,-\n2,-,-\n3,4,-\n4,5,-\n"))
+    assert (first.rates, second.rates) == ((MBIT, 2 * MBIT), (4 * MBIT, 5 * MBIT))
+
+
+def test_clocks_that_change_their_zone(put):
+    text = "time,mbps\n2023-11-05 01:59:58 CDT,1\n2023-11-05 01:59:59 CDT,2\n2023-11-05 01:00:00 CST,3\n"
+    (trace,) = read(put(text))
+    assert trace.times == (0.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("gap", [" ", ","])
+def test_no_rate_is_held_over_an_hour(put, gap):
+    head = "time_s,mbps\n" if gap == "," else ""
+    text = head + "".join(f"{s if s < 30 else s + 3600}{gap}{r:.3f}\n" for s, r in ROWS)
+    assert [trace.duration_s for trace in read(put(text))] == [30.0, 30.0]
+
+
+def test_cells_that_do_not_fit_the_header_are_refused(put):
+    for rows in ("0,5,40,1\n1,0,12,5\n", "1,0,40\n2,1,41\n"):  # decimal commas; a column of row numbers without a name
+        with pytest.raises(TraceError):
+            read(put("time_s,mbps\n" + rows))
+
+
+@pytest.mark.parametrize("text", ["time_s,mbps\n0,1_0\n1,1_0\n", "0 1_0\n1 1_0\n"])
+def test_numbers_of_python_are_no_numbers_of_files(put, text):
+    with pytest.raises(TraceError):
+        read(put(text))
+
+
+def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, find([pipe])[0]):
+        with pytest.raises(TraceError):
+            read(path)
+
+
+def test_rows_are_bounded(put, monkeypatch):
+    monkeypatch.setattr(source, "MAX_ROWS", 3)
+    for text in ("time_s,mbps\n0,1\n1,1\n2,1\n", "0 1\n1 1\n2 1\n3 1\n"):
+        with pytest.raises(TraceError):
+            read(put(text))
+
+
+@pytest.mark.parametrize("unit", names.BYTES_PER_SECOND)
+def test_the_table_of_the_guide_names_what_is_read(unit):
+    row = next(line for line in names.table().splitlines() if line.startswith(f"| {unit} |"))
+    spellings = row.split("|")[2].replace("`", "").split(",")
+    assert len(spellings) >= 3
+    assert {names.rate_unit(spelling.strip()) for spelling in spellings} == {unit}
