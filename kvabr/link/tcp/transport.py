@@ -411,14 +411,14 @@ class QmuxTransport(StreamTransport):
         if conn.waits:
             conn.go_on()
             self._handle(conn)
-        while left > 0 and not (self._closed or conn.waits or self._channel.spent):
+        while left > 0 and not (self._closed or conn.waits):
             into = self._room(conn)
             if self._fast and into:
                 self._end_turn(conn, None)
                 self._read_beside(conn)
                 return
             count = self._take(conn, into, self._receive(self._with_scratch(into)))
-            if not count:
+            if not count or self._channel.spent:
                 break
             left -= count + (_PARSE_COST - 1) * max(0, count - sum(map(len, into)))
         self._end_turn(conn, count)
@@ -478,7 +478,7 @@ class QmuxTransport(StreamTransport):
         self.flush()
         if count == 0:
             self._finish("")
-        elif (count or self._channel.spent) and (self._channel.pending or conn.waits):
+        elif conn.waits or ((count or self._channel.spent) and self._channel.pending):
             self._loop.call_soon(self._ready)  # the socket would not say so
 
     def _read_beside(self, conn: QmuxConnection) -> None:
