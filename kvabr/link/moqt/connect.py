@@ -51,6 +51,8 @@ CLEARLY = 1.1
 """How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
 _MUCH, _MUCH_S = 2.0, 1.0
 """Multiple of QUIC's rate, if that is known, from which TCP has these seconds for TLS before QUIC is dialled."""
+_REFUSED_S = 2.0
+"""Seconds for QUIC to answer once TCP has been refused: the host is there, and nobody listens as a server would."""
 SHORT_S = 0.15
 """Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp", "tcp-plain"]
@@ -219,16 +221,29 @@ class Connecting:
             order.insert(0, ("tcp", SHORT_S if better is None else HEAD_START_S))
         made: list[MoqtConnection] = []
         failed: dict[Over, TransportError] = {}
+        refused, limits = asyncio.Event(), list[asyncio.Timeout]()
 
         async def attempt(how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
             try:
-                made.append(await self._dial_over(*how))
+                async with asyncio.timeout(_REFUSED_S if refused.is_set() and how[0] == "quic" else None) as limit:
+                    limits.extend([limit] if how[0] == "quic" else [])
+                    made.append(await self._dial_over(*how))
+                    limits.clear()
             except UnauthorizedError as error:
                 return error  # the other would fare no better
+            except TimeoutError as error:
+                host, port = self._options.host, self._options.port
+                failed["quic"] = NoAnswerError(f"{host}:{port}: TCP refused, UDP silent; does a server run there?")
+                raise failed["quic"] from error
             except TransportError as error:
                 failed[how[0]] = error
                 if how[0] == "tcp":  # perhaps another service's port, which says nothing about QUIC's
+                    if _is_refused(error):
+                        refused.set()
+                        for limit in limits:
+                            limit.reschedule(asyncio.get_running_loop().time() + _REFUSED_S)
                     raise NoAnswerError(str(error)) from error
+                limits.clear()
                 raise
             return made[-1]
 
@@ -386,6 +401,13 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # one may have failed at this very moment
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether an attempt failed because the port is closed."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:
