@@ -95,7 +95,7 @@ def client_context() -> ssl.SSLContext:
     return context
 
 
-def _updates(answer: bool) -> Callable[[RawTls], bytes]:  # noqa: FBT001  # of `FLOODS` alone
+def _updates(answer: bool) -> Callable[[RawTls], bytes]:  # of `FLOODS` alone
     return lambda tls: b"".join(tls.key_update(answer=answer) for _ in range(_PIECE))
 
 

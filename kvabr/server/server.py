@@ -276,7 +276,7 @@ class Server(Host[Peer]):
             "raise the limit of connections" if full
             else "somebody there opens connections and says nothing; its own TCP plays are kept out, others are not"
         )  # fmt: skip
-        self._log.warning("a TCP connection is refused", address=site, waiting=own, open=len(self.peers), hint=hint)
+        self.log.warning("a TCP connection is refused", address=site, waiting=own, open=len(self.peers), hint=hint)
 
     def _begun(self) -> list[QmuxTransport]:
         """Return the connections over TCP that have only begun, the oldest first."""

@@ -29,7 +29,7 @@ class Gateway:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self):  # noqa: N802  # as `http.server` calls it
+            def do_GET(self):  # as `http.server` calls it
                 keys.append(self.path)
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))

@@ -117,7 +117,7 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 2, "cannot be read"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "cannot be written there"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "there is no folder"),
         (("prefill", *base[1:], "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
     ]

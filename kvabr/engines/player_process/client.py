@@ -213,13 +213,10 @@ class RemoteClient:
                 if not started:
                     started = True
                     await loop.run_in_executor(None, start, self._socket)
-            except BlockingIOError as error:  # as many as may wait for it to accept them do
-                link.close()
-                if loop.time() > until_s:
-                    raise TransportError(f"{self._socket}: too many engines wait for the player process") from error
             except OSError as error:
                 link.close()
-                raise TransportError(f"{self._socket}: {error}") from error
+                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # else too many wait before us
+                    raise TransportError(f"{self._socket}: {error}") from error
             else:
                 self._pauses.reset()
                 return link

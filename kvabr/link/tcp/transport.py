@@ -63,7 +63,7 @@ _READERS = 16
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _SCRATCH_BYTES = 64 << 10
 _REQUESTS_BYTES = 2 << 10
-"""The same of a server, which receives nothing but requests: it handles about 40 us of them for each 5 bytes at worst."""
+"""The same of a server, which receives nothing but requests: at worst, 5 bytes of them take it 40 us."""
 _PARSE_COST = 16
 """Bytes of payload that is read to where it stays for which a turn parses one byte instead."""
 _INFO_S = 0.01

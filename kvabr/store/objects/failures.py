@@ -20,7 +20,18 @@ from kvabr.types.errors import (
 )
 
 Kind = Literal[
-    "absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "rejected", "whole", "other"
+    "absent",
+    "bucket",
+    "busy",
+    "clock",
+    "conflict",
+    "credentials",
+    "denied",
+    "lost",
+    "range",
+    "rejected",
+    "whole",
+    "other",
 ]
 
 UNREADABLE = (ValueError, OverflowError)

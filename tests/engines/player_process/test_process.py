@@ -248,7 +248,7 @@ def test_the_deadline_holds_while_the_process_starts(served, tmp_path, waiting):
 
         async def find(client):
             begun_s = time.monotonic()
-            with pytest.raises(TransportError, match="has not started within 0.2 s"):
+            with pytest.raises(TransportError, match=r"has not started within 0\.2 s"):
                 await client.find(TOKENS, model=SPEC, within_s=0.2)
             return time.monotonic() - begun_s
 
