@@ -135,17 +135,17 @@ class Overlay:
         wasted = f" ({human(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
         engine = ", the engine computes" if shot.computing else ""
         prefill = [Text(f"trouble   {printable(trouble)}", "red")] if (trouble := self._trouble()) else []
-        undecoded = f"   {shot.undecoded} to be decoded" if shot.undecoded else ""
+        undecoded = f", {shot.undecoded} to be decoded" if shot.undecoded else ""
         if shot.edge is not None:
             last = f"the last one is expected in {max(0.0, shot.ends_s - shot.now):.2f} s"
             prefill.append(Text(f"prefill   {shot.edge} of {len(shot.tracks)} groups published   {last}"))
         return [
             *prefill,
             Text.assemble("rate      ", (_mbits(self._rate()), "bold"), f"   estimate {known}"),
-            Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}"),
+            Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}{undecoded}"),
             Text(
                 f"network   {human(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
-                f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind{undecoded}"
+                f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind"
             ),
         ]
 

@@ -152,7 +152,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
-        (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
+        (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "there is no folder"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
         (("--name", "NAME", "--prompt", "BAD"), 2, "list of token ids"),

@@ -227,6 +227,10 @@ _LIMITS = ("deadline", "within_s", "probe_s")
 """Options that say how many seconds a call may take."""
 
 
+_LEAST_S = 1e-6
+"""Seconds that are left to a call at least, as none may take 0."""
+
+
 def _longest_s(options: Mapping[str, Any]) -> float:
     """Return the seconds that a call may take by its own options; 0 if they do not say."""
     how = options.get("options")
@@ -238,7 +242,7 @@ def _shorten(options: dict[str, Any], waited_s: float) -> None:
     """Take the seconds that a call has waited for the process from those that it may take there."""
     for name in _LIMITS:
         if options.get(name):
-            options[name] = max(0.0, options[name] - waited_s)
+            options[name] = max(min(options[name], _LEAST_S), options[name] - waited_s)
 
 
 def _from_here(plugin: str) -> str:
