@@ -76,7 +76,7 @@ _CAUSES = {
 _NO_DESCRIPTORS = "this process has no file descriptors left"
 _EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
-_WHOLE = re.compile(r"Range request not supported|Requested \d+\.\.\d+, got")
+_WHOLE = re.compile(r"Range request not supported|non-partial response|Requested \d+\.\.\d+, got")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
     "FileNotFoundError": "absent",
@@ -135,7 +135,7 @@ class Failure:
         status = None if found is None else int(found[1])
         code = "" if coded is None else coded[1] or coded[2]
         kind = _kind(error, text, status, code)
-        cause = ""
+        cause = "the answer does not say its length" if "Content-Length Header missing" in text else ""
         if _EMFILE.search(account[:8000]) or _EMFILE.search(text):
             return cls("lost", None, "", _NO_DESCRIPTORS)
         if kind == "lost" and "kind: Connect" in account:
