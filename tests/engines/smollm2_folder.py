@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from gguf import GGUFReader
 from transformers import PreTrainedTokenizerFast
 
 from kvabr.engines.transformers import smollm2
@@ -34,6 +35,8 @@ def smollm2_folder(path: Path, *, dtype: str = "float32") -> dict[str, str]:
         eos_token="<|im_end|>",  # noqa: S106
         pad_token="<|im_end|>",  # noqa: S106
     )
+    template = GGUFReader(smollm2.find_gguf()).fields["tokenizer.chat_template"]
+    fast.chat_template = bytes(template.parts[-1]).decode()
     fast.save_pretrained(path)
     names = {"model": engine.spec.model, "tokenizer": engine.spec.tokenizer}
     write_text(done, json.dumps(names) + "\n")

@@ -10,10 +10,11 @@ for whole IP packets, so each system uses its own sockets and the kernel's TCP. 
 warm-up and does not count.
 
 computed          vLLM alone
+batched           the same, all questions at once: how much vLLM's own answers differ
 lmcache           LMCache's vLLM connector and its remote store `lm://`, chunks as they are in memory
 lmcache+cachegen  the same with CacheGen, LMCache's compression
 kvabr             the connector's defaults
-kvabr exact       with `"policy": "fixed:FP16"`
+kvabr:POLICY      with another policy, such as kvabr:fixed:FP16 for exact caches
 
 Printed: the median time to the first token, and of how many questions the greedy answer (32 tokens) equals that of
 computing. LMCache has no connector for processors, so the copy between its buffers and vLLM's blocks is ours.
@@ -43,7 +44,7 @@ from kvabr.server.certificates import check, development  # noqa: E402
 from kvabr_lab.live.lane import Conditions  # noqa: E402
 from kvabr_lab.live.tun import FAR, TunShaper  # noqa: E402
 
-SYSTEMS = ("computed", "lmcache", "lmcache+cachegen", "kvabr", "kvabr exact")
+SYSTEMS = ("computed", "lmcache", "lmcache+cachegen", "kvabr", "kvabr:fixed:FP16")
 ANSWER = 32
 """Tokens of an answer."""
 QUESTIONS = (
@@ -83,13 +84,14 @@ def main() -> int:
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--questions", type=int, default=6, help=f"at most {len(QUESTIONS)}")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), help=f"default: {' '.join(SYSTEMS)}")
+    parser.add_argument("--deadline", type=float, metavar="S", help="of kvabr's plays (default: the connector's)")
     parser.add_argument("--json", type=Path, metavar="F")
-    parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)  # what the processes are started with
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # what the processes are started with
     args = parser.parse_args()
     if args.one is not None:
         args.json.write_text(json.dumps(_measured(args.one, args)))
-        return 0
+        os._exit(0)  # threads of LMCache would keep the process alive
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for system in args.systems:
@@ -98,6 +100,7 @@ def main() -> int:
             command = [sys.executable, __file__, "--one", system, "--json", str(result), "--rtt", f"{args.rtt:g}"]
             command += ["--tokens", str(args.tokens), "--questions", str(args.questions), "--mbit"]
             command += [f"{mbit:g}" for mbit in args.mbit]
+            command += [] if args.deadline is None else ["--deadline", f"{args.deadline:g}"]
             subprocess.run(command, check=True)  # noqa: S603  # this very script
             rows += json.loads(result.read_text())
     _print(rows, args)
@@ -109,15 +112,18 @@ def main() -> int:
 def _print(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Print a row per system, with a column per link."""
     truth = {row["question"]: row["answer"] for row in rows if row["system"] == "computed"}
-    print(f"median seconds to the first token (answers that equal computing), {args.tokens} tokens, {args.rtt:g} ms")
-    print(f"{'Mbit/s':18}" + "".join(f"{mbit:>18g}" for mbit in args.mbit))
+    print(f"{args.tokens} tokens, round trip {args.rtt:g} ms: median seconds to the first token")
+    print("(answers that equal those of computing, median loss that kvabr reports)")
+    print(f"{'Mbit/s':18}" + "".join(f"{mbit:>26g}" for mbit in args.mbit))
     for system in args.systems:
         cells = []
         for mbit in args.mbit:
             own = [row for row in rows if row["system"] == system and row["mbit"] in (mbit, None)]
             same = sum(row["answer"] == truth.get(row["question"]) for row in own)
             median = statistics.median(row["ttft_s"] for row in own)
-            cells.append(f"{f'{median:.2f} ({same} of {len(own)})':>18}")
+            losses = [row["loss"] for row in own if row["loss"] is not None]
+            loss = f", {statistics.median(losses):.1g}" if losses else ""
+            cells.append(f"{f'{median:.2f} ({same} of {len(own)}{loss})':>26}")
         print(f"{system:18}" + "".join(cells))
 
 
@@ -132,7 +138,7 @@ def _measured(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         if system.startswith("lmcache"):
             transfer, published = _lmcache(stack, folder, "cachegen" if "cachegen" in system else "naive")
         elif system.startswith("kvabr"):
-            transfer, published = _kvabr(stack, folder, exact="exact" in system)
+            transfer, published = _kvabr(stack, folder, system.partition(":")[2])
         engine = Engine(transfer, args.tokens)
         text = engine.tokens("\n".join(topics.values())[: 40 * args.tokens])
         prompt = text[: args.tokens]
@@ -141,15 +147,18 @@ def _measured(system: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             engine.ask(prompt + questions[0])
             published(engine)
         rows: list[dict[str, Any]] = []
+        if system == "batched":
+            answers = engine.batch([prompt + question for question in questions])
+            return [{"system": system, "mbit": None, "question": at, **one} for at, one in enumerate(answers)]
+        params = {"publish": False} if args.deadline is None else {"publish": False, "deadline_s": args.deadline}
         for mbit in args.mbit if transfer is not None else [None]:
             if mbit is not None:
                 link.begin(Trace("flat", "flat", (0.0,), (mbit * BYTES_PER_MBIT,), 1e5), 0.0, conditions)
             for number in (-1, *range(len(questions))):
                 engine.forget()
-                ttft_s, answer = engine.ask(prompt + questions[max(number, 0)], publish=False)
-                print(f"  {system}, {mbit or 'no'} Mbit/s: {ttft_s:.2f} s", file=sys.stderr, flush=True)
-                row = {"system": system, "mbit": mbit, "question": number, "ttft_s": ttft_s, "answer": answer}
-                rows += [row] if number >= 0 else []
+                one = engine.ask(prompt + questions[max(number, 0)], **params)
+                print(f"  {system}, {mbit or 'no'} Mbit/s: {one['ttft_s']:.2f} s", file=sys.stderr, flush=True)
+                rows += [{"system": system, "mbit": mbit, "question": number, **one}] if number >= 0 else []
         return rows
 
 
@@ -176,14 +185,26 @@ class Engine:
         """Return the ids of a text."""
         return list(self.llm.get_tokenizer().encode(text))
 
-    def ask(self, prompt: list[int], **params: Any) -> tuple[float, list[int]]:
-        """Return the seconds to the first token of an answer, and its tokens."""
+    def ask(self, prompt: list[int], **params: Any) -> dict[str, Any]:
+        """Return the seconds to the first token of an answer, its tokens, and the loss that kvabr reports."""
+        (one,) = self.batch([prompt], **params)
+        return one
+
+    def batch(self, prompts: list[list[int]], **params: Any) -> list[dict[str, Any]]:
+        """As `ask`, for prompts that arrive at once."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": params} if params else None
-        (out,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        return out.metrics.first_token_latency, list(out.outputs[0].token_ids)
+        out = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [
+            {
+                "ttft_s": each.metrics.first_token_latency,
+                "answer": list(each.outputs[0].token_ids),
+                "loss": ((each.kv_transfer_params or {}).get("kvabr") or {}).get("loss"),
+            }
+            for each in out
+        ]
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, once it has finished what is left to do."""
@@ -197,7 +218,7 @@ class Engine:
 # ---------------------------------------------------------------------------------------------------- kvabr
 
 
-def _kvabr(stack: ExitStack, folder: Path, *, exact: bool) -> tuple[dict[str, Any], Any]:
+def _kvabr(stack: ExitStack, folder: Path, policy: str) -> tuple[dict[str, Any], Any]:
     """Return vLLM's configuration with kvabr's connector, and what waits until the prompt is published."""
     assets = folder / "assets"
     assets.mkdir()
@@ -211,7 +232,7 @@ def _kvabr(stack: ExitStack, folder: Path, *, exact: bool) -> tuple[dict[str, An
         "fingerprint": check(tls).fingerprint,
         "publish": str(assets),
         "store_mib": 0,  # every question fetches
-        **({"policy": "fixed:FP16"} if exact else {}),
+        **({"policy": policy} if policy else {}),
         **json.loads((_MODEL / "kvabr.json").read_text()),
     }
 

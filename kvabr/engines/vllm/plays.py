@@ -6,6 +6,7 @@ Needs no vLLM.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -290,6 +291,8 @@ async def _stay_connected(client: EngineClient, *, probes: bool) -> None:
 
     An origin that cannot be reached is logged at once, before the first request needs it, and when it is back.
     """
+    with contextlib.suppress(KvabrError):  # the probe below says why
+        await client.known_link()  # a player process may still be starting
     within_s, away = _DIAL_S, False
     while True:
         try:

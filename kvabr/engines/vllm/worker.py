@@ -43,6 +43,8 @@ _log = logging.getLogger("vllm.kvabr")
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
 """Seconds that a step without computation waits for plays and publications: vLLM would poll, and occupy a core that
 decoding needs. The end of a lookup is noticed by polling only."""
+_START_S = 30.0
+"""Seconds that the start of an engine waits for its player process."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a play that does not end is cancelled: no request may wait forever."""
 _MOST_LOSSY = 4096
@@ -120,6 +122,12 @@ class WorkerHalf:
             spec, blocks = self._model.shard, self._blocks
             dtype = self._model.kept(spec.largest)
             self._client.begin(lambda client: client.warm(spec, blocks.device, dtype, blocks.layers))
+            # The first request has no time for a player process that is still starting.
+            ready = self._client.begin(lambda client: client.known_link())
+            try:
+                ready.result(_START_S)
+            except (KvabrError, TimeoutError) as error:
+                self._trouble.tell("plays are not possible yet", str(error) or f"not ready after {_START_S:g} s")
         if self._publications is not None:
             self._publications.registered()
         one, many = (self.cost.seconds(0, tokens) for tokens in (1, 8192))
