@@ -144,6 +144,10 @@ class Bench:
         self.scheduler.received(received)
         return sent, received, self.worker.failed_blocks()
 
+    def prefilled(self):
+        """Write the cache of the prompt's whole groups into the first blocks, as the engine's prefill does."""
+        paged_blocks(self.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
+
     def published(self):
         """Wait until everything that was to be published is."""
         end_s = time.monotonic() + LIMIT_S

@@ -305,7 +305,7 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
         assert bench.scheduler.counts.take()["publish_skipped_old"] == 1
         new = request("new")
         assert bench.matched(new) == (0, False)
-        paged_blocks(bench.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
+        bench.prefilled()
         assert bench.scheduler.finished(new, [list(range(9))])
         assert bench.steps()[0] == {"new"}
         bench.published()
@@ -430,7 +430,7 @@ def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_pa
     try:
         asked = request("session", tokens=TOKENS[:40][::-1])
         assert bench.matched(asked) == (0, False)
-        paged_blocks(bench.caches, list(range(8)), BlockLayout.TRANSPOSED).write(ToyModel().prefill(TOKENS[:64]))
+        bench.prefilled()
         asked.prompt_token_ids += TOKENS[:30]  # as vLLM adds what comes in a stream
         asked.num_prompt_tokens = asked.num_computed_tokens = 70
         assert bench.scheduler.finished(asked, [list(range(9))])

@@ -59,6 +59,7 @@ def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path, mode):
     bench = Bench(served, publish=tmp_path / "assets", mode=mode)
     try:
         assert bench.matched(asked := asking(keep_s=600)) == (0, False)
+        bench.prefilled()
         assert bench.scheduler.finished(asked, [list(range(9))])
         assert bench.steps()[0] == {"r"}
         bench.published()

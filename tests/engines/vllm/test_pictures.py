@@ -23,6 +23,7 @@ def seen(tmp_path):
     try:
         asked = request("mine", mm_features=[medium(*PICTURE, 0.5)])
         assert bench.matched(asked) == (0, False)
+        bench.prefilled()
         assert bench.scheduler.finished(asked, [list(range(9))])
         bench.steps()
         bench.published()
