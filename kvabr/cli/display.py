@@ -91,7 +91,7 @@ class _Bar:
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is being waited for; off a terminal by a line, if it takes long, once, or if it changes.
+    """Say on standard error what is being waited for; off a terminal by a line, if it takes long, for each change.
 
     Yields a function that changes what is said.
     """

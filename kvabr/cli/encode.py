@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,18 +61,10 @@ STAGES = {
     "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
-SHARES = {
-    "prefill": 2,
-    "encode": 10,
-    "time": 6,
-    "answers": 11,
-    "measure": 23,
-    "tails": 10,
-    "groups": 20,
-    "mix": 8,
-}
-"""What part of the time each stage takes, of 90, with 512 tokens."""
+SHARES = {"prefill": 2, "encode": 10, "time": 6, "answers": 11, "measure": 23, "tails": 10, "groups": 20, "mix": 8}
+"""What share of the time each stage takes, of 90 in all, with 512 tokens."""
 QUICK_SHARES = {"prefill": 2, "encode": 10}
+"""The same of the stages that remain if nothing is measured."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     yield_processors()
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish, published_spec
     from kvabr.publish.offer import TrackOffer
@@ -171,19 +163,17 @@ def run(args: argparse.Namespace) -> int:
     prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=args.passage)
     profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []
+    spec = published_spec(loaded.engine.spec, args.group_tokens, args.snapshots_every)
     source = f"{args.text.name}, its first {args.tokens} tokens"
     offer = None
     if prior is not None:
-        spec = published_spec(loaded.engine.spec, args.group_tokens, args.snapshots_every)
-        offer = TrackOffer(
-            spec, prior=prior, tracks=args.tracks, profile=profile, source=source, digest=args.digest, keys=keys
-        )
+        offer = TrackOffer(spec, prior=prior, tracks=args.tracks, profile=profile, source=source)
     shares = None if args.passage else SHARES if offer is None else QUICK_SHARES
     with writer, StageBar(STAGES, console, shares=shares) as bar:
         catalog = publish(
             loaded.engine,
             prompt,
-            ordered_tracks(args.tracks, loaded.engine.spec) if offer is None else offer.tracks,
+            ordered_tracks(args.tracks, spec) if offer is None else offer.tracks,
             profile,
             writer,
             passage=_passage(loaded, prompt, args, bar) if args.passage else None,
@@ -202,10 +192,17 @@ def run(args: argparse.Namespace) -> int:
         if keys is None:
             writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)
-    seconds = time.perf_counter() - start
+    _report(args, catalog, writer.location, time.perf_counter() - start, unusual)
+    return 0
+
+
+def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
+    """Print the tracks, and write them as JSON."""
+    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+
     result = {
         "schema": "kvabr.encode/1",
-        "asset": writer.location,
+        "asset": location,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
         "passage": None if catalog.passage is None else catalog.passage.to_json(),
@@ -224,11 +221,10 @@ def run(args: argparse.Namespace) -> int:
     if catalog.mixes:
         out.print(mix_table(catalog))
     if catalog.estimated:
-        plain(f"losses and decode times are estimated: {catalog.loss_method}")
+        plain(f"losses and decode times are estimated; {catalog.loss_method}")
     if catalog.passage is not None:
         plain(*encode_passage.told(catalog.passage))
-    plain(*unusual, f"asset: {writer.location} ({seconds:.0f} s)")
-    return 0
+    plain(*unusual, f"asset: {location} ({seconds:.0f} s)")
 
 
 def _prior(args: argparse.Namespace) -> Catalog | None:

@@ -28,7 +28,7 @@ _NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value:
 _NUMBERS = {"float": "number", "int": "whole number"}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|seconds?|ms)")
 _MAX_TOKENS_BYTES = 64 << 20
-_SPINS = "1000"
+SPINS = "1000"
 """Times that a thread of torch looks whether it can go on, some 30 microseconds, before it sleeps."""
 _PER_SECOND = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "ms": 1000}
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
@@ -259,7 +259,7 @@ def yield_processors() -> None:
     most of the processor time goes there. The library of these threads reads this when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:
