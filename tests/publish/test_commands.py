@@ -120,7 +120,7 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "cannot be written there"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--prior", toy), 2, "--quick"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--passage"), 2, "--quick"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--prior", tmp_path / "no"), 1, "no"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--prior", tmp_path / "no"), 2, "no such asset"),
         (("prefill", *base[1:], "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
     ]
