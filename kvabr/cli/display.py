@@ -91,7 +91,7 @@ class _Bar:
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is being waited for; off a terminal by a line, if it takes long, for each change.
+    """Say on standard error what is being waited for; off a terminal by one line, if it takes long.
 
     Yields a function that changes what is said.
     """
@@ -103,11 +103,11 @@ def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str
     said, over = [what], threading.Event()
 
     def tell() -> None:
-        pause_s, last = _FIRST_S, ""
+        pause_s, told = _FIRST_S, ""
         while not over.wait(pause_s):
-            if said[-1] != last:
-                last = said[-1]
-                print(f"{last} ...", file=sys.stderr, flush=True)
+            if said[-1] != told:
+                told = said[-1]
+                print(f"{told} ...", file=sys.stderr, flush=True)
             pause_s = _EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True)
