@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -12,10 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvabr.cli import display
+from kvabr.cli import display, encode, options
 from kvabr.cli.main import main
 from kvabr.codec.threads import decoder_threads
 from kvabr.data import default_catalog
+from kvabr.publish import encoder as publishing
 from kvabr.replay import run
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
@@ -244,6 +247,82 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatc
         "encoding groups: 12 of 30, about 18 s left",
         "encoding groups: 22 of 30, about 8 s left",
     ]
+
+
+def test_numbered_stages_say_a_line_each_and_how_long_all_of_them_take(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    titles = {"prefill": "prefill (tokens)", "encode": "encoding groups", "measure": "measuring"}
+    with display.StageBar(titles, shares={"prefill": 1, "encode": 3, "measure": 6}) as bar:
+        for stage, parts in (("prefill", 1), ("encode", 3), ("measure", 2)):
+            for done in range(1, parts + 1):
+                now[0] += 4.0
+                bar(stage, done, parts)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1 of 3: prefill (tokens): 1 of 1, about 36 s left",
+        "step 2 of 3: encoding groups: 1 of 3, about 32 s left",
+        "step 3 of 3: measuring: 1 of 2, about 9 s left",
+    ]
+
+
+def test_what_comes_before_numbered_stages_does_not_count_for_the_time_left(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    with display.StageBar({"encode": "encoding groups"}, shares={"encode": 1}) as bar:
+        for stage, done in (("contexts", 1), ("encode", 1)):
+            now[0] += 30.0
+            bar(stage, done, 2)
+    assert capsys.readouterr().err.splitlines()[-1] == "step 1 of 1: encoding groups: 1 of 2, about 30 s left"
+
+
+def test_short_work_in_numbered_stages_says_nothing(capsys):
+    with display.StageBar({}, shares={"one": 1, "two": 1}) as bar:
+        bar("one", 1, 1)
+        bar("two", 1, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_that_encodes_knows_the_share_of_every_stage():
+    assert tuple(encode.SHARES) == tuple(encode.STAGES) == publishing.STAGES
+    assert set(encode.QUICK_SHARES) < set(encode.SHARES)
+
+
+_SPINS = """
+import os, sys
+from kvabr.cli.main import main
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch", os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Finder())
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["encode", "prefill", "calibrate"])
+def test_torch_is_imported_after_its_threads_were_made_to_sleep(command, tmp_path):
+    missing = tmp_path / "no" / "file"
+    words = [command, "--text", missing, "--out", missing, *(("--tokens", 9) if command == "encode" else ())]
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    line = [sys.executable, "-c", _SPINS, *map(str, words)]
+    set_by_user = {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": "None"} if command == "encode" else {}
+    for name, due in ({"unset": options.SPINS} | set_by_user).items():
+        done = subprocess.run(line, env=clean | {name: "7"}, capture_output=True, text=True, check=False)  # noqa: S603
+        assert done.stdout.splitlines()[:1] == [f"torch {due}"]
+
+
+def test_a_wait_is_told_once_unless_it_changes(monkeypatch, capsys):
+    monkeypatch.setattr(display, "_FIRST_S", 0.0)
+    monkeypatch.setattr(display, "_EVERY_S", 0.0)
+    said = ""
+    with display.waiting("loading") as say:
+        while "loading ...\n" not in said:
+            said += capsys.readouterr().err
+        say("counting")
+        while "counting ...\n" not in said:
+            said += capsys.readouterr().err
+    assert said + capsys.readouterr().err == "loading ...\ncounting ...\n"
 
 
 def test_a_wait_is_told_where_there_is_no_terminal(monkeypatch, capsys):

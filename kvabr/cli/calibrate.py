@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.cli.commands import part
-from kvabr.cli.options import add_model_option, check_writable, load
+from kvabr.cli.options import add_model_option, check_writable, load, yield_processors
 from kvabr.types.errors import UsageError
 from kvabr.types.installing import LAB, WHERE
 from kvabr.types.naming import LAYERS
@@ -150,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
     # Torch reads this when it first needs memory. Tensors of megabytes come and go: with pages of 4 kB the kernel would
     # take a tenth of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    yield_processors()
     from rich.console import Console
 
     from kvabr.cli.display import StageBar

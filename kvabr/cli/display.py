@@ -60,6 +60,8 @@ class _Bar:
             transient=True,
             disable=not sys.stderr.isatty(),
         )
+        self._said = ""
+        """What the last line was about."""
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -75,17 +77,16 @@ class _Bar:
         began_s, before = reports[0]
         if not total or not before < done < total:
             return ""
-        seconds = (now - began_s) / (done - before) * (total - done)
-        return f"about {seconds:.0f} s left" if seconds >= 1 else ""
+        return _time_left((now - began_s) / (done - before) * (total - done))
 
-    def _line(self, what: str, done: float, total: float | None) -> str:
-        """Take a report and return what `_left` does; print a line if there is no bar and it is time for one."""
-        left = self._left(what, done, total)
-        if self._bar.disable and time.monotonic() >= self._due_s:
+    def _line(self, what: str, done: float, total: float | None, left: str, *, news: bool = False) -> None:
+        """Print a line if there is no bar and it is time for one; with ``news`` it is if the work is another one."""
+        due = time.monotonic() >= self._due_s or (news and bool(self._said) and what != self._said)
+        if self._bar.disable and due:
+            self._said = what
             self._due_s = time.monotonic() + _EVERY_S
             of = f" of {total:g}" if total else ""
             print(f"{what}: {done:g}{of}{left and ', ' + left}", file=sys.stderr, flush=True)
-        return left
 
 
 @contextmanager
@@ -121,18 +122,46 @@ def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str
 class StageBar(_Bar):
     """Progress of work in stages."""
 
-    def __init__(self, stages: Mapping[str, str], console: Console | None = None) -> None:
-        """Take the stages: what to call each of them on the screen, by name."""
+    def __init__(
+        self, stages: Mapping[str, str], console: Console | None = None, *, shares: Mapping[str, float] | None = None
+    ) -> None:
+        """Take the stages.
+
+        Args:
+            stages: what to call each of them on the screen, by name.
+            console: where to draw; None: standard error.
+            shares: what share of the time each of them takes, roughly, by name, in the order in which they come. They
+                are then numbered, and the time left is that of them all; None: it is that of a stage.
+        """
         super().__init__(TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console)
-        self._stages = stages
+        self._stages, self._shares = stages, shares or {}
         self._tasks: dict[str, TaskID] = {}
+        self._began_s = time.monotonic()
+        """When the first of the numbered stages began."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Report that ``done`` steps of a stage's ``total`` are done."""
-        title = self._stages.get(stage, stage)
+        title, numbered = self._stages.get(stage, stage), list(self._shares)
+        if stage in self._shares:
+            title = f"step {numbered.index(stage) + 1} of {len(numbered)}: {title}"
+            left = self._whole_left(stage, done / total if total else 1.0)
+        else:
+            left = self._left(title, done, total)
+            self._began_s = time.monotonic()
+        for task in self._tasks.values():
+            self._bar.update(task, left="")
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(title, total=total, left="")
-        self._bar.update(self._tasks[stage], completed=done, total=total, left=self._line(title, done, total))
+        self._bar.update(self._tasks[stage], completed=done, total=total, left=left)
+        self._line(title, done, total, left, news=stage in self._shares)
+
+    def _whole_left(self, stage: str, part: float) -> str:
+        """Return in words how long all stages take yet, of which a ``part`` of this one is done."""
+        shares = list(self._shares.items())
+        place = list(self._shares).index(stage)
+        passed = sum(share for _, share in shares[:place]) + part * shares[place][1]
+        rest = sum(share for _, share in shares) - passed
+        return _time_left((time.monotonic() - self._began_s) * rest / passed) if passed > 0 else ""
 
 
 class PlayBar(_Bar):
@@ -141,7 +170,7 @@ class PlayBar(_Bar):
     def __init__(self, what: str = "playing", total: int | None = None) -> None:
         super().__init__(TextColumn("plays"), TimeRemainingColumn())
         self._task = self._bar.add_task(what, total=total)
-        self._line(what, 0, total)
+        self._line(what, 0, total, self._left(what, 0, total))
 
     def planned(self, fresh: int, total: int) -> None:
         """Report how many plays there are, and how many of them are not cached."""
@@ -155,7 +184,13 @@ class PlayBar(_Bar):
         """Report that this many more plays are done."""
         self._bar.advance(self._task, plays)
         task = self._bar.tasks[self._task]
-        self._line(task.description, task.completed, task.total)
+        left = self._left(task.description, task.completed, task.total)
+        self._line(task.description, task.completed, task.total, left)
+
+
+def _time_left(seconds: float) -> str:
+    """Return how long something takes yet; empty if it is hardly anything."""
+    return f"about {seconds:.0f} s left" if seconds >= 1 else ""
 
 
 def output() -> Console:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from kvabr.cli.options import (
     check_writable,
     load,
     prompt_text,
+    yield_processors,
 )
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.publish.encoder import PassageBase
     from kvabr.store.asset import Prompt
+    from kvabr.types.catalog import Catalog
 
 _EPILOG = """\
 examples:
@@ -42,6 +44,10 @@ The first --tokens tokens of the text are the prompt, whose cache is published. 
 the real continuation, on which the model measures the loss of every track; what is left of it behind a question, or
 other tokens that an engine computes, is also measured on answers of the model. That takes most of the time.
 
+--quick measures nothing, as `kvabr prefill` does, which publishes into a folder of assets by the prompt's name. The
+losses that players count with are then those of another asset of the model (--prior), and the catalog says that they
+are estimated. Its tracks are FP16, Int8 and Int4, with a profile also AC-L0 to L3.
+
 Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this takes
 the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
 """
@@ -50,11 +56,16 @@ STAGES = {
     "prefill": "prefill (tokens)",
     "encode": "encode (groups x tracks)",
     "time": "time decoding and prefill",
+    "answers": "answers to compare (questions)",
     "measure": "measure loss (tracks)",
     "tails": "measure loss (behind tails)",
     "groups": "measure loss (single groups)",
     "mix": "measure mixed caches",
 }
+SHARES = {"prefill": 2, "encode": 10, "time": 6, "answers": 11, "measure": 23, "tails": 10, "groups": 20, "mix": 8}
+"""What share of the time each stage takes, of 90 in all, with 512 tokens."""
+QUICK_SHARES = {"prefill": 2, "encode": 10}
+"""The same of the stages that remain if nothing is measured."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +92,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="tokens between two snapshots of recurrent states, a multiple of a group's: shorter prompts can be played "
         "to each (default: one snapshot, at the end)",
     )
-    parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4)")
+    parser.add_argument(
+        "--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4; with --quick fewer)"
+    )
     parser.add_argument(
         "--profile",
         type=Path,
@@ -93,6 +106,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_keys_option(parser, "seal the groups and their losses; prompt.json is left out")
     add_salt_option(parser)
     encode_passage.add(parser)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure nothing: losses and decode times are estimated, taken from --prior, and the catalog says so",
+    )
+    parser.add_argument(
+        "--prior",
+        metavar="ASSET",
+        help="with --quick: asset or catalog of the model that they are taken from (default: one of smollm2)",
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing asset")
     parser.add_argument("--json", type=Path, metavar="F", help="write the measurements as JSON")
     parser.set_defaults(run=run)
@@ -100,11 +123,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Encode the text's cache and print its tracks."""
+    yield_processors()
     from rich.console import Console
 
-    from kvabr.cli.display import StageBar, mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import StageBar
     from kvabr.engines.transformers.publish import find_profile
-    from kvabr.publish.encoder import ordered_tracks, publish
+    from kvabr.publish.encoder import ordered_tracks, publish, published_spec
+    from kvabr.publish.offer import TrackOffer
     from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
     from kvabr.store.files import read_salt
@@ -118,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     check_kind(args.digest)
     keys = read_keys(args.keys)
     encode_passage.check(args)
+    prior = _prior(args)
     salt = read_salt(args.salt_file)
     check_writable(args.json)
     store = open_store(args.out)
@@ -139,21 +165,28 @@ def run(args: argparse.Namespace) -> int:
     prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=args.passage)
     profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []
-    with writer, StageBar(STAGES, console) as bar:
+    spec = published_spec(loaded.engine.spec, args.group_tokens, args.snapshots_every)
+    source = f"{args.text.name}, its first {args.tokens} tokens"
+    offer = None
+    if prior is not None:
+        offer = TrackOffer(spec, prior=prior, tracks=args.tracks, profile=profile, source=source)
+    shares = None if args.passage else SHARES if offer is None else QUICK_SHARES
+    with writer, StageBar(STAGES, console, shares=shares) as bar:
         catalog = publish(
             loaded.engine,
             prompt,
-            ordered_tracks(args.tracks, loaded.engine.spec),
+            ordered_tracks(args.tracks, spec) if offer is None else offer.tracks,
             profile,
             writer,
             passage=_passage(loaded, prompt, args, bar) if args.passage else None,
             group_tokens=args.group_tokens,
             snapshots_every=args.snapshots_every,
-            source=f"{args.text.name}, its first {args.tokens} tokens",
+            source=source,
             salt=salt,
             digest=args.digest,
             keys=keys,
             questions=questions(loaded, args.tokens),
+            estimate=None if offer is None else offer.catalog,
             named=check_new,
             progress=bar,
             tell=unusual.append,
@@ -161,13 +194,21 @@ def run(args: argparse.Namespace) -> int:
         if keys is None:
             writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)
-    seconds = time.perf_counter() - start
+    _report(args, catalog, writer.location, time.perf_counter() - start, unusual)
+    return 0
+
+
+def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
+    """Print the tracks, and write them as JSON."""
+    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+
     result = {
         "schema": "kvabr.encode/1",
-        "asset": writer.location,
+        "asset": location,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
         "passage": None if catalog.passage is None else catalog.passage.to_json(),
+        "estimated": catalog.estimated,
         "seconds": round(seconds, 3),
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
@@ -181,10 +222,25 @@ def run(args: argparse.Namespace) -> int:
     )
     if catalog.mixes:
         out.print(mix_table(catalog))
+    if catalog.estimated:
+        plain(f"losses and decode times are estimated; {catalog.loss_method}")
     if catalog.passage is not None:
         plain(*encode_passage.told(catalog.passage))
-    plain(*unusual, f"asset: {writer.location} ({seconds:.0f} s)")
-    return 0
+    plain(*unusual, f"asset: {location} ({seconds:.0f} s)")
+
+
+def _prior(args: argparse.Namespace) -> Catalog | None:
+    """Return the catalog that losses are taken from with --quick; raise `UsageError` for what does not go with it."""
+    from kvabr.data import default_catalog
+    from kvabr.store.locations import open_catalog
+
+    if not args.quick:
+        if args.prior is not None:
+            raise UsageError("--prior says where losses are taken from that are not measured: add --quick")
+        return None
+    if args.passage:
+        raise UsageError("--quick measures nothing, and joining a passage has to be measured: leave one of them out")
+    return default_catalog() if args.prior is None else open_catalog(args.prior)[0]
 
 
 def _passage(

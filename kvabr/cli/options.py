@@ -28,6 +28,8 @@ _NOT_A_NUMBER = re.compile(r"argument (?:-\w/)?(\S+): invalid (float|int) value:
 _NUMBERS = {"float": "number", "int": "whole number"}
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|seconds?|ms)")
 _MAX_TOKENS_BYTES = 64 << 20
+SPINS = "1000"
+"""Times that a thread of torch looks whether it can go on, some 30 microseconds, before it sleeps."""
 _PER_SECOND = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "ms": 1000}
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^:\[\]\s/]*)):(?P<port>\d{1,5})")
 
@@ -248,6 +250,16 @@ def add_time_price_option(parser: argparse._ActionsContainer) -> None:
 
     what = "price of a second of TTFT, nats per token (default: %(default)g; 0: only the deadline counts)"
     parser.add_argument("--time-price", type=float, default=TIME_PRICE, metavar="NATS", help=what)
+
+
+def yield_processors() -> None:
+    """Have torch's threads sleep soon where one waits for another, in commands that compute for long.
+
+    They would otherwise spin for milliseconds, a thousand times in a forward pass: beside other work on the machine
+    most of the processor time goes there. The library of these threads reads this when torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def load(name: str, console: Console, **how: Any) -> LoadedModel:

@@ -17,6 +17,7 @@ from kvabr.cli.options import (
     check_writable,
     load,
     prompt_text,
+    yield_processors,
 )
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.words import counted
@@ -95,6 +96,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute and publish."""
+    yield_processors()
     from rich.console import Console
 
     from kvabr.cli.display import plain, write_json

@@ -36,8 +36,8 @@ from kvabr.types.units import cache_length, snapshot_ends
 Progress = Callable[[str, int, int], None]
 """Called with a stage, its steps done, and its steps in all."""
 
-STAGES = ("prefill", "encode", "time", "measure", "tails", "groups", "mix")
-"""Stages of `publish`, in order; the steps of ``prefill`` are tokens."""
+STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", "mix")
+"""Stages of `publish`, in order; the steps of ``prefill`` are tokens. What measures nothing ends with ``encode``."""
 
 ON_REQUEST = ("FP4",)
 """Tracks that are made only if they are named: Int4 is as small and loses half as much."""
@@ -176,11 +176,12 @@ def publish(
     questions: Sequence[Sequence[int]] = (),
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
+    estimate: Callable[[FrameEncoder], Catalog] | None = None,
     named: Callable[[str], None] = lambda _digest: None,
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> Catalog:
-    """Encode and measure one prompt; return its catalog, whose floats have six significant digits.
+    """Encode one prompt and measure it, or estimate its losses; return its catalog, whose floats have six digits.
 
     Args:
         engine: the model.
@@ -202,6 +203,8 @@ def publish(
             those of its continuation and of answers to them.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
         time_engine: whether to time a few prefills for the catalog's cost model.
+        estimate: makes the catalog, with losses that are estimated (`kvabr.publish.offer.TrackOffer.catalog`), of a
+            prompt that is no passage; nothing is measured or timed then. None: everything is.
         named: called with the prompt's digest before anything is computed; it may raise to stop.
         progress: called after every step.
         tell: called, in words, with what is unusual about the cache.
@@ -211,7 +214,7 @@ def publish(
     `NotFiniteError` if a number of the cache is NaN or infinite, and `UsageError` if it has no states to take
     snapshots of, or if a sealed asset needs a profile and there is none.
     """
-    spec = _published(engine.spec, group_tokens, snapshots_every)
+    spec = published_spec(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
     if needing:
         _check_profile(spec, tracks, profile, sealed=keys is not None)
@@ -242,7 +245,7 @@ def publish(
         position=0 if passage is None else passage.before.shape[3],
         passage=None if passage is None else passage.notes,
         digest=digest,
-        finer_end=passage is None,
+        finer_end=passage is None and estimate is None,  # as engines publish, who take such groups over
         keys=keys,
     )
     frames.encode(coded, partial(progress, "encode"))
@@ -250,6 +253,8 @@ def publish(
     for track, count in frames.outliers.items():
         if count:
             tell(f"{track} stores {count:,} outliers of {len(prompt.tokens):,} tokens separately")
+    if estimate is not None:
+        return estimate(frames)
     decode_s = {}
     for index, track in enumerate(tracks):
         decode_s[track] = frames.decode_seconds(track)
@@ -261,7 +266,8 @@ def publish(
     progress("time", len(tracks) + 1, len(tracks) + 1)
     before = None if passage is None else passage.before
     reference = Reference(engine, exact, prompt.continuation, before=before)
-    meter = TailMeter(reference, answered(engine, exact, questions, before), prompt.tokens)
+    asked = answered(engine, exact, questions, before, partial(progress, "answers"))
+    meter = TailMeter(reference, asked, prompt.tokens)
     measured = measure_quality(
         reference,
         exact,
@@ -313,7 +319,7 @@ def _exact(
     return (passage.at(passage.before.shape[3], spec),)
 
 
-def _published(spec: KVSpec, group_tokens: int | None, snapshots_every: int | None) -> KVSpec:
+def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int | None) -> KVSpec:
     """Return the spec of what is published of a model with this one."""
     if group_tokens is not None:
         spec = replace(spec, group_tokens=group_tokens)

@@ -57,13 +57,18 @@ def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
 
 
 def answered(
-    engine: ScoringEngine, exact: Cache, asked: Sequence[Sequence[int]], before: torch.Tensor | None = None
+    engine: ScoringEngine,
+    exact: Cache,
+    asked: Sequence[Sequence[int]],
+    before: torch.Tensor | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
-    """Return what the exact cache answers to questions; arguments as those of `Reference`."""
+    """Return what the exact cache answers to questions; arguments as those of `Reference`, and one after each."""
     references = []
-    for question in asked:
+    for number, question in enumerate(asked, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)
         references.append(Reference(engine, exact, [*question, *answer], before=before, asked=len(question)))
+        progress(number, len(asked))
     return references
 
 

@@ -22,7 +22,8 @@ from kvabr.cli.overlay import Overlay
 from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
-from kvabr.store.asset_folder import frame_path
+from kvabr.data import default_catalog
+from kvabr.store.asset_folder import FolderAsset, frame_path
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
@@ -308,6 +309,48 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
         assert "not signed by a trusted authority" in capsys.readouterr().err
     finally:
         origin.close()
+
+
+@pytest.mark.model
+def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_are_estimated(tmp_path, capsys):
+    text, made, result = tmp_path / "text", tmp_path / "made.json", tmp_path / "result.json"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    asset = tmp_path / "origin" / "asset"
+    prompt_of = ("--text", text, "--model", tinymodels.save(tmp_path / "tiny-llama"))
+    encode = ("encode", *prompt_of, "--tokens", 200, "--continuation", 16, "--group-tokens", 64, "--quick")
+    assert kvabr(*encode, "--out", asset, "--json", made) == 0
+    assert "estimated" in capsys.readouterr().out
+    catalog, prior = FolderAsset.open(asset).catalog, default_catalog()
+    assert catalog.estimated
+    assert json.loads(made.read_text())["estimated"] is True
+    assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
+    for track in catalog.tracks:
+        assert track.measured is None
+        assert track.total_loss == pytest.approx(prior.track(track.name).total_loss, rel=1e-3)
+        assert track.tails == prior.track(track.name).tails
+    assert catalog.mixes == catalog.asked == ()
+    assert catalog.prefill is None  # the prior is of another model
+    FolderAsset.open(asset).check_parts()
+    origin = Served(tmp_path / "origin", tmp_path)
+    try:
+        how = (origin.url, *network(origin), *prompt_of, "--deadline", 300, "--policy", "fixed:Int8")
+        assert kvabr("fetch", *how, "--json", result) == 0
+    finally:
+        origin.close()
+    assert [group["track"] for group in json.loads(result.read_text())["groups"]] == ["Int8"] * 4
+
+
+@pytest.mark.model
+def test_losses_that_are_not_measured_are_those_of_the_prior_that_is_named(short, tmp_path):
+    text, asset = tmp_path / "text", tmp_path / "asset"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    prior = tmp_path / "prior.json"
+    prior.write_text(short.dumps())
+    words = ("encode", "--text", text, "--model", tinymodels.save(tmp_path / "tiny-llama"), "--tokens", 200)
+    words = (*words, "--continuation", 16, "--quick", "--prior", prior, "--tracks", "Int8", "--out", asset)
+    assert kvabr(*words) == 0
+    loss = FolderAsset.open(asset).catalog.track("Int8").total_loss
+    assert loss == pytest.approx(short.track("Int8").total_loss, rel=1e-3)
 
 
 # -------------------------------------------------------------------- overlay

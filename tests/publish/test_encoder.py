@@ -75,6 +75,15 @@ def test_mixes_are_predicted_within_a_factor_two(made):
         assert mix.predicted == pytest.approx(predicted_loss(made[0], mix.tracks), rel=1e-4)
 
 
+def test_progress_says_how_many_questions_are_answered():
+    seen = []
+    publish(
+        ToyModel(), prompt(), ("Int4",), None, MemoryFrames(), questions=((1, 2), (3, 4)),
+        progress=lambda stage, done, total: seen.append((stage, done, total)),
+    )  # fmt: skip
+    assert [each for each in seen if each[0] == "answers"] == [("answers", 1, 2), ("answers", 2, 2)]
+
+
 def test_progress_reaches_the_end_of_every_stage(made):
     ends = {stage: (done, total) for stage, done, total in made[2]}
     assert list(ends) == ["prefill", "encode", "time", "measure", "groups", "mix"]
