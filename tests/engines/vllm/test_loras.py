@@ -51,12 +51,12 @@ def test_adapters_and_their_base_do_not_mix(empty, mode, live):
     bench = Bench(served, folder / "assets", mode=mode, publish_live=live)
     try:
         mine = request("mine", lora_request=lora(folder / "one"))
+        bench.prefilled()
         assert bench.matched(mine) == (0, False)
         if live:
             mine.num_computed_tokens, bench.running, bench.tables = 0, {"mine": 70}, {"mine": [list(range(9))]}
             bench.step()
             mine.num_computed_tokens, bench.running = 70, {}
-        bench.prefilled()
         assert bench.scheduler.finished(mine, [list(range(9))])
         bench.steps()
         bench.published()
