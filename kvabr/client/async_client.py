@@ -66,7 +66,6 @@ from kvabr.store.locations import open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost, per_byte
 from kvabr.types.engine import Engine
@@ -97,7 +96,6 @@ _WAIT_SHARE = 0.9
 class AsyncClient:
     """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
 
-    @checked
     def __init__(
         self,
         origin: PeersLike = None,
@@ -211,7 +209,6 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ peers
 
-    @checked
     def peer(
         self,
         url: str,
@@ -250,7 +247,6 @@ class AsyncClient:
         """The peers that the client was given."""
         return self._origins
 
-    @checked
     async def connect(self, peer: PeersLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
@@ -267,7 +263,6 @@ class AsyncClient:
             await self._steering.ask(self._origins)
         return connection
 
-    @checked
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the seconds of a round trip to a peer, connecting to it first if necessary.
 
@@ -291,7 +286,6 @@ class AsyncClient:
             pass
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
-    @checked
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
         """Return what plays, now or earlier, have found out of the link, and what it must bring of a cache.
 
@@ -310,7 +304,6 @@ class AsyncClient:
         lacks = sum(nbytes for nbytes, digest in pairs if digest not in here) if here else cheapest.total_bytes
         return KnownLink.of_all(links), lacks
 
-    @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
@@ -333,7 +326,6 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ plays
 
-    @checked
     async def play(
         self,
         tokens: Sequence[int] = (),
@@ -418,7 +410,6 @@ class AsyncClient:
                 return play.over(replace(await play.compute(), limited_by=limit))
             return play.over(NothingCached(spec, clock.now(), limit))
 
-    @checked
     async def play_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -470,14 +461,12 @@ class AsyncClient:
                 await check_tokens(found.catalog, tokens, options.salt)
             return play.over(await play.whole(await play.prepare(found)))
 
-    @checked
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
         """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_engine`."""
         warm_engine(spec, device, dtype, like, self._speeds)
 
-    @checked
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeersLike = None
     ) -> PlayedPrefix:
@@ -497,7 +486,6 @@ class AsyncClient:
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
 
-    @checked
     async def hint(
         self,
         tokens: Sequence[int],
@@ -549,7 +537,6 @@ class AsyncClient:
             time_price=time_price,
         )  # fmt: skip
 
-    @checked
     async def hint_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -598,7 +585,6 @@ class AsyncClient:
             await self.store.keep(digests, time.monotonic() + keep_s, owner)
         return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
-    @checked
     async def play_prefix(
         self,
         found: Found,
@@ -637,7 +623,6 @@ class AsyncClient:
             prepared = await play.prepare(found, skip, behind=behind, block=block)
             return play.over(await play.prefix(prepared, behind, block))
 
-    @checked
     async def tail_of(
         self,
         catalog: Catalog,
@@ -681,7 +666,6 @@ class AsyncClient:
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
         return choose_tail(options.policy, offers, costs, partial(limited_step, lambda: deadline)).tokens
 
-    @checked
     async def find(
         self,
         tokens: Sequence[int],
@@ -719,7 +703,6 @@ class AsyncClient:
             found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
 
-    @checked
     async def find_joined(
         self,
         parts: Sequence[Part],
@@ -741,7 +724,6 @@ class AsyncClient:
         )  # fmt: skip
         return found, refused
 
-    @checked
     async def find_asset(
         self,
         asset: TrackNamespace | str,
@@ -762,7 +744,6 @@ class AsyncClient:
         async with self._asking(within_s, peer) as connection:
             return await self._catalog(connection, peer, name, within_s, live=live)
 
-    @checked
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
@@ -775,7 +756,6 @@ class AsyncClient:
                 await connection.reached()
                 await self._profiles.fetch(connection, catalog)
 
-    @checked
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 

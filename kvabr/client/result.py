@@ -19,7 +19,6 @@ from kvabr.codec.paged import CodedGroup, expand
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.transfer.work import decoders
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
 from kvabr.types.joined import is_joined
@@ -267,7 +266,6 @@ def numbers(groups: Sequence[int]) -> str:
     return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"
 
 
-@checked
 def save(played: Played, path: str | os.PathLike[str]) -> None:
     """Write a cache as safetensors, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim].
 

@@ -10,13 +10,12 @@ takes its floor f whatever the number of tokens, until they keep it busy. All ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from kvabr.types.arguments import check_type, checked
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.records import check, to_json
 
@@ -153,7 +152,6 @@ class PrefillCost:
         return sum(self.seconds(step, min(most, before + tokens - step)) for step in steps)
 
     @classmethod
-    @checked
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
         """Return a purely linear cost, for when only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
@@ -176,9 +174,7 @@ class PrefillCost:
         """
         import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
 
-        check_type("PrefillCost.fit: timings", timings, Iterable)
         rows = list(timings)
-        check_type("PrefillCost.fit: timings", rows, Sequence[tuple[int, int, float]])
         least = "three timings" if prior is None else "one timing"
         if len(rows) < (3 if prior is None else 1) or any(
             before < 0 or new <= 0 or not 0 < seconds <= _MOST_S for before, new, seconds in rows
