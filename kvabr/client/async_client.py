@@ -26,7 +26,6 @@ from typing import Any, Self
 import torch
 
 from kvabr.abr.tail import TailOffer
-from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.hinting import hint_node
@@ -664,7 +663,7 @@ class AsyncClient:
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
-        return choose_tail(options.policy, offers, costs, partial(limited_step, lambda: deadline)).tokens
+        return choose_tail(options.policy, offers, costs).tokens
 
     async def find(
         self,

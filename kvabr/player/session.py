@@ -37,7 +37,7 @@ from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
-from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
+from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.requests import (
     LEAST_SILENCE_S,
     RequestPriorities,
@@ -114,7 +114,6 @@ class Session:
         decode_rates: DecodeRates | DecodeShare | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
-        limited: CallLimit = at_once,
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
         prices: Sequence[float] = (),
@@ -143,7 +142,7 @@ class Session:
         self.record = PlayRecord(records)
         self.groups = Groups(self.view, records)
         self.events = EventLog(log, self.view)
-        self.guard = PolicyGuard(policy, self.view, limited)
+        self.guard = PolicyGuard(policy, self.view)
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)

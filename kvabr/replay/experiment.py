@@ -10,12 +10,11 @@ from typing import Any, Protocol, cast
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy, policy_class, shipped
+from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_queue import DecodeRates, family
-from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
@@ -495,10 +494,6 @@ class Experiment:
         """Return a fresh estimator of one of so many links, which knows what earlier plays told."""
         options = self.options
         estimator = new_estimator(policy, options.estimator)
-        if not shipped(estimator):
-            from kvabr.client.cpu_limit import limited_estimator, limited_play  # noqa: PLC0415  # loads the client
-
-            estimator = limited_estimator(estimator, limited_play)
         if options.prior is not None:
             estimator.prime(replace(options.prior, rate=options.prior.rate / links))
         return estimator
@@ -512,11 +507,6 @@ class Experiment:
         lookup_s: float,
     ) -> Session:
         options = self.options
-        limited: CallLimit = at_once
-        if not shipped(load_policy(policy)()):
-            from kvabr.client.cpu_limit import limited_play  # noqa: PLC0415  # loads the client
-
-            limited = limited_play
         # Patience is counted in whole deadlines, not in what the lookup left of one.
         return new_session(
             self.ladder,
@@ -532,7 +522,6 @@ class Experiment:
             decode_rates=DecodeRates(self.catalog, latencies=self._latencies),
             expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
-            limited=limited,
             offers=[None] * len(estimators),
             prices=options.prices,
         )

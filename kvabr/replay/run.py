@@ -89,7 +89,7 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
         on_progress: called with the number of plays finished since the last call.
 
     Raises:
-        PolicyError: a policy raised, made an invalid decision or exceeded its CPU time; the whole replay fails.
+        PolicyError: a policy raised or made an invalid decision; the whole replay fails.
         PlayError: a worker process died.
     """
     todo = list(tasks(matrix))
