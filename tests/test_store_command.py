@@ -136,7 +136,7 @@ def test_verify_and_copy(place, tmp_path, capsys):
         (("pin", "0", "--until", "never"), "is not a date"),
         (("pin", "", "--for", "0"), "must end in the future"),
         (("copy", "xyz://nowhere"), "stores are folders or"),
-        (("ls", "--json", "/nowhere/out.json"), "cannot be written there"),
+        (("ls", "--json", "/nowhere/out.json"), "there is no folder"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, capsys, words, message):

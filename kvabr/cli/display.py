@@ -90,7 +90,7 @@ class _Bar:
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Say on standard error what is being waited for; off a terminal by a line, if it takes long, now and then.
+    """Say on standard error what is being waited for; off a terminal by one line, if it takes long.
 
     Yields a function that changes what is said.
     """
@@ -102,9 +102,11 @@ def waiting(what: str, console: Console | None = None) -> Iterator[Callable[[str
     said, over = [what], threading.Event()
 
     def tell() -> None:
-        pause_s = _FIRST_S
+        pause_s, told = _FIRST_S, ""
         while not over.wait(pause_s):
-            print(f"{said[-1]} ...", file=sys.stderr, flush=True)
+            if said[-1] != told:
+                told = said[-1]
+                print(f"{told} ...", file=sys.stderr, flush=True)
             pause_s = _EVERY_S
 
     thread = threading.Thread(target=tell, daemon=True)

@@ -15,6 +15,7 @@ from kvabr.cli.options import (
     add_model_option,
     add_salt_option,
     add_text_option,
+    check_text,
     check_writable,
     load,
     prompt_text,
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--group-tokens must be 1 to {MAX_GROUP_TOKENS}")
     console = Console(stderr=True)
     start = time.perf_counter()
+    check_text(args.model, text, args.tokens, args.continuation)
     loaded = load(args.model, console)
     prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=args.passage)
     profile = find_profile(loaded.engine.spec, args.profile)

@@ -229,7 +229,9 @@ def run(args: argparse.Namespace) -> int:
     unwritten = "" if args.out is None else f"; {args.out} was not written"
     if "incomplete" in result:
         written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
-        raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten))
+        cores = ", or more cores" if "to be decoded" in result["incomplete"] else ""
+        more = f"; allow more time: --deadline, --patience{cores}"
+        raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
     if not result["tokens"]:
         raise PlayError(
             f"{_why_nothing(result['limited_by'], args.wait_for_producer)} ({result['lookup_s']:.2f} s){unwritten}"
@@ -370,7 +372,7 @@ async def _fetch(
         origin = await client.connect()
         connect_s = time.monotonic() - start
         title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
-        with Overlay(title, console=console) as overlay:
+        with Overlay(title, console, lambda: _trouble(client, args)) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
             try:
@@ -395,6 +397,12 @@ async def _fetch(
             result["after"] = await _go_on(args, played, played.upgrades, console)
     result["unkept"] = [what for what in ("groups", "profile") if client.metrics.value(_METRIC, what=what)]
     return result
+
+
+def _trouble(client: AsyncClient, args: argparse.Namespace) -> str | None:
+    """Return why nothing comes from a source, if that is so for any."""
+    urls = dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source))
+    return next((why for url in urls if (why := client.peer(url, **network.options(args)).trouble) is not None), None)
 
 
 def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: Console) -> None:

@@ -269,6 +269,15 @@ def load(name: str, console: Console, **how: Any) -> LoadedModel:
             gc.enable()
 
 
+def check_text(model: str, text: str, tokens: int, continuation: int = 0) -> None:
+    """Raise `UsageError` if a text is clearly too short, without loading the model's weights; errors as of `load`."""
+    from kvabr.engines.transformers.model_loader import load_tokenizer
+    from kvabr.publish.texts import check_length
+
+    tokenizer = load_tokenizer(model)[1]
+    check_length(lambda head: tokenizer.encode(head, add_special_tokens=False).ids, text, tokens, continuation)
+
+
 def check_writable(*paths: Path | None) -> None:
     """Raise if a result could not be written, before any work is done.
 
@@ -276,8 +285,14 @@ def check_writable(*paths: Path | None) -> None:
         UsageError: The folder of a path is missing or read-only, or the path is a folder.
     """
     for path in paths:
-        if path is not None and (not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir()):
-            raise UsageError(f"{path}: cannot be written there")
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another path")
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder; give the path of a file")
+        if not os.access(path.parent, os.W_OK):
+            raise UsageError(f"{path}: this user may not write to {path.parent}")
 
 
 def read_tokens(path: Path, option: str) -> tuple[int, ...]:

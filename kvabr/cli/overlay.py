@@ -6,6 +6,7 @@ If standard error is not a terminal, it prints a plain line every half second in
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from kvabr.cli.display import human, say
+from kvabr.cli.display import human, printable, say
 from kvabr.client.snapshot import Snapshot
 from kvabr.types.catalog import RECOMPUTED
 
@@ -31,14 +32,17 @@ _PLAIN_EVERY_S = 0.5
 class Overlay:
     """Shows snapshots; a context manager. Give `show` to a play as `PlayOptions.watch`."""
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str, console: Console | None = None, trouble: Callable[[], str | None] = lambda: None
+    ) -> None:
         """Show nothing yet.
 
         Args:
             title: the first line.
             console: None: standard error.
+            trouble: returns why nothing comes from a source, if that is known.
         """
-        self._title = title
+        self._title, self._trouble = title, trouble
         self._order: tuple[str, ...] = ()
         self._console = console or Console(stderr=True)
         self._shot: Snapshot | None = None
@@ -76,10 +80,12 @@ class Overlay:
         if shot.rate:  # at the end of a play nobody estimates it any more
             self._rate_said = f"{_mbits(shot.rate)} (at least {_mbits(shot.lower_bound)})"
         edge = "" if shot.edge is None else f", {shot.edge} published"
+        undecoded = f"{shot.undecoded} to be decoded, " if shot.undecoded else ""
+        trouble = self._trouble()
         return (
             f"{shot.now:.2f} s: {there} of {len(shot.tracks)} groups in place{edge}, {shot.requests} on their way, "
-            f"{self._rate_said}, slack {_slack(shot.slack_s)}"
-        )
+            f"{undecoded}{self._rate_said}, slack {_slack(shot.slack_s)}"
+        ) + (f"; {printable(trouble)}" if trouble else "")
 
     def _render(self) -> Group:
         shot = self._shot
@@ -128,14 +134,15 @@ class Overlay:
         slack_style = "red" if shot.slack_s is None or shot.slack_s < 0 else "green"
         wasted = f" ({human(shot.bytes_wasted)} wasted)" if shot.bytes_wasted else ""
         engine = ", the engine computes" if shot.computing else ""
-        prefill = []
+        prefill = [Text(f"trouble   {printable(trouble)}", "red")] if (trouble := self._trouble()) else []
+        undecoded = f", {shot.undecoded} to be decoded" if shot.undecoded else ""
         if shot.edge is not None:
             last = f"the last one is expected in {max(0.0, shot.ends_s - shot.now):.2f} s"
             prefill.append(Text(f"prefill   {shot.edge} of {len(shot.tracks)} groups published   {last}"))
         return [
             *prefill,
             Text.assemble("rate      ", (_mbits(self._rate()), "bold"), f"   estimate {known}"),
-            Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}"),
+            Text.assemble("slack     ", (_slack(shot.slack_s), slack_style), f"   {when}{engine}{undecoded}"),
             Text(
                 f"network   {human(shot.bytes_fetched)}{wasted}   {shot.requests} requests   RTT {rtt}   "
                 f"decoding {1000 * shot.decode_backlog_s:.0f} ms behind"

@@ -150,8 +150,9 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
                     everyone = "who can reach this address may read what the relay may; see --player-token-file"
                     url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=memory)
                     if asset is None:
-                        # Which assets there are no origin tells; `kvabr serve` prints one, in the fragment of a URL.
-                        line = f"what you would fetch from the origin, from {url} instead, with {setup.fetch_options()}"
+                        # The origin does not list its assets; `kvabr serve` prints one, in the fragment of a URL.
+                        entry = "" if token is None else "KVABR_TOKEN=... "
+                        line = f"{entry}kvabr fetch '{url}' --name MODEL/DIGEST {setup.fetch_options()}"
                     else:
                         line = setup.fetch_line(url, asset, token=token is not None)
                     print(f"fetch through it: {line}", flush=True)

@@ -19,6 +19,7 @@ from typing import Unpack
 from kvabr.link.moqt.connect import Connecting, KnownRate, asset_of, connect, parse_namespace, parse_url
 from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
+from kvabr.link.objects.index import StrangeAnswers
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.url import SCHEMES, WEB, split_asset
 from kvabr.transfer.interface import PeerConnection
@@ -73,9 +74,10 @@ class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
         self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
         self.peers = (self._bucket.url,)
         self._connection: StoreConnection | None = None
+        self._strange = StrangeAnswers()
 
     async def __aenter__(self) -> PeerConnection:
-        connection = StoreConnection(self._bucket)
+        connection = StoreConnection(self._bucket, self._strange)
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):

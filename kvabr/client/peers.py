@@ -222,6 +222,7 @@ async def first_found(
     except BaseException:
         for task in asked:
             task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)  # one may have failed at this very moment
         raise
     if not found:
         told = [task.result() for task in asked if task.done() and task.exception() is None]

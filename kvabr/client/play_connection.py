@@ -33,7 +33,7 @@ from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
 from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
-from kvabr.types.errors import ConnectionLostError, NotFoundError, TransportError
+from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.kv import MAX_MODELS_BYTES
 from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
 
@@ -273,6 +273,8 @@ class SharedTransfers:
             self.connection.unreachable = True  # until a dial succeeds
             if not task.cancelled():
                 self.metrics.dials_failed_total.inc()
+                if isinstance(error, RequestError) and error.reason == Reason.WRONG:
+                    self.metrics.wrong_answers_total.inc()
         waiting = list(self._waiting)
         self._waiting.clear()
         for transfer in waiting:
@@ -339,8 +341,7 @@ async def first_reached(peers: Sequence[SharedTransfers]) -> int:
         if found := there():
             return found[0]
     finally:
-        for dial in pending:
-            dial.cancel()
+        await cancel_all(dials)
     await dials[0]  # which raises why
     raise AssertionError("unreachable")
 

@@ -44,6 +44,8 @@ class Snapshot:
     bytes_wasted: int
     requests: int
     """Requests under way."""
+    undecoded: int
+    """Layers and groups that have come and are not decoded yet."""
     decode_backlog_s: float
     """Decoding that waits, seconds."""
     computing: bool
@@ -75,6 +77,7 @@ class Snapshot:
             bytes_fetched=record.bytes_fetched,
             bytes_wasted=record.bytes_wasted,
             requests=len(view.in_flight),
+            undecoded=session.undecoded(),
             decode_backlog_s=view.decode_backlog_s,
             computing=any(
                 wanted == RECOMPUTED and there is None for wanted, there in zip(view.track_of, tracks, strict=True)

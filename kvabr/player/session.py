@@ -477,6 +477,8 @@ class Session:
         """Return what is still missing, in words."""
         left = self.catalog.groups - self.groups.in_place
         lacking = f"{left} of {self.catalog.groups} groups are still not in place"
+        if undecoded := self.undecoded():
+            lacking += f" ({undecoded} received and still to be decoded)"
         return lacking if self._live is None else lacking + self._live.lacking()
 
     def layers_pay(self, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvabr.publish.model import TextModel, opened
@@ -18,6 +18,8 @@ from kvabr.types.errors import AssetError, UsageError
 _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
+_FRONT = 4
+"""More tokens than a model puts in front of a text."""
 _CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: how much of a long text is tokenised at first."""
 
@@ -96,6 +98,23 @@ def _licence() -> str | None:
     return None
 
 
+def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int, continuation: int) -> None:
+    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before a model is loaded for it.
+
+    ``encode`` is the model's tokenizer without the few tokens that the model puts in front.
+    """
+    wanted = tokens + continuation
+    if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
+        raise _too_short(found, tokens, continuation)
+
+
+def _too_short(found: int, tokens: int, continuation: int) -> UsageError:
+    return UsageError(
+        f"the text has {found} tokens, but {tokens} and {continuation} of continuation were asked for: give a longer "
+        f"text, or {_shorter(found, continuation)}"
+    )
+
+
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, passage: bool = False) -> Prompt:
     """Return the first tokens of a text as a prompt, and the ones after it as its continuation.
 
@@ -117,10 +136,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, p
     if len(head) < len(text) and len(ids) < wanted + 16:
         ids = _cut_ids(model, text, passage=passage)
     if len(ids) < wanted:
-        raise UsageError(
-            f"the text has {len(ids)} tokens, but {tokens} and {continuation} of continuation were asked for: give a "
-            f"longer text, or {_shorter(len(ids), continuation)}"
-        )
+        raise _too_short(len(ids), tokens, continuation)
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
 
 

@@ -7,15 +7,18 @@ those of the peer have arrived.
 1. Stream data comes in order, so nothing is reassembled: an event carries a view of the bytes that were passed in.
 2. While a STREAM frame is incomplete, `expected` says which stream the next bytes belong to. The owner may read them
    straight to where they are wanted, and note them by `took`.
-3. Received data counts as consumed, and windows are opened again when half of one is used up: the owner must bound what
+3. One call parses a bounded number of frames. While bytes wait to be parsed (`waits`), the owner calls `go_on` instead
+   of `receive`, and leaves what it passed in alone.
+4. Received data counts as consumed, and windows are opened again when half of one is used up: the owner must bound what
    it keeps.
-4. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
+5. If the peer breaks a rule, the connection ends with CONNECTION_CLOSE and a `Terminated` event.
 
 Section numbers without a document are those of draft-ietf-quic-qmux-01.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +51,11 @@ _STREAM_HEAD = 32
 """More bytes than the size of a record and the head of a STREAM frame have together."""
 _MOST_FRAMES = 4096
 """Frames without stream data that wait to be sent while more comes in: the peer makes us answer, and does not read."""
+_TURN_FRAMES = 128
+"""Frames, and sizes of records, that one call of `QmuxConnection.receive` parses: a turn of the owner's event loop."""
+_EMPTY_FRAMES = 1024
+"""Frames without stream data that may be read at once, beyond two for each frame with some."""
+_ZEROS = re.compile(rb"\0*")
 _LEAST_RECORD = 1 << 10
 """Stream data for which a record of its own is worth while, bytes, while more may follow."""
 
@@ -145,6 +153,10 @@ class QmuxConnection:
         """How many streams the peer has opened: bidirectional, unidirectional."""
         self._peer_may_open = [parameters.max_streams_bidi, parameters.max_streams_uni]
         self._last_ping = -1
+        self._rest = memoryview(b"")
+        """Bytes that have come and were not parsed yet."""
+        self._empty = 0
+        """Frames without stream data in what was read last; see `_EMPTY_FRAMES`."""
         # Sending.
         self._frames: list[bytes] = []
         """Frames without stream data that wait, those of connections before those of streams."""
@@ -164,7 +176,10 @@ class QmuxConnection:
     # ------------------------------------------------------------------ what comes in
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call; the views in them are valid until the next call of `receive`."""
+        """Return the events since the last call.
+
+        The views in them are valid until the next call of `receive`.
+        """
         events, self._events = self._events, []
         return events
 
@@ -185,27 +200,46 @@ class QmuxConnection:
                 self._events.append(StreamData(stream.number, b"", True))
                 self._receiving_ends(stream)
 
+    @property
+    def waits(self) -> bool:
+        """Whether bytes that have come wait for `go_on`."""
+        return len(self._rest) > 0
+
     def receive(self, data: Buffer) -> None:
-        """Take bytes from the peer; what it does wrong ends the connection."""
-        if self.terminated is not None:
-            return
+        """Take bytes from the peer, unless some wait; what it does wrong ends the connection."""
+        if self.terminated is None:
+            assert not self.waits  # noqa: S101  # the caller has looked
+            self._empty, self._rest = 0, memoryview(data)
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Parse more of what has come."""
         try:
-            self._parse(memoryview(data))
+            self._rest = self._parse(self._rest)
         except QmuxFault as fault:
-            self._events.append(self._end(fault.code, str(fault), application=False, tell=True))
+            self.fail(fault.code, str(fault))
+
+    def fail(self, code: QuicCode, reason: str) -> None:
+        """End the connection with a code of QUIC: the peer has broken a rule. The event follows."""
+        if self.terminated is None:
+            self._events.append(self._end(code, reason, application=False, tell=True))
 
     def lost(self, reason: str) -> None:
         """Note that the byte stream has ended, or was closed by the peer."""
         if self.terminated is None:
             self._events.append(self._end(QuicCode.NO_ERROR, reason, application=False, tell=False))
 
-    def _parse(self, view: memoryview) -> None:
+    def _parse(self, view: memoryview) -> memoryview:
+        """Parse some frames, and return what follows them."""
         at, end = 0, len(view)
-        head = self._head
+        head, left = self._head, _TURN_FRAMES
         while at < end and self.terminated is None:
             if self._data_left:
                 at += self._deliver(view[at : at + self._data_left])
                 continue
+            if not left:
+                return view[at:]
+            left -= 1
             kept = len(head)
             if kept:
                 head += view[at : at + _MOST_HEAD]
@@ -219,11 +253,15 @@ class QmuxConnection:
                     raise QmuxFault(
                         QuicCode.FRAME_ENCODING_ERROR, f"a frame of more than {MAX_FRAME_BYTES} bytes"
                     ) from None
-                return
+                break
             at = at + after - kept if kept else after
             head.clear()
             if len(self._frames) > _MOST_FRAMES:
                 raise QmuxFault(QuicCode.INTERNAL_ERROR, f"more than {_MOST_FRAMES} frames wait for the peer to read")
+            self._empty = max(0, self._empty - 3) if self._data_left else self._empty + 1
+            if self._empty > _EMPTY_FRAMES:
+                raise QmuxFault(QuicCode.PROTOCOL_VIOLATION, f"{self._empty} frames in a row without stream data")
+        return memoryview(b"")
 
     def _item(self, data: memoryview | bytearray, at: int) -> int:
         """Parse the size of a record, or a frame without its stream data; return the offset behind it."""
@@ -253,7 +291,8 @@ class QmuxConnection:
         if kind & ~0x7 == FrameType.STREAM:
             return self._stream_head(kind, data, after, end, self._record_left - (after - at))
         if kind == FrameType.PADDING:
-            return end - len(bytes(data[after:end]).lstrip(b"\0"))
+            padding = _ZEROS.match(data, after, end)
+            return end if padding is None else padding.end()
         if (count := INTEGERS.get(kind)) is not None:  # type: ignore[call-overload]
             values = []
             for _ in range(count):
@@ -649,6 +688,7 @@ class QmuxConnection:
         self._blocked.clear()
         self._streams.clear()
         self._expected, self._data_left = None, 0
+        self._rest = memoryview(b"")
         self.unsent = 0
         return self.terminated
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import signal
 import socket
 import sys
@@ -51,6 +52,8 @@ PATIENCE_S = 0.5
 """Most seconds to drain after Ctrl-C."""
 _GOODBYE_S = 0.2
 """Seconds for the last packets to leave."""
+_SAY_S = 60.0
+"""Seconds between log lines on refused connections."""
 TICK_S = 0.1
 """Seconds between checks whether tokens have expired."""
 WATCH_S, MOST_WATCH_S, _WATCH_SHARE = 0.2, 2.0, 0.02
@@ -124,6 +127,8 @@ class Server(Host[Peer]):
         """Connections over TCP that may have their socket still, the oldest first."""
         self._server: Any = None
         self._retry_tokens, self._no_tokens = RetryTokens(), NoTokens()
+        self._say_s = -math.inf
+        """When a log line on refused connections may follow the last one."""
 
     async def start(self) -> None:
         """Bind the address and serve; `TransportError` if the address is in use, or not one of this machine."""
@@ -251,6 +256,7 @@ class Server(Host[Peer]):
         own = sum(site_of(stream.address) == site for stream in begun)
         full = len(self.peers) >= most + _HALF_OPEN and not begun
         if full or own >= max(1, 3 * most // 4):
+            self._say_refused(site, own, full=full)
             sock.close()
             return
         stream = QmuxTransport(
@@ -259,6 +265,18 @@ class Server(Host[Peer]):
         )  # fmt: skip
         self._streams[stream] = None
         stream.start()
+
+    def _say_refused(self, site: str, own: int, *, full: bool) -> None:
+        """Log that TCP connections are refused, once in a while."""
+        now_s = time.monotonic()
+        if now_s < self._say_s:
+            return
+        self._say_s = now_s + _SAY_S
+        hint = (
+            "raise the limit of connections" if full
+            else "somebody there opens connections and says nothing; its own TCP plays are kept out, others are not"
+        )  # fmt: skip
+        self.log.warning("a TCP connection is refused", address=site, waiting=own, open=len(self.peers), hint=hint)
 
     def _begun(self) -> list[QmuxTransport]:
         """Return the connections over TCP that have only begun, the oldest first."""

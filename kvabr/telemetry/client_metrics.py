@@ -71,6 +71,11 @@ class ClientMetrics(MetricSet):
         """Evicted, damaged and released groups of each tier that are counted already."""
         self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
+        self.wrong_answers_total = self.counter(
+            "kvabr_client_wrong_answers_total",
+            "Stores that answered with something else than was published, such as a gateway's page, when they were to "
+            "be used.",
+        )
 
     def show_store(self, store: TieredGroupStore) -> None:
         """Copy a store's counters, by tier."""

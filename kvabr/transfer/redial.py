@@ -23,6 +23,7 @@ from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.backoff import Backoff, scattered
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
+from kvabr.types.words import ordinal
 
 Dial = Callable[[], Awaitable[PeerConnection]]
 
@@ -336,6 +337,7 @@ class RedialledConnection(PeerConnection):
         fruitful = not self._current.going_away and self._current.stats().bytes_received > 0
         if fruitful or start_s - self._adopted_s > _SHORT_LIFE_S:
             self._pauses.reset()
+        tries = 1
         attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(self._current.stats().rtt_s or 0.0, self._answer_s))
         while True:
             await asyncio.sleep(scattered(self._pauses.pause_s))
@@ -346,7 +348,8 @@ class RedialledConnection(PeerConnection):
             except UnauthorizedError:
                 raise  # trying again would not help
             except TransportError as error:
-                self.trouble = f"dialling again fails: {error}"
+                tries += 1
+                self.trouble = f"connection lost, dialling again ({ordinal(tries)} try): {error}"
                 self._failed_dials += 1
                 self.unreachable = self._failed_dials >= _UNREACHABLE
                 if loop.time() - start_s + pause_s > self._patience_s:

@@ -27,8 +27,11 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and wait until they are over."""
+    """Cancel tasks, and wait until they are over; their errors are retrieved, so that asyncio does not log them."""
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

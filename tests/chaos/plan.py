@@ -24,7 +24,8 @@ FAULTS = (
     "blackout", "cliff", "losses", "rebinding", "freeze origin", "freeze relay-1", "freeze relay-2", *KILLS,
     "full disk relay-1", "full disk relay-2", "full disk player", "revoke at origin", "revoke at relay-1",
     "revoke at relay-2", "damage origin", "damage relay-1", "damage relay-2", "damage player", "replace", "remove",
-    "liar edge", "liar middle", "liar up", "route to relay-1", "route to origin",
+    "liar edge", "liar middle", "liar up", "route to relay-1", "route to origin", "flood origin", "flood relay-1",
+    "flood relay-2",
 )  # fmt: skip
 """Kinds of faults; a seed without any is possible as well."""
 

@@ -28,6 +28,7 @@ from tests.chaos.nodes import Node, free_port, replace_text, write_grants
 from tests.chaos.plan import LINKS, Fault, Link, Round
 from tests.chaos.player import Player, Seat
 from tests.chaos.published import Library, Prompt, place, remove
+from tests.floods import FLOODS, Flooder
 
 PLAYER_TOKEN, RELAY_TOKEN = "player-token-of-the-laboratory", "relay-token-of-the-laboratory"
 DISKS = ("relay-1", "relay-2", "player")
@@ -178,7 +179,7 @@ class World:
         acts: dict[str, Callable[[str, Fault], Undo | None]] = {
             "losses": self._losses, "rebinding": self._rebind, "freeze": self._freeze, "kill": self._kill,
             "full": self._fill, "revoke": self._revoke, "damage": self._damage, "replace": self._replace,
-            "remove": self._remove, "liar": self._lie, "route": self._route,
+            "remove": self._remove, "liar": self._lie, "route": self._route, "flood": self._flood,
         }  # fmt: skip
         return acts[kind](rest.rpartition(" ")[2], fault)
 
@@ -197,6 +198,10 @@ class World:
 
     def _rebind(self, _: str, fault: Fault) -> None:
         self.links[fault.link].rebind()
+
+    def _flood(self, name: str, fault: Fault) -> Undo:
+        kind = random.Random(fault.seed).choice(sorted(FLOODS))
+        return Flooder(self.nodes[name].address, kind).stop
 
     def _freeze(self, name: str, _: Fault) -> Undo:
         self.nodes[name].freeze(on=True)

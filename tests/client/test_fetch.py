@@ -152,7 +152,7 @@ def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
         (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
-        (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "cannot be written"),
+        (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "there is no folder"),
         (("--name", "NAME", "--recompute", "smollm2"), 2, "needs the prompt"),
         (("--text", "TOKENS"), 2, "needs --model"),
         (("--name", "NAME", "--prompt", "BAD"), 2, "list of token ids"),
@@ -301,6 +301,7 @@ def shot(now=0.5, **changes):
         "bytes_fetched": int(1e6 * now),
         "bytes_wasted": 2000,
         "requests": 2,
+        "undecoded": 0,
         "decode_backlog_s": 0.012,
         "computing": True,
         "network": ConnectionStats(rtt_s=0.0213),
@@ -360,6 +361,17 @@ def test_lines_instead_where_there_is_no_terminal():
     assert "rate not known yet" not in lines[-1], "it was known before"
     assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
+
+
+def test_the_overlay_names_what_holds_a_play_up():
+    lost = "connection lost, dialling again (3rd try): no answer"
+    for terminal in (False, True):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=terminal, width=90, color_system=None)
+        with Overlay("plain", console, lambda: lost) as overlay:
+            overlay.show(shot(undecoded=6))
+        assert lost in screen.getvalue()
+        assert "6 to be decoded" in screen.getvalue()
 
 
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):

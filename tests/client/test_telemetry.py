@@ -88,4 +88,4 @@ def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path
     assert 'kvabr_plays_total{result="failed"} 1.0\n' in counts.read_text()
     capsys.readouterr()
     assert main(["fetch", served.url, "--telemetry", str(tmp_path / "no" / "x.jsonl"), "--name", name]) == 2
-    assert "cannot be written there" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err

@@ -272,3 +272,9 @@ def test_a_step_of_sglang_has_the_tokens_that_it_was_told(told, tokens):
 def test_old_names_of_chunks_are_asked_for_where_they_told_all(name, size, version, former):
     metadata = SimpleNamespace(model_name=name, kv_shape=(2, 2, 256, 4, 16), world_size=size)
     assert chunks.names_of(KeyedSettings(**URL, version=version), metadata).former == former
+
+
+def test_a_salt_of_any_characters_has_a_name():
+    """Callers in the process may give what HTTP refuses: half of a surrogate pair."""
+    names = {salt_of(SimpleNamespace(cache_salt=own), b"") for own in ("\ud800", "\udfff", "?", "\ufffd")}
+    assert len(names) == 4

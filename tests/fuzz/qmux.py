@@ -6,7 +6,7 @@ the bytes are cut.
 
 from __future__ import annotations
 
-from kvabr.qmux.connection import QmuxConnection
+from kvabr.qmux.connection import _EMPTY_FRAMES, QmuxConnection
 from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, TransportParameters, frame
 from tests.fuzz.target import Target, chunks
 from tests.qmux.ends import PARAMETERS, begun, end, record, stream
@@ -25,6 +25,12 @@ def _fed(data: bytes, cut: int, *, client: bool, direct: bool) -> QmuxConnection
             rest = piece[count:]
         this.receive(rest)
         this.take_events()
+        while this.waits:
+            left = len(this._rest)
+            this.go_on()
+            this.take_events()
+            assert len(this._rest) < left
+        assert this._empty <= _EMPTY_FRAMES + 1
         assert len(this._head) <= MAX_FRAME_BYTES + 32
         assert len(this._streams) <= _MOST_STREAMS + 2
         if this.peer is not None and this.terminated is None:
@@ -61,6 +67,8 @@ def _valid() -> list[bytes]:
             frame(FrameType.PING, 1),
         ),
         record(frame(FrameType.PING, 1), frame(FrameType.PING, 7)),
+        record(bytes(3), *200 * [frame(FrameType.MAX_DATA, 0) + b"\0"], stream(0, b"data"), bytes(300)),
+        200 * record() + record(stream(0, b"data")),
     ]
     named = record(TransportParameters(max_data=9, protocols=("moqt-18", "x")).encode())
     return [bytes([how]) + begun() + each for how in (0, 2, 4) for each in some] + [b"\0" + named]

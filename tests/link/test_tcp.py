@@ -192,13 +192,13 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
 
 
 async def test_windows_without_end_and_resets_are_bounded(asset, tls):
-    """Thousands of grants, and of streams that are opened and reset, cost nothing that stays."""
+    """Hundreds of grants, and of streams that are opened and reset, cost nothing that stays."""
     async with served(asset, tls) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(begun(PARAMETERS))
         grants = [
             record(frame(FrameType.MAX_DATA, (1 << 61) + n), frame(FrameType.MAX_STREAMS_UNI, 1 << 60))
-            for n in range(5000)
+            for n in range(200)
         ]
         writer.write(b"".join(grants))
         for number in range(0, 400, 4):
@@ -585,3 +585,28 @@ async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls, over):
             data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=1 << 20))
             assert data == asset.frame(group, "FP16")
         assert upstream.backend == over
+
+
+async def test_a_closed_port_is_named_before_all_time_is_over():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    begun_s = asyncio.get_running_loop().time()
+    with pytest.raises(NoAnswerError, match="TCP refused, UDP silent"):
+        async with connect(f"moqt://127.0.0.1:{port}/", insecure=True, timeout_s=LIMIT_S):
+            pass
+    assert asyncio.get_running_loop().time() - begun_s < LIMIT_S / 2
+
+
+async def test_refused_connections_are_logged_now_and_then(asset, tls):
+    log = structlog.testing.CapturingLogger()
+    arguments = (PublishedAssets(asset.path, None, LOG), "127.0.0.1", 0, tls, ServerLimits(connections=4))
+    async with asyncio.timeout(LIMIT_S), Server(*arguments, structlog.wrap_logger(log), Metrics()) as server:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection(server.address)) for _ in range(8)]
+            for sock in silent:
+                sock.setblocking(False)
+            for sock in silent[3:]:  # three quarters of all places
+                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+        refused = [call for call in log.calls if "refused" in str(call.args) or "refused" in str(call.kwargs)]
+        assert len(refused) == 1
+        assert "127.0.0.1" in str(refused[0])

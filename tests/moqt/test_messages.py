@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
-from kvabr.moqt.messages import MessageParser, decode, encode
+from kvabr.moqt.messages import MAX_MESSAGES, MessageParser, decode, encode
 from kvabr.moqt.parameters import Parameters, Token
 from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varint
 from tests.examples import examples
@@ -308,6 +308,8 @@ def test_many_messages_at_once():
     """What is left is not moved for every message."""
     parser = MessageParser()
     parser._buffer = CountingBuffer()
-    data = b"\x08\x00\x01\x00" * 10_000
-    assert sum(1 for _ in parser.feed(data)) == 10_000
+    data = b"\x08\x00\x01\x00" * MAX_MESSAGES
+    assert sum(1 for _ in parser.feed(data)) == MAX_MESSAGES
     assert len(data) <= parser._buffer.touched < 8 * len(data)
+    with pytest.raises(SessionFault):
+        list(parser.feed(data[:4]))

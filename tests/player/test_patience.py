@@ -40,7 +40,7 @@ def test_an_incomplete_play_ends_at_the_deadline_and_names_what_is_missing():
     assert now == 1.0
     assert len(of(actions, GiveUp)) == 1
     assert play.record.missing == (1, 3)
-    assert play.record.gave_up == "2 of 4 groups are still not in place"
+    assert play.record.gave_up == "2 of 4 groups are still not in place (1 received and still to be decoded)"
     assert play.record.delivered_s is None
     assert not play.record.met
     play.decoded(second.request, 1.1)  # too late

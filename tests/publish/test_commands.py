@@ -117,7 +117,7 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 2, "cannot be read"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "cannot be written there"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "there is no folder"),
         (("prefill", *base[1:], "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
     ]
@@ -233,6 +233,7 @@ def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
     words = ("encode", "--text", text, "--model", model, "--out", tmp_path / "o", "--tracks", "Int4")
     assert kvabr(*words, "--tokens", 100) == 2
     assert "the text has 150 tokens, but 100 and 128 of continuation" in capsys.readouterr().err
+    text.write_text("x" * 700)
     assert kvabr(*words, "--tokens", 600, "--continuation", 41) == 2
     assert "sees 640 at most: give at most --tokens 599" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()

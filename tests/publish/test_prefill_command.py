@@ -94,7 +94,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(text, tmp_path, capsys):
         (("--text", text, "--edge", "Int4"), 2, "add --live"),
         (("--text", text, "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
         (("--text", text, "--live", "--edge", "AC-L1"), 2, "refines AC-L0"),
-        (("--text", text, "--json", tmp_path / "no" / "f"), 2, "cannot be written there"),
+        (("--text", text, "--json", tmp_path / "no" / "f"), 2, "there is no folder"),
         (("--text", text, "--prior", tmp_path / "no"), 2, "no such asset"),
         (("--text", text, "--salt-file", tmp_path / "no"), 2, "cannot be read"),
         (("--text", text), 1, "no such model"),

@@ -311,3 +311,52 @@ def test_a_peer_that_makes_us_answer_and_reads_nothing_is_closed():
     assert server.terminated is not None
     assert "wait for the peer to read" in server.terminated.reason
     assert not server._frames
+
+
+def taken(connection, data):
+    """Pass in bytes; return how many calls it took to parse them."""
+    connection.receive(data)
+    calls = 1
+    while connection.waits:
+        connection.go_on()
+        calls += 1
+    return calls
+
+
+@pytest.mark.parametrize(
+    "empty", [b"\0" + frame(FrameType.MAX_DATA, 0), frame(FrameType.DATA_BLOCKED, 0), stream(0, b"")], ids=str
+)
+def test_frames_without_data_end_a_connection(empty):
+    _, server = pair()
+    calls = taken(server, record(*3000 * [empty]))
+    assert server.terminated is not None
+    assert server.terminated.code == Code.PROTOCOL_VIOLATION
+    assert not server.terminated.application
+    assert 1 < calls <= 20
+
+
+def test_empty_records_end_a_connection():
+    _, server = pair()
+    taken(server, 3000 * record())
+    assert server.terminated is not None
+    assert server.terminated.code == Code.PROTOCOL_VIOLATION
+
+
+def test_frames_without_data_between_others_are_allowed():
+    """Two for each frame with data, and those that come later."""
+    _, server = pair()
+    grants = 2 * [frame(FrameType.MAX_DATA, 0)]
+    for number in range(0, 4000, 4):
+        taken(server, record(stream(0, b"data", offset=number), *grants))
+    many = b"".join(record(stream(0, b"d", offset=4000 + number), *grants) for number in range(3000))
+    assert taken(server, many) > 10
+    assert server.terminated is None
+    data = b"".join(bytes(event.data) for event in server.take_events() if isinstance(event, StreamData))
+    assert data.endswith(3000 * b"d")
+
+
+def test_padding_is_skipped_at_once():
+    _, server = pair()
+    assert taken(server, record(bytes(1 << 14), stream(0, b"data"), bytes(1 << 13))) == 1
+    (event,) = server.take_events()
+    assert bytes(event.data) == b"data"

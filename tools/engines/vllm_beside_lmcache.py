@@ -39,14 +39,14 @@ class ChunksOnProcessor:
         self._copy(chunks, starts, ends, given, out=False)
 
     def _copy(self, chunks: Any, starts: Any, ends: Any, given: Any, *, out: bool) -> None:
+        caches = given["kvcaches"]  # per layer [block, head, token, K and then V]
+        size = caches[0].shape[2]
         for chunk, start, end in zip(chunks, starts, ends, strict=True):
-            slots = given["slot_mapping"][start:end]
-            for layer, cache in enumerate(given["kvcaches"]):  # [block, head, token, K and then V]
-                for half in (0, 1):
-                    rows = chunk.tensor[half, layer].view(end - start, self._heads, self._dim)
-                    blocks = cache[..., half * self._dim : (half + 1) * self._dim]
-                    at = slots // blocks.shape[2], slice(None), slots % blocks.shape[2]
-                    if out:
-                        blocks[at] = rows
-                    else:
-                        rows.copy_(blocks[at])
+            blocks = given["slot_mapping"][start:end:size] // size  # chunks are whole blocks
+            rows = chunk.tensor.view(2, self._layers, len(blocks), size, self._heads, self._dim)
+            rows = rows.permute(1, 2, 4, 3, 0, 5)  # [layer, block, head, token, K/V, dim]
+            for layer, cache in enumerate(caches):
+                if out:
+                    cache[blocks] = rows[layer].flatten(3)
+                else:
+                    rows[layer].copy_(cache[blocks].unflatten(3, (2, self._dim)))

@@ -48,7 +48,7 @@ from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.memory import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, FormatError, TransportError, UsageError, told_if_exhausted
+from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, told_if_exhausted
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 
@@ -135,17 +135,24 @@ class RemoteClient:
         """Have a method of the client in the process called; errors are its own, or a `TransportError` without one."""
         how, device, plays = options.get("options"), None, name.startswith("play")
         self._playing += plays
+        link, within_s, begun_s = None, _longest_s(options), asyncio.get_running_loop().time()
         try:
             if isinstance(how, PlayOptions):
                 device, options["options"] = how.device, self._planned(how, args)
-            async with asyncio.timeout(_longest_s(options)) as bound:
-                value = await (await self._connected()).call(name, args, options)
+            async with asyncio.timeout(within_s or _ANSWER_S) as bound:
+                link = await self._connected()
+                _shorten(options, asyncio.get_running_loop().time() - begun_s)
+                bound.reschedule(begun_s + within_s + _ANSWER_S)
+                value = await link.call(name, args, options)
         except TimeoutError as error:
             if not bound.expired():
                 raise
             log = self._socket.with_suffix(".log")
             raise TransportError(
-                f"the player process does not answer: see {log}, and end it; the next request finds another"
+                f"the player process has not started within {within_s or _ANSWER_S:.3g} s: see {log}; a later request "
+                "finds it started"
+                if link is None
+                else f"the player process does not answer: see {log}, and end it; the next request finds another"
             ) from error
         finally:
             self._playing -= plays
@@ -211,18 +218,34 @@ class RemoteClient:
                     await loop.run_in_executor(None, start, self._socket)
             except OSError as error:
                 link.close()
-                raise TransportError(f"{self._socket}: {error}") from error
+                if not isinstance(error, BlockingIOError) or loop.time() > until_s:  # else too many wait before us
+                    raise TransportError(f"{self._socket}: {error}") from error
             else:
                 self._pauses.reset()
                 return link
             await asyncio.sleep(_NAP_S)
 
 
+_LIMITS = ("deadline", "within_s", "probe_s")
+"""Options that say how many seconds a call may take."""
+
+
+_LEAST_S = 1e-6
+"""Seconds that are left to a call at least, as none may take 0."""
+
+
 def _longest_s(options: Mapping[str, Any]) -> float:
-    """Return the seconds after which an answer to a call will not come any more."""
-    how, given = options.get("options"), (options.get(name) for name in ("deadline", "within_s", "probe_s"))
+    """Return the seconds that a call may take by its own options; 0 if they do not say."""
+    how = options.get("options")
     patience = how.patience if isinstance(how, PlayOptions) else 1.0
-    return _ANSWER_S + max(1.0, patience) * max(seconds or 0.0 for seconds in given)
+    return max(1.0, patience) * max(options.get(name) or 0.0 for name in _LIMITS)
+
+
+def _shorten(options: dict[str, Any], waited_s: float) -> None:
+    """Take the seconds that a call has waited for the process from those that it may take there."""
+    for name in _LIMITS:
+        if options.get(name):
+            options[name] = max(min(options[name], _LEAST_S), options[name] - waited_s)
 
 
 def _from_here(plugin: str) -> str:
@@ -295,10 +318,12 @@ class _Link:
             thing = self._channel.read(message, memoryview(b"") if shared is None else shared)
             if isinstance(thing, PlayedMemory):
                 self._shared = self._mapped(thing, message)
-        except (FormatError, OSError) as error:
+            self._take(thing)
+        except Exception as error:  # noqa: BLE001  # a malformed field raises whatever it likes
             self._channel.close()
             self._lost(error)
-            return
+
+    def _take(self, thing: object) -> None:
         if isinstance(thing, ForgetRegion):
             self._regions.pop(thing.region, None)
         elif isinstance(thing, CallAnswer):

@@ -211,18 +211,22 @@ class _Engine:
 
     def _received(self, message: ChannelMessage) -> None:
         try:
-            self._take(self._channel.read(message))
-        except LackingError as lack:
-            self._fail(lack.message.number, LackingError(None))
-        except FormatError as error:
+            try:
+                self._take(self._channel.read(message))
+            except LackingError as lack:
+                self._fail(lack.message.number, LackingError(None))
+        except Exception as error:  # noqa: BLE001  # a malformed field raises whatever it likes
+            why = str(error) if isinstance(error, FormatError) else repr(error)
             self._channel.send(
-                CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {error}"))
+                CallAnswer(OPENED, error=UsageError(f"the player process cannot read this engine: {why}"))
             )
             self._channel.close()
             self._over(error)
 
     def _take(self, thing: object) -> None:
         if isinstance(thing, CallMethod) and self._client is not None and thing.name in _CALLS:
+            if not isinstance(thing.number, int):
+                raise FormatError(f"a call with the number {thing.number!r}")
             number, call = thing.number, asyncio.get_running_loop().create_task(self._call(self._client, thing))
             self._calls[number] = call
             call.add_done_callback(lambda _: self._calls.pop(number, None))  # it may end before it begins

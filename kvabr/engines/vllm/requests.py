@@ -107,7 +107,7 @@ def salt_of(request: Any, salt: bytes) -> bytes:
     own = own[len(BLENDED) + 1 :] if _marked(request) else own
     if not own:
         return salt
-    return hashlib.sha256(b"kvabr.vllm.salt/1\0" + salt + b"\0" + own.encode()).digest()
+    return hashlib.sha256(b"kvabr.vllm.salt/1\0" + salt + b"\0" + own.encode("utf-8", "surrogatepass")).digest()
 
 
 class PassageRequests:

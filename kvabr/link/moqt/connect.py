@@ -51,6 +51,8 @@ CLEARLY = 1.1
 """How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
 _MUCH, _MUCH_S = 2.0, 1.0
 """Multiple of QUIC's rate, if that is known, from which TCP has these seconds for TLS before QUIC is dialled."""
+_REFUSED_S = 2.0
+"""Seconds for QUIC to answer once TCP has been refused: the host is there, and nobody listens as a server would."""
 SHORT_S = 0.15
 """Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp", "tcp-plain"]
@@ -217,30 +219,16 @@ class Connecting:
         order: list[tuple[Over, float | None]] = [(over, None) for over in _OVER]
         if better != "quic":
             order.insert(0, ("tcp", SHORT_S if better is None else HEAD_START_S))
-        made: list[MoqtConnection] = []
-        failed: dict[Over, TransportError] = {}
-
-        async def attempt(how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
-            try:
-                made.append(await self._dial_over(*how))
-            except UnauthorizedError as error:
-                return error  # the other would fare no better
-            except TransportError as error:
-                failed[how[0]] = error
-                if how[0] == "tcp":  # perhaps another service's port, which says nothing about QUIC's
-                    raise NoAnswerError(str(error)) from error
-                raise
-            return made[-1]
-
+        both = _Attempts(self._dial_over, f"{self._options.host}:{self._options.port}")
         chosen: MoqtConnection | UnauthorizedError | None = None
         try:
             much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"]
-            chosen = await first_of(order, attempt, _MUCH_S if much else HEAD_START_S)
+            chosen = await first_of(order, both.attempt, _MUCH_S if much else HEAD_START_S)
         except NoAnswerError as error:
-            said = next((each for each in failed.values() if not isinstance(each, NoAnswerError)), None)
-            raise said or failed.get("quic", error) from None
+            said = next((each for each in both.failed.values() if not isinstance(each, NoAnswerError)), None)
+            raise said or both.failed.get("quic", error) from None
         finally:
-            for connection in made:  # both may have answered at the same time
+            for connection in both.made:  # both may have answered at the same time
                 if connection is not chosen:
                     await connection.close()
         if isinstance(chosen, UnauthorizedError):
@@ -358,6 +346,50 @@ class NoAnswerError(TransportError):
     """Nothing came from an address, or the host's name has none at the moment, so nobody may be there."""
 
 
+class _Attempts:
+    """Attempts over QUIC and TCP at the same time, and their results."""
+
+    def __init__(
+        self, dial_over: Callable[[Over, float | None], Coroutine[Any, Any, MoqtConnection]], where: str
+    ) -> None:
+        """Dial nothing yet; ``where`` is host and port, for errors."""
+        self.made: list[MoqtConnection] = []
+        self.failed: dict[Over, TransportError] = {}
+        self._dial_over, self._where = dial_over, where
+        self._refused = False
+        """Whether TCP was refused."""
+        self._limit: asyncio.Timeout | None = None
+        """Of an attempt over QUIC."""
+
+    async def attempt(self, how: tuple[Over, float | None]) -> MoqtConnection | UnauthorizedError:
+        """Dial over one transport, within some seconds for TCP's handshake; return a refusal to let us in."""
+        over, connect_s = how
+        try:
+            made = await (self._dial_quic() if over == "quic" else self._dial_over(over, connect_s))
+        except UnauthorizedError as error:
+            return error  # the other would fare no better
+        except TransportError as error:
+            self.failed[over] = error
+            if over == "quic":
+                raise
+            self._refused = _is_refused(error)
+            if self._refused and self._limit is not None:
+                self._limit.reschedule(asyncio.get_running_loop().time() + _REFUSED_S)
+            # Perhaps another service's port, which says nothing about QUIC's.
+            raise NoAnswerError(str(error)) from error
+        self.made.append(made)
+        return made
+
+    async def _dial_quic(self) -> MoqtConnection:
+        try:
+            async with asyncio.timeout(_REFUSED_S if self._refused else None) as self._limit:
+                return await self._dial_over("quic", None)
+        except TimeoutError as error:
+            raise NoAnswerError(f"{self._where}: TCP refused, UDP silent; does a server run there?") from error
+        finally:
+            self._limit = None
+
+
 async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any, Any, C]], head_start_s: float) -> C:
     """Return the result of the first attempt that succeeds, one attempt per candidate.
 
@@ -386,6 +418,13 @@ async def first_of(candidates: Sequence[A], attempt: Callable[[A], Coroutine[Any
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # one may have failed at this very moment
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether an attempt failed because the port is closed."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _answer(tasks: Sequence[asyncio.Task[C]]) -> BaseException | None:

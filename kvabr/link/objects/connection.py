@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 
-from kvabr.link.objects.index import StoreIndex
+from kvabr.link.objects.index import StoreIndex, StrangeAnswers
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.store.objects.direct import DirectReader
 from kvabr.store.objects.layout import profile_key
@@ -59,12 +59,12 @@ class StoreConnection(PeerConnection):
 
     protocol = PROTOCOL
 
-    def __init__(self, bucket: Objects) -> None:
-        """Ask for nothing yet; an event loop must be running."""
+    def __init__(self, bucket: Objects, strange_answers: StrangeAnswers | None = None) -> None:
+        """Ask for nothing yet; an event loop must be running. See `StoreIndex` for ``strange_answers``."""
         self.backend, self.peer = bucket.where.scheme, bucket.url
         self.closed = False
         self.trouble: str | None = None
-        self.index = self.finder = StoreIndex(bucket, self._answered)
+        self.index = self.finder = StoreIndex(bucket, self._answered, strange_answers)
         self._bucket, self._direct = bucket, DirectReader.of(bucket)
         self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()

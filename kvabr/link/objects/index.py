@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from bisect import bisect_right
@@ -24,6 +25,7 @@ from cachetools import LRUCache, TTLCache
 from kvabr.link.objects.lanes import LANES, SPARE_LANES
 from kvabr.link.objects.span_search import Ask, SpanSearch, found_prefix, parsed_heads
 from kvabr.store.objects import layout, spans
+from kvabr.store.objects.failures import strange
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer
 from kvabr.store.objects.protocol import Objects, StoredObject
 from kvabr.store.objects.spans import SpanHead
@@ -34,6 +36,7 @@ from kvabr.types.errors import (
     ForbiddenError,
     FormatError,
     NotFoundError,
+    Reason,
     RequestError,
     UnauthorizedError,
 )
@@ -42,6 +45,7 @@ from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, p
 from kvabr.types.sealing import Wrap
 from kvabr.types.units import with_snapshots_of
 
+LOG = logging.getLogger("kvabr.store.objects")
 T = TypeVar("T")
 
 _AGAIN_S = 0.5
@@ -57,21 +61,20 @@ async def first_answer(ask: Callable[[float], Coroutine[Any, Any, T]]) -> T:
     ``ask`` makes it, and takes the seconds for which it may bring nothing. An error is an answer, except that a
     connection that is lost or silent leaves those that were made besides.
     """
-    tasks: set[asyncio.Task[T]] = set()
-    tried = 0
+    tasks: list[asyncio.Task[T]] = []
+    pending: set[asyncio.Task[T]] = set()
     try:
         while True:
-            if tried < _TRIES:
-                tasks.add(asyncio.get_running_loop().create_task(ask(_SILENCE_S * 2.0**tried)))
-                tried += 1
-            pause_s = None if tried == _TRIES else _AGAIN_S * 2.0 ** (tried - 1)
-            done, pending = await asyncio.wait(tasks, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            if len(tasks) < _TRIES:
+                tasks.append(asyncio.get_running_loop().create_task(ask(_SILENCE_S * 2.0 ** len(tasks))))
+                pending.add(tasks[-1])
+            pause_s = None if len(tasks) == _TRIES else _AGAIN_S * 2.0 ** (len(tasks) - 1)
+            done, pending = await asyncio.wait(pending, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if not pending or not isinstance(task.exception(), ConnectionLostError):
                     return task.result()
-            tasks = pending
     finally:
-        await cancel_all([task for task in tasks if not task.done()])
+        await cancel_all(tasks)  # several may have ended in one turn
 
 
 _FIRST_OFFERS, _MORE_OFFERS = LANES + SPARE_LANES, 8
@@ -81,6 +84,8 @@ _OFFERS_S = 5.0
 _LATE_S = 1.0
 """Seconds for which the others are waited for once an offer has come, or a search has found something, since another
 has."""
+_WARN_S = 60.0
+"""Seconds between warnings of what is in a store and cannot be used."""
 _WHOLE_S = 60.0
 """Seconds after which offers are read again that are known: a collector may have made room for others."""
 _MAX_OFFERS_SEARCHED = 4
@@ -129,16 +134,38 @@ class Placed:
         return found
 
 
+@dataclass
+class StrangeAnswers:
+    """Whether a store, or a gateway in front of it, answers with something else than was published."""
+
+    now: bool = False
+    """Whether the last answers were strange: then one offer is asked for, and no more until it is right."""
+    warn_s: float = -math.inf
+    """When a warning may follow the last one."""
+
+
 class StoreIndex:
     """The small objects of one bucket, for one event loop."""
 
-    def __init__(self, bucket: Objects, heard: Callable[[int, float], None] = lambda _size, _seconds: None) -> None:
-        """Ask for nothing yet; ``heard`` is told of every small object that came: bytes, and seconds that it took."""
+    def __init__(
+        self,
+        bucket: Objects,
+        heard: Callable[[int, float], None] = lambda _size, _seconds: None,
+        strange_answers: StrangeAnswers | None = None,
+    ) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            bucket: the store.
+            heard: is called with the bytes of every small object that came, and the seconds that it took.
+            strange_answers: those of earlier connections to the same store.
+        """
         self._bucket, self._heard = bucket, heard
         self._offers: list[StoreOffer | None] = []
         """By number; None for one that cannot be read, as of a newer version, or that was collected."""
         self._offers_s = self._whole_s = -math.inf
         """When offers were asked for, and when all of them."""
+        self._strange = StrangeAnswers() if strange_answers is None else strange_answers
         self._reading: asyncio.Task[None] | None = None
         self._heads: TTLCache[tuple[str, str], tuple[str, SpanHead]] = TTLCache(_HEADS, _HEADS_S, time.monotonic)
         """Name and head of spans, by offer and the digest or name that they were asked for by."""
@@ -187,9 +214,10 @@ class StoreIndex:
     async def _read_new_offers(self) -> None:
         begun_s = time.monotonic()
         whole = None in self._offers or begun_s > self._whole_s + _WHOLE_S
-        offers, step = [] if whole else list(self._offers), _FIRST_OFFERS
+        offers, step = [] if whole else list(self._offers), 1 if self._strange.now else _FIRST_OFFERS
         while (first := len(offers)) < layout.MAX_OFFERS:
             came = await self._those_that_come(range(first, min(first + step, layout.MAX_OFFERS)))
+            self._strange.now = False
             offers += came
             if len(came) < step:
                 break
@@ -214,7 +242,7 @@ class StoreIndex:
                     break
                 some = some or any(task.exception() is None and isinstance(task.result(), StoreOffer) for task in done)
         finally:
-            await cancel_all(pending)
+            await cancel_all(tasks)
         errors = [None if task.cancelled() else task.exception() for task in tasks]
         found = list[StoreOffer | None]()
         for number, task, error in zip(numbers, tasks, errors, strict=True):
@@ -231,13 +259,30 @@ class StoreIndex:
         data = await self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES)
         if data is None:
             raise NotFoundError(f"no offer {number}")
-        with suppress(FormatError):  # of a newer version, or damaged: players of this one find nothing in it
+        try:
             found = layout.parse_offer(data)
             if isinstance(found, StoreOffer):
                 return found
-            moved = await self._get(layout.offer_key(number, found.turn), layout.MAX_OFFER_BYTES)
-            return None if moved is None else StoreOffer.loads(moved)
+            data = await self._get(layout.offer_key(number, found.turn), layout.MAX_OFFER_BYTES)
+            return None if data is None else StoreOffer.loads(data)
+        except FormatError as error:  # of a newer version, or damaged: players of this one find nothing in it
+            if data is not None and (why := strange(data)) is not None:
+                raise self._wrong(layout.offer_key(number), why) from error
+            self._warn(layout.offer_key(number), str(error))
         return None
+
+    def _wrong(self, key: str, why: str) -> RequestError:
+        """Return the error for an answer that nobody has published, and warn of it."""
+        self._strange.now = True
+        self._warn(key, why)
+        told = f"{self._bucket.below(key)}: the answer is not what was published: {why}; a gateway or a login page?"
+        return RequestError(told, reason=Reason.WRONG)
+
+    def _warn(self, key: str, why: str) -> None:
+        """Say, once in a while, that something in the store cannot be used."""
+        if time.monotonic() > self._strange.warn_s:
+            self._strange.warn_s = time.monotonic() + _WARN_S
+            LOG.warning("%s: cannot be used: %s", self._bucket.below(key), why)
 
     async def close(self) -> None:
         """End what is being read."""
@@ -336,7 +381,7 @@ class StoreIndex:
                 answers = [task.result() for task in done if task.exception() is None]
                 found += [answer for answer in answers if answer is not None]
         finally:
-            await cancel_all(pending)
+            await cancel_all(tasks)
         if errors and not found:
             raise errors[0]
 
@@ -450,7 +495,8 @@ class StoreIndex:
             return None
         try:
             missing = spans.head_bytes(data) - len(data)
-        except FormatError:
+        except FormatError as error:
+            self._warn(key, str(error))
             return None
         if missing > 0 and len(data) == size:
             rest = await self._get(key, missing, start=size, end=size + missing)
@@ -481,6 +527,8 @@ class StoreIndex:
         try:
             stored, placed, model = await asyncio.get_running_loop().run_in_executor(decoders(), _parsed_catalog, data)
         except FormatError as error:
+            if (why := strange(data)) is not None:
+                raise self._wrong(key, why) from error
             raise RequestError(f"{self._bucket.below(key)}: {error}; publish it again") from error
         if model != namespace.model:
             raise NotFoundError(f"{self._bucket.below(key)}: is of the model {model}, not {namespace.model}")

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,12 @@ from kvabr.types.installing import WHERE, extra
 
 MOST_AT_ONCE = 32
 """Maximum packets in a batch: enough for the savings, few enough that acknowledgements are not late."""
+_BATCH_S = 0.01
+"""Seconds of processor time after which the next batch has half as many packets: a peer may fill them with frames that
+cost much and carry nothing."""
+_MOST_GAPS = 1024
+"""Gaps in what has come of a stream, with aioquic, which looks at all of them for each frame. Beyond a loss of 14 %, a
+whole window may have more."""
 _MOST_QUEUED = 4096
 """Maximum packets that wait for a full socket; more are dropped, as a network would drop them."""
 
@@ -42,6 +48,7 @@ class BatchTransport(asyncio.DatagramTransport):
         self._loop, self._sock, self._protocol = loop, sock, protocol
         self._queue: deque[tuple[bytes, Any]] = deque()
         self._closed = False
+        self._at_once = MOST_AT_ONCE
         protocol.connection_made(self)
         loop.add_reader(sock.fileno(), self._readable)
 
@@ -87,7 +94,8 @@ class BatchTransport(asyncio.DatagramTransport):
     def _readable(self) -> None:
         batch: list[bytes] = []
         source: Any = None
-        for _ in range(MOST_AT_ONCE):
+        begun_s = time.thread_time()
+        for _ in range(self._at_once):
             try:
                 data, address = self._sock.recvfrom(65536)
             except (BlockingIOError, InterruptedError):
@@ -102,6 +110,8 @@ class BatchTransport(asyncio.DatagramTransport):
             batch.append(data)
         if batch and not self._closed:
             self._protocol.datagrams_received(batch, source)
+        slow = time.thread_time() - begun_s > _BATCH_S
+        self._at_once = max(1, self._at_once // 2) if slow else min(MOST_AT_ONCE, self._at_once + 1)
 
     def _writable(self) -> None:
         while self._queue:
@@ -139,6 +149,8 @@ RETRY_LIFETIME_S = 30.0
 _DATAGRAM = 1500
 """More bytes than any datagram has, unless the path's MTU is unusual."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
+_INTERNAL_ERROR = 0x1
+"""QUIC error code (RFC 9000, section 20.1)."""
 _MAC_BYTES = 16
 _PEER_CLOSED = "Native peer close"
 """How qh3's message about a peer that closed the connection begins; it warns of every one."""
@@ -371,6 +383,21 @@ def _quiet_goodbye(record: logging.LogRecord) -> bool:
     return True
 
 
+@cache
+def _limit_gaps() -> None:
+    """Have aioquic end connections whose peer leaves more than `_MOST_GAPS` gaps in a stream."""
+    receiver: Any = import_module("aioquic.quic.stream").QuicStreamReceiver
+    failed: Any = import_module("aioquic.quic.connection").QuicConnectionError
+    handle = receiver.handle_frame
+
+    def handle_frame(self: Any, frame: Any) -> Any:
+        if len(self._ranges) > _MOST_GAPS:
+            raise failed(error_code=_INTERNAL_ERROR, frame_type=0x8, reason_phrase=f"more than {_MOST_GAPS} gaps")
+        return handle(self, frame)
+
+    receiver.handle_frame = handle_frame
+
+
 def library(name: LibraryName) -> QuicLibrary:
     """Import a library, or raise TransportError."""
     try:
@@ -378,6 +405,8 @@ def library(name: LibraryName) -> QuicLibrary:
         asyncio_part: Any = import_module(f"{name}.asyncio.protocol")
         if name == "qh3":
             logging.getLogger("quic").addFilter(_quiet_goodbye)  # once, however often this runs
+        else:
+            _limit_gaps()
         return QuicLibrary(
             name,
             import_module(f"{name}.quic.events"),

@@ -30,7 +30,7 @@ from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_
 from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
 from kvabr.types.backoff import scattered
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, StoreError, UsageError
+from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -366,14 +366,17 @@ class Bucket(Objects):
             size = last  # a date that is none does not matter here; the bytes are checked by who wants them
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
-            raise RequestError(f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came")
+            told = f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
+            raise RequestError(told, reason=Reason.WRONG)
         if last - first > limit:
-            raise RequestError(f"{self.below(key)}: {last - first} bytes, more than the {limit} that this may have")
+            told = f"{self.below(key)}: {last - first} bytes, more than the {limit} that this may have"
+            raise RequestError(told, reason=Reason.WRONG)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range
         if len(data) != last - first:
-            raise RequestError(f"{self.below(key)}: truncated, {len(data)} of {last - first} bytes came")
+            told = f"{self.below(key)}: truncated, {len(data)} of {last - first} bytes came"
+            raise RequestError(told, reason=Reason.WRONG)
         return data.toreadonly()
 
     async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:

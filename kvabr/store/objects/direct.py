@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from kvabr.store.objects.bucket import Bucket
 from kvabr.store.objects.failures import Failure
 from kvabr.store.objects.protocol import PART_BYTES, Objects
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError, UnauthorizedError
+from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 
 _MOST_HEAD_BYTES = 16 << 10
 _MOST_IDLE = 8
@@ -259,13 +259,14 @@ class _Exchange:
             raise self._wrong("it is encoded")
         count = int(length) if _NUMBER.fullmatch(length) else None
         if count != size:
-            raise self._wrong(f"{size} bytes were asked for, it has {'no length' if count is None else count}")
+            ignored = "; it ignores ranges" if code == 200 else ""
+            raise self._wrong(f"{size} bytes were asked for, it has {'no length' if count is None else count}{ignored}")
         if code == 206:
             came = _RANGE.fullmatch(fields.get(b"content-range", b""))
             if came is None or (int(came[1]), int(came[2])) != (self._begin, self._end - 1):
                 raise self._wrong(f"bytes {self._begin} to {self._end} were asked for, others came")
         elif self._begin:
-            raise self._wrong("the store does not know ranges")
+            raise self._wrong("it ignores ranges")
         return fields.get(b"connection", b"keep-alive").lower() == b"keep-alive"
 
     def _wait_for(self, size: int) -> None:
@@ -273,7 +274,7 @@ class _Exchange:
             self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
     def _wrong(self, why: str) -> RequestError:
-        return RequestError(f"{self.where}: the store's answer is wrong: {why}")
+        return RequestError(f"{self.where}: the store's answer is wrong: {why}", reason=Reason.WRONG)
 
 
 _ONCE = frozenset((b"content-length", b"content-range", b"content-encoding", b"transfer-encoding", b"connection"))

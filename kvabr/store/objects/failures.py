@@ -20,7 +20,18 @@ from kvabr.types.errors import (
 )
 
 Kind = Literal[
-    "absent", "bucket", "busy", "clock", "conflict", "credentials", "denied", "lost", "range", "rejected", "other"
+    "absent",
+    "bucket",
+    "busy",
+    "clock",
+    "conflict",
+    "credentials",
+    "denied",
+    "lost",
+    "range",
+    "rejected",
+    "whole",
+    "other",
 ]
 
 UNREADABLE = (ValueError, OverflowError)
@@ -65,6 +76,7 @@ _CAUSES = {
 _NO_DESCRIPTORS = "this process has no file descriptors left"
 _EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
 _RANGE = ("Requested range", "Wanted range", "range")
+_WHOLE = re.compile(r"Range request not supported|non-partial response|Requested \d+\.\.\d+, got")
 _LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
 _KINDS_BY_TYPE: dict[str, Kind] = {
     "FileNotFoundError": "absent",
@@ -123,7 +135,7 @@ class Failure:
         status = None if found is None else int(found[1])
         code = "" if coded is None else coded[1] or coded[2]
         kind = _kind(error, text, status, code)
-        cause = ""
+        cause = "the answer does not say its length" if "Content-Length Header missing" in text else ""
         if _EMFILE.search(account[:8000]) or _EMFILE.search(text):
             return cls("lost", None, "", _NO_DESCRIPTORS)
         if kind == "lost" and "kind: Connect" in account:
@@ -157,9 +169,24 @@ class Failure:
         if self.kind == "lost":
             why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
             return ConnectionLostError(f"{where}: {what}: the store {why}{told}")
+        if self.kind == "whole":
+            why = "the store, or a gateway in front of it, ignores ranges: other bytes came than were asked for"
+            return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
         if self.kind == "range":
             return RequestError(f"{where}: {what}: the object is shorter than was asked for; it was replaced{told}")
         return RequestError(f"{where}: {what}{told}")
+
+
+def strange(data: bytes | memoryview) -> str | None:
+    """Return why an answer is no JSON object, as gateways make them; None if it may be one."""
+    begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
+    if begin.startswith(b"\x1f\x8b"):
+        return "it is compressed (gzip), which was not asked for"
+    if begin.startswith(b"<"):
+        return "it is a page (HTML or XML)"
+    if not begin.startswith(b"{"):
+        return "it is no JSON"
+    return None if end.endswith(b"}") else "it is cut short"
 
 
 def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kind:
@@ -173,6 +200,8 @@ def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kin
         return "rejected" if status == 401 else "denied"
     if status == 404:
         return "absent"
+    if status is None and _WHOLE.search(text):
+        return "whole"
     if status == 416 or (status is None and any(word in text for word in _RANGE)):
         return "range"
     if status == 429 or (status is not None and status >= 500 and status != 501):

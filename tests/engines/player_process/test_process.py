@@ -226,6 +226,51 @@ def test_a_process_that_hangs_is_not_waited_for(served, home, monkeypatch):
         assert play(client).tokens == 70
 
 
+@contextlib.contextmanager
+def full(path, waiting):
+    """A process that listens and accepts nobody, with as many who wait as may."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(1)
+        for _ in range(waiting):
+            link = stack.enter_context(socket.socket(socket.AF_UNIX))
+            link.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                link.connect(str(path))
+        yield listener
+
+
+@pytest.mark.parametrize("waiting", [0, 8], ids=["it takes nobody", "too many wait"])
+def test_the_deadline_holds_while_the_process_starts(served, tmp_path, waiting):
+    """It listens, and still imports what it needs."""
+    with full(tmp_path / "p", waiting), engine(served, tmp_path / "p") as client:
+
+        async def find(client):
+            begun_s = time.monotonic()
+            with pytest.raises(TransportError, match=r"has not started within 0\.2 s"):
+                await client.find(TOKENS, model=SPEC, within_s=0.2)
+            return time.monotonic() - begun_s
+
+        assert client.begin(find).result(LIMIT_S) < remote._ANSWER_S
+
+
+def test_who_finds_too_many_waiting_tries_again(served, tmp_path):
+    with full(tmp_path / "p", 8) as listener, engine(served, tmp_path / "p") as client:
+
+        async def connects(client):
+            return await client._dialled()
+
+        dialling = client.begin(connects)
+        listener.settimeout(0.1)
+        taken = [listener.accept()[0]]
+        while not dialling.done():
+            with contextlib.suppress(TimeoutError):
+                taken.append(listener.accept()[0])
+        for link in (dialling.result(LIMIT_S), *taken):
+            link.close()
+
+
 def test_a_policy_is_found_from_where_its_engine_is(served, home, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("from kvabr.abr.policies import Anytime\nclass Own(Anytime): pass\n")
     with engine(served) as client:

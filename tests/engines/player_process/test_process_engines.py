@@ -111,3 +111,23 @@ async def test_an_engine_is_told_whatever_goes_wrong_when_it_joins(engine, monke
     answer = channel.read(await told.get())
     assert "No space left" in str(answer.error)
     channel.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        OpenClient(__version__, [1]), CallMethod([1], "find", (), {}), CallMethod(1, ["find"], (), {}),
+        CancelCall([1]), CallMethod(1, "close", (), {}),
+    ],
+    ids=repr,
+)  # fmt: skip
+async def test_every_malformed_message_is_answered(engine, message):
+    engine, there = engine
+    engine._client = None if isinstance(message, OpenClient) else object()
+    told = asyncio.Queue()
+    channel = ProcessChannel(there, told.put_nowait, lambda _: None)
+    channel.send(message)
+    answer = channel.read(await told.get())
+    assert isinstance(answer.error, Exception)
+    assert not engine._calls
+    channel.close()

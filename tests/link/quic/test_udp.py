@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from kvabr.link.quic.backend import MOST_AT_ONCE, BatchTransport
+import pytest
+from aioquic.quic.connection import QuicConnectionError
+from aioquic.quic.packet import QuicStreamFrame
+from aioquic.quic.stream import QuicStreamReceiver
+
+from kvabr.link.quic.backend import MOST_AT_ONCE, BatchTransport, library
 
 
 class Sink(asyncio.DatagramProtocol):
@@ -95,3 +100,13 @@ async def test_a_closed_port_is_an_error_that_the_protocol_hears():
     await asyncio.wait_for(sink.complete.wait(), 300)
     assert isinstance(sink.errors[0], ConnectionRefusedError)
     transport.close()
+
+
+def test_aioquic_ends_a_connection_whose_peer_leaves_many_gaps():
+    """It looks at every gap of a stream for each frame."""
+    library("aioquic")
+    stream = QuicStreamReceiver(0, readable=True)
+    for gap in range(1025):
+        assert stream.handle_frame(QuicStreamFrame(data=b"x", fin=False, offset=2 + 2 * gap)) is None
+    with pytest.raises(QuicConnectionError):
+        stream.handle_frame(QuicStreamFrame(data=b"x", fin=False, offset=4000))

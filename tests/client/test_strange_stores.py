@@ -1,0 +1,76 @@
+"""Stores whose answers are not what was published: gateways' pages, compressed and cut bodies."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.server
+import logging
+import threading
+
+import pytest
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.store.objects.bucket import Bucket
+from kvabr.types.errors import PlayError, Reason, RequestError
+
+pytestmark = pytest.mark.process
+
+OFFER = b'{"schema": "kvabr.offer/1", "id": "0123456789abcdef"}'
+BODIES = {"page": b"<html>Please log in</html>", "gzip": gzip.compress(OFFER), "cut": OFFER[:40], "text": b"not now"}
+
+
+class Gateway:
+    """An HTTP server that answers every GET with one body, whatever range is asked for."""
+
+    def __init__(self, body):
+        self.keys, keys = [], None
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):  # as `http.server` calls it
+                keys.append(self.path)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        keys = self.keys
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/bucket/p"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def gateway(request):
+    with contextlib.closing(Gateway(request.param)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
+async def test_strange_offers_are_told_once_and_asked_for_once(gateway, caplog):
+    async with AsyncClient(gateway.url) as client:
+        for most in (8, 1, 1):
+            gateway.keys.clear()
+            with caplog.at_level(logging.WARNING, "kvabr.store.objects"), pytest.raises(PlayError) as failed:
+                await client.play(list(range(300)), deadline=60.0)
+            assert gateway.url in str(failed.value)
+            assert 1 <= len(gateway.keys) <= most
+        assert client.metrics.value("kvabr_client_wrong_answers_total") >= 1
+    (record,) = [each for each in caplog.records if each.name == "kvabr.store.objects"]
+    assert gateway.url in record.getMessage()
+
+
+@pytest.mark.parametrize("gateway", [bytes(1000)], indirect=True)
+async def test_a_range_that_is_ignored_is_told(gateway):
+    with pytest.raises(RequestError) as failed:
+        await Bucket.open(gateway.url).get("s/a/b", 0, 100, limit=1000)
+    assert failed.value.reason == Reason.WRONG
