@@ -90,11 +90,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
-    parser.add_argument(
-        "--steering",
-        action="store_true",
-        help="also take groups from the sources that the origin tells of, with the same token and trust",
-    )
     add_prices_option(parser, "URL and each --source, in this order")
     add_keys_option(parser, "opens the cache, if it is sealed")
     which = parser.add_argument_group("which cache")
@@ -363,7 +358,6 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
-        steering=args.steering,
         keys=args.keys,
         price_per_gb=args.price_per_gb or 0.0,
     )

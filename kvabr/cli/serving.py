@@ -74,14 +74,6 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
         help="accept connections over TCP with TLS (default), also without it (plain: for networks that are private "
         "already), or none",
     )
-    parser.add_argument(
-        "--advertise",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="another origin or relay of the same caches, of which players are told that ask for it (content "
-        "steering); may be repeated",
-    )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
     drain = "seconds to finish what is under way after SIGTERM (default: 10); Ctrl-C waits half a second"
     parser.add_argument("--drain", type=float, default=10.0, metavar="S", help=drain)

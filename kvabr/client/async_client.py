@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import Answered, ClientPeer, PeerLike, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -51,7 +51,6 @@ from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
-from kvabr.client.steering import Steering
 from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
@@ -114,7 +113,6 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
-        steering: bool = False,
         keys: str | os.PathLike[str] | Keys | None = None,
         price_per_gb: float | Sequence[float] = 0.0,
     ) -> None:
@@ -144,8 +142,6 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
-            steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
-                plays take groups from these as well. They are shown the same token, and trusted alike.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
                 (`kvabr.types.sealing`). Others are not played then.
             price_per_gb: price of a GB from the origins, nats per generated token, as `PlayOptions.time_price` is of a
@@ -194,13 +190,9 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
-        # Plain connections were asked for to the origins alone: on other paths they would expose the token.
-        told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
         self._home = HomeProcess("the client")
-        self._steering = Steering(lambda url: self._dialled(url, told)) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
-        self._asking_sources: set[asyncio.Task[None]] = set()
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
         for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
             one.price_per_gb = price
@@ -257,10 +249,7 @@ class AsyncClient:
             for one in some:
                 told.enter_context(told_if_exhausted(one.relieve))
             transfers = [one.transfers for one in some]
-            connection = transfers[await first_reached(transfers)].connection
-        if peer is None and self._steering is not None:
-            await self._steering.ask(self._origins)
-        return connection
+            return transfers[await first_reached(transfers)].connection
 
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the seconds of a round trip to a peer, connecting to it first if necessary.
@@ -772,11 +761,9 @@ class AsyncClient:
         if not self._home.here:
             return
         await self._runner.close()
-        await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
+        await cancel_all([] if self._measuring is None else [self._measuring])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
-        if self._steering is not None:
-            await self._steering.close()
         await self.store.close()
 
     async def __aenter__(self) -> Self:
@@ -847,12 +834,7 @@ class AsyncClient:
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
         """Return peers as they were named, at least one."""
         self._home.check()
-        if peers is not None:
-            named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
-        elif self._steering is not None:
-            named = tuple(self._steering.peers(self._origins))
-        else:
-            named = self._origins
+        named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:
             raise UsageError("say from whom: give the client an origin, or the play a peer")
         return named
@@ -867,16 +849,9 @@ class AsyncClient:
         **how: Any,
     ) -> tuple[Found | Unplayable | None, KVSpec | None]:
         """Do as `ClientPeer.find` at all sources."""
-
-        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
-            return one.find(source, tokens, model, **how)
-
-        some = self._some(peers)
-        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
-        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        if steering is not None and isinstance(found, Found):
-            await steering.join(some, found, lookup)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
             catalog, shared = found.catalog, tokens[: found.catalog.tokens]
             if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
@@ -887,16 +862,10 @@ class AsyncClient:
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
     ) -> Found:
         """Do as `ClientPeer.catalog` at all sources."""
-
-        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
-            return one.catalog(source, name, live=live)
-
-        some = self._some(peers)
-        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
-        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
-        found, _ = await first_found(connection, lookups, within_s=within_s)
-        if steering is not None and isinstance(found, Found):
-            await steering.join(some, found, lookup)
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        found, _ = await first_found(
+            connection, [one.catalog(source, name, live=live) for one, source in pairs], within_s=within_s
+        )
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
 
@@ -935,17 +904,12 @@ class AsyncClient:
         some = self._some(peer)
         try:
             async with self._runner.play(some, deadline, options, purpose) as turn:
-                turn.connection.grows = set(self._origins) <= set(some)
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
             if any(map(self._transports.due, some)):
                 if self._measuring is not None:
                     self._measuring.cancel()  # after another play
                 self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
-            if self._steering is not None:
-                asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
-                self._asking_sources.add(asking)
-                asking.add_done_callback(self._asking_sources.discard)
 
     async def _measure(self, peers: Sequence[ClientPeer]) -> None:
         """Compare the transports to some peers once nothing is played."""

@@ -247,13 +247,6 @@ async def first_found(
     return await asked[best]
 
 
-def joined(connection: PlaySources, source: int, lookup: Coroutine[Any, Any, Answered], played: Found) -> None:
-    """Have a source that joined a play of something bring it as soon as it says that it has it."""
-    asked = asyncio.ensure_future(lookup)
-    late = connection.meanwhile(_offered(connection, source, asked, played))
-    late.add_done_callback(partial(_let_go, asked))
-
-
 async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:
     """Have a source that answers late join a play of what another one has."""
     await asyncio.wait({asked})

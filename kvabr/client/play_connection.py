@@ -492,12 +492,6 @@ class PlayConnection(Connection):
         self.due_s = 0.0
         """When it is due, on the event loop's clock."""
 
-    def like(self, shared: SharedTransfers) -> PlayConnection:
-        """Return the connection of the same play to another peer."""
-        other = PlayConnection(shared, self._place)
-        other.due_s = self.due_s
-        return other
-
     @property
     def shared(self) -> SharedTransfers:
         """What all plays to this peer share."""
@@ -605,8 +599,6 @@ class PlaySources(Connection):
         """Whether the play's deadline has passed."""
         self.kept = False
         """Whether upgrades go on after the play has returned."""
-        self.grows = False
-        """Whether sources may join after the lookup, before groups are asked for."""
 
     @property
     def sources(self) -> Sequence[PlayConnection]:
@@ -647,12 +639,6 @@ class PlaySources(Connection):
     def prices(self) -> Sequence[float]:
         """The price of a GB from each source, nats per generated token."""
         return [shared.price_per_gb for shared in self.shared]
-
-    def join(self, shared: SharedTransfers) -> int:
-        """Add a source, of which it is not known yet what it has; return its number."""
-        self._sources = (*self._sources, self._first.like(shared))
-        self._offers.append(NOT_KNOWN)
-        return len(self._sources) - 1
 
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""

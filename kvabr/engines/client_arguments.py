@@ -28,7 +28,6 @@ class ClientArguments:
 
     urls: tuple[str, ...]
     prices: tuple[float, ...]
-    steering: bool
     token: str | None
     token_file: Path | None
     ca: Path | None
@@ -56,7 +55,6 @@ class ClientArguments:
         return cls(
             () if settings.url is None else (settings.url, *settings.sources),
             settings.price_per_gb,
-            settings.steering,
             token,
             _absolute(settings.token_file),
             _absolute(settings.ca),
@@ -85,7 +83,6 @@ class ClientArguments:
         return AsyncClient(
             self.urls,
             price_per_gb=self.prices or 0.0,
-            steering=self.steering,
             token=self.token,
             token_file=self.token_file,
             ca=self.ca,

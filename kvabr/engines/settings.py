@@ -144,8 +144,6 @@ class EngineSettings(SettingsTable):
     price_per_gb: Annotated[tuple[Price, ...], BeforeValidator(_tuple)] = ()
     """Prices of a GB from ``url`` and from each of the ``sources``, nats per generated token; empty: nothing costs
     anything. A dearer one is asked as far as it saves more."""
-    steering: bool = False
-    """Ask the origin for further sources (content steering)."""
     publish: StoreLocation | None = None
     """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0

@@ -10,11 +10,10 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kvabr.link.moqt.connect import parse_url
 from kvabr.link.quic.backend import (
     REQUESTS_CONNECTION_WINDOW,
     REQUESTS_STREAM_WINDOW,
@@ -35,10 +34,9 @@ from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
-from kvabr.server.publication import BytesPublication, Source
+from kvabr.server.publication import Source
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import KvabrError, TransportError, UsageError
-from kvabr.types.steering import MOST_SOURCES, STEERING_TTL_S, SteeringManifest
+from kvabr.types.errors import KvabrError, TransportError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -80,7 +78,6 @@ class Server(Host[Peer]):
         quic: Quic = "aioquic",
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
-        sources: Sequence[str] = (),
         shared: bool = False,
     ) -> None:
         """Prepare; nothing is bound before `start`.
@@ -97,18 +94,10 @@ class Server(Host[Peer]):
             tcp: ``tls``, ``plain`` to accept connections without TLS as well, which anyone on the path can read, or
                 ``off``.
             drafts: drafts to speak, preferred first.
-            sources: URLs of origins and relays with the same caches, of which players are told that ask (content
-                steering). `UsageError` if one is none, or there are too many.
             shared: other processes of this user serve at the same address: the system gives each a part of the
                 connections.
         """
         super().__init__(source, limits, log, metrics)
-        if len(sources) > MOST_SOURCES:
-            raise UsageError(f"{len(sources)} further sources; players are told of {MOST_SOURCES} at most")
-        for url in sources:
-            parse_url(url)
-        if sources:
-            self.steering = BytesPublication(SteeringManifest(1, STEERING_TTL_S, tuple(sources)).dumps())
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
