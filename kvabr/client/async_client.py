@@ -65,7 +65,7 @@ from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost, per_byte
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
@@ -83,7 +83,6 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
-from kvabr.types.words import counted
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -114,7 +113,6 @@ class AsyncClient:
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
         keys: str | os.PathLike[str] | Keys | None = None,
-        price_per_gb: float | Sequence[float] = 0.0,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -144,9 +142,6 @@ class AsyncClient:
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
                 (`kvabr.types.sealing`). Others are not played then.
-            price_per_gb: price of a GB from the origins, nats per generated token, as `PlayOptions.time_price` is of a
-                second; or one for each, in their order. A play takes groups from a dearer origin only as far as the
-                time or the loss that this saves is worth more.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -194,8 +189,6 @@ class AsyncClient:
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
-        for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
-            one.price_per_gb = price
         self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
@@ -213,11 +206,10 @@ class AsyncClient:
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
         lanes: int = 1,
-        price_per_gb: float | None = None,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
 
-        The arguments are those of the client; ``price_per_gb``: None: as it is. Nothing is dialled.
+        The arguments are those of the client. Nothing is dialled.
 
         Raises:
             UsageError: the URL or an option is wrong.
@@ -229,8 +221,6 @@ class AsyncClient:
         key = (url, *how.values())
         if key not in self._peers:
             self._peers[key] = self._dialled(url, how)
-        if price_per_gb is not None:
-            self._peers[key].price_per_gb = price_per_gb
         return self._peers[key]
 
     @property
@@ -648,7 +638,7 @@ class AsyncClient:
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
-                decoders=decoder_threads(), byte_price=per_byte(min(one.price_per_gb for one in some)),
+                decoders=decoder_threads(),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
@@ -923,14 +913,6 @@ def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
     """Return the message of a `TransportError` after ``seconds`` without an answer, with the trouble of the peers."""
     troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
     return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
-
-
-def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:
-    """Return a price for each of ``count`` sources; raise `UsageError` if others were given."""
-    prices = [price_per_gb] * count if isinstance(price_per_gb, int | float) else list(price_per_gb)
-    if len(prices) != count:
-        raise UsageError(f"{counted(len(prices), 'price')} of a GB for {counted(count, 'source')}; give one for each")
-    return prices
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:

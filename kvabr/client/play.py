@@ -61,7 +61,7 @@ from kvabr.player.session_types import (
 from kvabr.store.memory import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.cost import PrefillCost, per_byte
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, ResidentEngine, prefill_classes
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, SealedError, TransportError, UsageError
 from kvabr.types.events import (
@@ -228,7 +228,6 @@ class Play:
         choices = partial(
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
             decoders=self._decoders, divides=self.engine is not None and policy_class(self.options.policy).divides,
-            byte_price=per_byte(min(self.connection.prices)),
         )  # fmt: skip
         return choose_tail(self.options.policy, *await self._in_time(choices))
 
@@ -377,7 +376,6 @@ class Play:
             coverage=coverage,
             loss=prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
-            paid=record.paid,
             bytes_wasted=record.bytes_wasted + unused,
             seconds=self.clock.now(),
             cut=cut,
@@ -480,7 +478,6 @@ class Play:
                     rtt_s=connection.stats().rtt_s,
                     lookup_s=self.clock.now(),
                     tail_s=prepared.tail_s,
-                    prices=connection.prices,
                 )
             )
         with ExitStack() as links:
@@ -511,7 +508,6 @@ class Play:
                 log=options.log,
                 offers=connection.offers,
                 round_trips=connection.round_trips,
-                prices=connection.prices,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -584,7 +580,6 @@ class Play:
             log=None if options.log is None else partial(_late, options.log, view.now),
             offers=connection.offers,
             round_trips=connection.round_trips,
-            prices=connection.prices,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
@@ -710,7 +705,6 @@ def tail_choices(
     block: int = 1,
     decoders: int = 1,
     divides: bool = False,
-    byte_price: float = 0.0,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
 
@@ -725,7 +719,6 @@ def tail_choices(
         block: it takes whole blocks of this many tokens.
         decoders: groups that are decoded at once.
         divides: the play has the engine compute everything where that costs less.
-        byte_price: of a byte at the cheapest source, nats per token.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
@@ -737,7 +730,7 @@ def tail_choices(
             computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
         offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        computed_s=computed_s, byte_price=byte_price,
+        computed_s=computed_s,
     )  # fmt: skip
     return offers, costs
 

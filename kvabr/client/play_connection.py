@@ -119,8 +119,6 @@ class SharedTransfers:
         self.store, self.metrics = store, metrics
         self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
         """What has come over its connection last."""
-        self.price_per_gb = 0.0
-        """Of what comes from this peer, nats per generated token."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
         self._source = None if isinstance(source, PeerConnection) else source
         named = self.connection.peer if self._source is None else self._source.peers[0]
@@ -634,11 +632,6 @@ class PlaySources(Connection):
     def round_trips(self) -> Sequence[float | None]:
         """The round trip to each source, seconds, as far as it is known."""
         return [source.stats().rtt_s for source in self._sources]
-
-    @property
-    def prices(self) -> Sequence[float]:
-        """The price of a GB from each source, nats per generated token."""
-        return [shared.price_per_gb for shared in self.shared]
 
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""

@@ -82,11 +82,6 @@ class Played:
         return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
 
     @property
-    def paid(self) -> float:
-        """What the bytes that came cost at the prices of their sources, nats per generated token."""
-        return self.record.paid
-
-    @property
     def live(self) -> LiveRecord | None:
         """What the play learned of the producer of an asset that was still being prefilled; None if it was complete."""
         return self.record.live
@@ -179,8 +174,6 @@ class PlayedPrefix:
     loss: float
     """Expected loss of these groups, nats per generated token."""
     bytes_fetched: int
-    paid: float
-    """What these cost at the prices of their sources, nats per generated token."""
     bytes_wasted: int
     """Those of `bytes_fetched` that nothing of `groups` is made of."""
     seconds: float

@@ -39,7 +39,6 @@ def opening(
     start_s: float = 0.0,
     lookup_s: float | None = None,
     tail_s: float = 0.0,
-    prices: Sequence[float] = (),
 ) -> PlayStarted:
     """Return the first event of a play's log; see `PlayStarted` for the fields."""
     catalog = ladder.catalog
@@ -62,7 +61,6 @@ def opening(
         lookup_s=lookup_s,
         tail=catalog.tail,
         tail_s=tail_s,
-        prices_per_gb=tuple(prices) if any(prices) else (),
     )
 
 
@@ -97,7 +95,6 @@ def new_session(
     log: Log | None = None,
     offers: Sequence[Offer] | None = None,
     round_trips: Sequence[float | None] = (),
-    prices: Sequence[float] = (),
 ) -> Session:
     """Build the session of one play.
 
@@ -120,7 +117,6 @@ def new_session(
         log: takes every event.
         offers: of several sources, the tracks that each has, in their order; they may become more during the play.
         round_trips: to each of them, seconds, as far as they are known.
-        prices: of a GB from each of them, nats per generated token; empty: none costs anything.
 
     Raises:
         PolicyError: there is no such policy.
@@ -158,5 +154,4 @@ def new_session(
         log=log,
         offers=offers,
         round_trips=round_trips,
-        prices=prices,
     )

@@ -133,7 +133,6 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "rtt_s": options.rtt_s,
             "scale_to_mean": options.scale_to_mean,
             **({"links": [link.name for link in options.links]} if options.links else {}),
-            **({"prices_per_gb": list(options.prices)} if options.prices else {}),
             "engine_mode": options.mode,
             "recompute": None if options.cost is None else options.cost.to_json(),
             "time_price": options.config.time_price,

@@ -55,9 +55,8 @@ def objective(
     engine_s: float,
     time_price: float,
     gpu_price: float,
-    paid: float = 0.0,
 ) -> float:
-    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + bytes + lateness penalty.
+    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
 
     A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines.
 
@@ -70,18 +69,10 @@ def objective(
         time_price: price of a second before the first token, nats per generated token.
         gpu_price: price of a second of engine time, nats per generated token. An infinite price is a rule for the
             player, not a cost: engine time then counts nothing.
-        paid: what the bytes received cost at the prices of their sources, nats per generated token.
     """
     missed = 0.0 if met else MISS_PENALTY
     spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
-    return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent + paid
-
-
-def per_byte(price_per_gb: float) -> float:
-    """Return a price of a GB, nats per generated token, for a byte; raise `UsageError` if it is none."""
-    if not 0 <= price_per_gb < math.inf:
-        raise UsageError(f"the price of a GB is {price_per_gb}; it must be zero or more nats, finite")
-    return price_per_gb / 1e9
+    return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent
 
 
 _BEFORE = (0, 2048, 8192, 32768)
