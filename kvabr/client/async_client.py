@@ -127,8 +127,7 @@ class AsyncClient:
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
-            transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
-                origin must allow, and which exposes the token and the cache; or ``auto``.
+            transport: ``quic``; ``tcp``, for fast and short links; or ``auto``.
             timeout_s: seconds that connecting may take.
             lanes: most connections to a peer: further ones are opened where one connection, or one core, carries less
                 than the path.

@@ -200,7 +200,7 @@ class EngineSettings(SettingsTable):
     quic: Quic = "auto"
     """QUIC library."""
     transport: TransportChoice = "auto"
-    """``quic``, ``tcp``, ``tcp-plain`` or ``auto``, as of `kvabr.AsyncClient`."""
+    """``quic``, ``tcp`` or ``auto``, as of `kvabr.AsyncClient`."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1
     """Most connections to an origin: further ones are opened where one connection, or one core, carries less than the
     path."""

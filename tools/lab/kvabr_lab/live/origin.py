@@ -68,7 +68,7 @@ async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -
     )
     library, metrics = PublishedAssets(asset, None, log), Metrics()
     tls = certificates.development()
-    server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend, tcp="plain")
+    server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend)
     watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
     async with watcher, server:
         pipe.send((server.address, certificates.check(tls).fingerprint))
