@@ -45,7 +45,6 @@ NAMES = {
     "kvabr.edge",
     "kvabr.live",
     "kvabr.models",
-    "kvabr.steering",
     "kvabr.toml",
 }
 """Entry points, tracks and a file, which look like modules."""

@@ -45,9 +45,9 @@ class TailOffer:
 
     def objective(
         self, rate: float, left_s: float, *, time_price: float, gpu_price: float, decoders: int = 1,
-        computed_s: float = math.inf, byte_price: float = 0.0,
+        computed_s: float = math.inf,
     ) -> float:  # fmt: skip
-        """Return what a play should cost at a rate, bytes per second: loss, time, engine and bytes, nats per token.
+        """Return what a play should cost at a rate, bytes per second: loss, time and engine, nats per token.
 
         Args:
             rate: of the link.
@@ -56,7 +56,6 @@ class TailOffer:
             gpu_price: price of a second of engine time.
             decoders: groups that are decoded at once.
             computed_s: as in `tail_costs`.
-            byte_price: price of a byte.
         """
 
         def cost(loss: float, seconds: float, front_s: float = 0.0) -> float:
@@ -65,9 +64,7 @@ class TailOffer:
                 time_price=time_price, gpu_price=gpu_price,
             )  # fmt: skip
 
-        # What bytes cost is shared out as their losses are, by what is fetched of them.
-        paths = [(size, s, loss + byte_price * size) for size, s, loss in self._ways]
-        times = [(max(size / rate, s / decoders), loss) for size, s, loss in paths]
+        times = [(max(size / rate, s / decoders), loss) for size, s, loss in self._ways]
         least = min(cost(loss, self.engine_s + seconds) for seconds, loss in times)
         if math.isfinite(computed_s) and math.isfinite(gpu_price):
             # The engine computes the front while the rest comes, until they meet; or everything.
@@ -79,7 +76,7 @@ class TailOffer:
         carried = rate * (left_s - self.engine_s)
         mixtures = (
             worse + (better - worse) * (carried - fewer) / (more - fewer)
-            for (fewer, _, worse), (more, _, better) in permutations(paths, 2)
+            for (fewer, _, worse), (more, _, better) in permutations(self._ways, 2)
             if fewer <= carried <= more and fewer < more
         )
         return min(least, cost(min(mixtures, default=math.inf), left_s))
@@ -161,7 +158,6 @@ def tail_costs(
     gpu_price: float,
     decoders: int = 1,
     computed_s: float = math.inf,
-    byte_price: float = 0.0,
 ) -> list[float]:
     """Return what a play with each of the offers should cost, nats per token.
 
@@ -174,7 +170,6 @@ def tail_costs(
         decoders: groups that are decoded at once.
         computed_s: seconds in which the engine computes all of the prefix, if it may also compute the front of it, or
             everything, while the network loads the rest; infinite: it does not.
-        byte_price: price of a byte at the cheapest source, nats per token.
     """
     left_s = max(_LEAST_S, left_s)
     whole = offers[0].catalog
@@ -192,7 +187,6 @@ def tail_costs(
                 gpu_price=gpu_price,
                 decoders=decoders,
                 computed_s=computed_s,
-                byte_price=byte_price,
             )
             for one in rates
         )

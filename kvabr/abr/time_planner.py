@@ -51,7 +51,7 @@ class TimePlan(NamedTuple):
     targets: list[int]
     """Number of each group's track in the catalog."""
     objective: float
-    """Loss plus priced time from now and priced bytes, nats per generated token."""
+    """Loss plus priced time from now, nats per generated token."""
     idle_objective: float
     """The same if nothing more is requested; infinite if groups are missing."""
     bytes: float
@@ -276,7 +276,7 @@ class TimePlanner:
             savings[:, self._cut :] = -_NEVER
         decode: Array = np.array([view.decode_s(name) for name in self.names])
         seconds = view.ttfb_s + self._bytes / view.rate + decode[:, None] * self._share
-        prices = view.time_price * seconds + view.byte_price * self._bytes
+        prices = view.time_price * seconds
         gains = savings - prices
         track, group = np.unravel_index(int(gains.argmax()), gains.shape)
         saving = float(savings[track, group])
@@ -337,7 +337,7 @@ class TimePlanner:
         worked_s = works.sum(axis=1)
         last_s = arrives_s + (worked_s if view.decodes_last else works.max(axis=1))
         ends_s = np.maximum(last_s, np.maximum(wait_s, self._queued_s(view)) + worked_s) + batch_s
-        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s) + view.byte_price * nbytes
+        totals = picked.loss @ outside + price * np.maximum(ends_s, computed_s)
         best = int(totals.argmin())
         idle = np.inf
         if not (self._missing * outside).any():
@@ -347,7 +347,7 @@ class TimePlanner:
         paid = price * float(level[best])
         return TimePlan(
             picked.tracks[best].tolist(), float(totals[best]), float(idle), float(nbytes[best]), float(ends_s[best]),
-            paid * float(share[best]) / rate + view.byte_price, paid * (1.0 - float(share[best])) / view.decoders,
+            paid * float(share[best]) / rate, paid * (1.0 - float(share[best])) / view.decoders,
         )  # fmt: skip
 
     def _later_options(self, view: View) -> _Options:
@@ -379,7 +379,7 @@ class TimePlanner:
         link = link[:, None, None] / rate
         cost = (
             options.loss
-            + (link + view.byte_price) * options.bytes
+            + link * options.bytes
             + np.maximum(_WASTE * link, discard) * options.waste
             + decoding[:, None, None] * work
         )
@@ -491,8 +491,7 @@ class TimePlanner:
             works, nbytes, lost = sums
             network_s = work.network_s(works, nbytes, flying, queue_s)
             network_s *= work.lacking | (nbytes + requests > 0) | (view.decode_backlog_s > 0)
-            paid = lost + view.byte_price * (nbytes + flying)
-            return work.least(paid, np.maximum(network_s, ready_s), begun)
+            return work.least(lost, np.maximum(network_s, ready_s), begun)
 
         prices = [(view.time_price, _FEW_SHARES)]
         if not view.front_first:  # where the engine takes longer, the network's time is worth less

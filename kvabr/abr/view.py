@@ -289,17 +289,6 @@ class Future:
     """The plan of a play that begins now, for policies whose class makes one (`kvabr.replay.experiment.Planner`)."""
 
 
-class SourceView(NamedTuple):
-    """One source of a play."""
-
-    price_per_gb: float
-    """Price of a GB, nats per generated token."""
-    rate: float
-    """Expected rate, bytes per second; 0.0 while it is not known."""
-    used: bool
-    """Whether it is worth its price at present, so that `View.rate` counts it."""
-
-
 @dataclass(slots=True, eq=False)
 class View:
     """The play as a policy sees it. The player updates it; policies only read it."""
@@ -320,10 +309,6 @@ class View:
     """Price of a second of engine time, in nats per token."""
     time_price: float = 0.0
     """Price of a second before the first token, in nats per generated token."""
-    byte_price: float = 0.0
-    """Price of a byte, in nats per generated token: the mean of the sources in use, by their rates."""
-    sources: Sequence[SourceView] = ()
-    """All sources of the play, by number; empty if none costs anything."""
     decoders: int = 1
     """Groups that are decoded at the same time."""
     oracle: Future | None = None

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvabr.types.arguments import check_type
 from kvabr.types.engine import BlendEngine
 from kvabr.types.errors import PolicyError, UsageError
 
@@ -76,8 +75,6 @@ def choose(prompt: Selection, scores: torch.Tensor, share: float) -> tuple[int, 
         PolicyError: the scores are not one number a token.
         UsageError: the share is not from 0 to 1.
     """
-    check_type("choose: prompt", prompt, Selection)
-    check_type("choose: share", share, float)
     if not 0 <= share <= 1:
         raise UsageError(f"a share of {share:g} of the tokens cannot be recomputed; give 0 to 1")
     if not isinstance(scores, torch.Tensor):

@@ -24,7 +24,6 @@ from kvabr.cli.options import (
     add_keys_option,
     add_old_name,
     add_patience_option,
-    add_prices_option,
     add_salt_option,
     add_time_price_option,
     check_writable,
@@ -90,12 +89,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
-    parser.add_argument(
-        "--steering",
-        action="store_true",
-        help="also take groups from the sources that the origin tells of, with the same token and trust",
-    )
-    add_prices_option(parser, "URL and each --source, in this order")
     add_keys_option(parser, "opens the cache, if it is sealed")
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
@@ -363,9 +356,7 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
-        steering=args.steering,
         keys=args.keys,
-        price_per_gb=args.price_per_gb or 0.0,
     )
     async with client:
         start = time.monotonic()
@@ -458,8 +449,7 @@ def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
         f"{counted(groups, 'group')}: "
         + ", ".join(f"{count} {'' if track == RECOMPUTED else 'on '}{track}" for track, count in shares.items()),
         f"expected loss {played.loss:.2g} nats per token" + _behind(played),
-        f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost"
-        + (f"; at their prices {played.paid:.2g} nats per token" if played.paid else ""),
+        f"{record.bytes_fetched:,} bytes fetched, {record.bytes_wasted:,} of them replaced or lost",
         *_expected(played),
     ]
     if played.tail:
@@ -563,7 +553,6 @@ def _result(
         "division": None if record.division is None else record.division.to_json(),
         "bytes_fetched": record.bytes_fetched,
         "bytes_wasted": record.bytes_wasted,
-        "paid": record.paid,
         "bytes_held_up": record.bytes_held_up,
         "damaged": [{"group": group, "track": track, "what": what} for group, track, what in record.damaged],
         "groups": groups,

@@ -37,10 +37,9 @@ def add_options(
     add_quic_option(network, f"--{prefix}quic", towards)
     network.add_argument(
         f"--{prefix}transport",
-        choices=("auto", "quic", "tcp", "tcp-plain"),
+        choices=("auto", "quic", "tcp"),
         default="auto",
-        help=f"how to connect{towards}: quic, tcp (faster on fast and short links), tcp-plain (without TLS, which the "
-        "server must allow; exposes the token and the cache), or auto (default)",
+        help=f"how to connect{towards}: quic, tcp (faster on fast and short links), or auto (default)",
     )
     if not prefix:
         network.add_argument(

@@ -212,32 +212,6 @@ def add_gpu_price_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--gpu-price", type=float, default=GPU_PRICE, metavar="NATS", help=what)
 
 
-def add_prices_option(parser: argparse._ActionsContainer, sources: str) -> None:
-    """Declare ``--price-per-gb``; ``sources``: whose prices it gives, in which order."""
-    parser.add_argument(
-        "--price-per-gb",
-        type=_prices,
-        default=(),
-        metavar="NATS[,...]",
-        help=f"price of a GB from {sources}, nats per token (default: 0); a dearer one is asked where it saves more",
-    )
-
-
-def _prices(text: str) -> tuple[float, ...]:
-    from kvabr.types.cost import per_byte
-    from kvabr.types.errors import UsageError
-
-    try:
-        prices = tuple(float(price) for price in text.split(","))
-        for price in prices:
-            per_byte(price)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers with commas between them, as 0,0.05") from error
-    return prices
-
-
 def add_patience_option(parser: argparse._ActionsContainer, default: float) -> None:
     """Declare ``--patience``."""
     what = "end an incomplete play after this many deadlines (default: %(default)g)"

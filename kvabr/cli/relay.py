@@ -138,7 +138,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
             ) as relay:  # fmt: skip
                 server = Server(
                     relay, setup.host, setup.port, setup.tls, limits, log, metrics,
-                    quic=args.quic, tcp=args.tcp, sources=args.advertise,
+                    quic=args.quic, tcp=args.tcp,
                 )  # fmt: skip
                 loop = asyncio.get_running_loop()
 

@@ -16,7 +16,6 @@ from kvabr.cli.options import (
     add_keys_option,
     add_old_name,
     add_patience_option,
-    add_prices_option,
     add_time_price_option,
     check_writable,
     load,
@@ -92,7 +91,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="another source of the asset, over a link of its own that begins with each trace; may be repeated",
     )
-    add_prices_option(link, "the source behind the trace and behind each --link, in this order")
     link.add_argument("--no-slow-start", action="store_true", help="the connection is warm: slow start is over")
     link.add_argument(
         "--producer",
@@ -344,7 +342,6 @@ def _matrix(args: argparse.Namespace, catalog: Catalog) -> Matrix:
         question=question,
         tail=MOST_TAIL if args.tail is None else args.tail,
         links=tuple(trace for each in args.link for path in find([each]) for trace in read(path)),
-        prices=args.price_per_gb,
     )
     traces = tuple(trace for path in find(args.traces or [traces_folder()]) for trace in read(path))
     wants_timelines = any((args.html, args.svg, args.log, args.perfetto))

@@ -170,7 +170,7 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
-            quic=args.quic, tcp=args.tcp, sources=args.advertise, shared=args.processes > 1,
+            quic=args.quic, tcp=args.tcp, shared=args.processes > 1,
         )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
             if args.grants is not None:

@@ -69,18 +69,9 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
     add_quic_option(parser, "--quic", towards)
     parser.add_argument(
         "--tcp",
-        choices=("tls", "plain", "off"),
+        choices=("tls", "off"),
         default="tls",
-        help="accept connections over TCP with TLS (default), also without it (plain: for networks that are private "
-        "already), or none",
-    )
-    parser.add_argument(
-        "--advertise",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="another origin or relay of the same caches, of which players are told that ask for it (content "
-        "steering); may be repeated",
+        help="accept connections over TCP with TLS (default), or none",
     )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
     drain = "seconds to finish what is under way after SIGTERM (default: 10); Ctrl-C waits half a second"

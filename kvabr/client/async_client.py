@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from typing import Any, Self
 import torch
 
 from kvabr.abr.tail import TailOffer
-from kvabr.client.cpu_limit import limited_step
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.hinting import hint_node
@@ -44,7 +43,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import Answered, ClientPeer, PeerLike, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -52,7 +51,6 @@ from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
-from kvabr.client.steering import Steering
 from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
@@ -66,9 +64,8 @@ from kvabr.store.locations import open_groups
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import PrefillCost, per_byte
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine
 from kvabr.types.errors import (
     FormatError,
@@ -86,7 +83,6 @@ from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
-from kvabr.types.words import counted
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -97,7 +93,6 @@ _WAIT_SHARE = 0.9
 class AsyncClient:
     """Plays caches; an async context manager for one event loop. `Client` is the same for code without asyncio."""
 
-    @checked
     def __init__(
         self,
         origin: PeersLike = None,
@@ -117,9 +112,7 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
-        steering: bool = False,
         keys: str | os.PathLike[str] | Keys | None = None,
-        price_per_gb: float | Sequence[float] = 0.0,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -134,8 +127,7 @@ class AsyncClient:
             fingerprint: SHA-256 of the only certificate to trust, hex.
             insecure: do not verify the certificate (exposes the token and the cache).
             quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
-            transport: ``quic``; ``tcp``, for fast and short links; ``tcp-plain``, the same without TLS, which the
-                origin must allow, and which exposes the token and the cache; or ``auto``.
+            transport: ``quic``; ``tcp``, for fast and short links; or ``auto``.
             timeout_s: seconds that connecting may take.
             lanes: most connections to a peer: further ones are opened where one connection, or one core, carries less
                 than the path.
@@ -147,13 +139,8 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
-            steering: ask the origins for further sources of the same caches, after `connect` and after plays. Later
-                plays take groups from these as well. They are shown the same token, and trusted alike.
             keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
                 (`kvabr.types.sealing`). Others are not played then.
-            price_per_gb: price of a GB from the origins, nats per generated token, as `PlayOptions.time_price` is of a
-                second; or one for each, in their order. A play takes groups from a dearer origin only as far as the
-                time or the loss that this saves is worth more.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -197,21 +184,14 @@ class AsyncClient:
             token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
-        # Plain connections were asked for to the origins alone: on other paths they would expose the token.
-        told = how | DialArguments(transport="tcp") if transport == "tcp-plain" else how
         self._home = HomeProcess("the client")
-        self._steering = Steering(lambda url: self._dialled(url, told)) if steering else None
         self._transports = TransportComparison(self._history)
         self._measuring: asyncio.Task[None] | None = None
-        self._asking_sources: set[asyncio.Task[None]] = set()
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
-        for one, price in zip(named, _prices(price_per_gb, len(named)), strict=True):
-            one.price_per_gb = price
         self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
 
-    @checked
     def peer(
         self,
         url: str,
@@ -225,11 +205,10 @@ class AsyncClient:
         transport: TransportChoice = "auto",
         timeout_s: float = 5.0,
         lanes: int = 1,
-        price_per_gb: float | None = None,
     ) -> ClientPeer:
         """Return another origin or relay for plays to name; the same one for the same arguments.
 
-        The arguments are those of the client; ``price_per_gb``: None: as it is. Nothing is dialled.
+        The arguments are those of the client. Nothing is dialled.
 
         Raises:
             UsageError: the URL or an option is wrong.
@@ -241,8 +220,6 @@ class AsyncClient:
         key = (url, *how.values())
         if key not in self._peers:
             self._peers[key] = self._dialled(url, how)
-        if price_per_gb is not None:
-            self._peers[key].price_per_gb = price_per_gb
         return self._peers[key]
 
     @property
@@ -250,7 +227,6 @@ class AsyncClient:
         """The peers that the client was given."""
         return self._origins
 
-    @checked
     async def connect(self, peer: PeersLike = None) -> Connection:
         """Connect now, so that the first play need not, and return the connection that all plays to the peer share.
 
@@ -262,12 +238,8 @@ class AsyncClient:
             for one in some:
                 told.enter_context(told_if_exhausted(one.relieve))
             transfers = [one.transfers for one in some]
-            connection = transfers[await first_reached(transfers)].connection
-        if peer is None and self._steering is not None:
-            await self._steering.ask(self._origins)
-        return connection
+            return transfers[await first_reached(transfers)].connection
 
-    @checked
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the seconds of a round trip to a peer, connecting to it first if necessary.
 
@@ -291,7 +263,6 @@ class AsyncClient:
             pass
         raise TransportError(_unanswered(self._some(peer), probe_s))
 
-    @checked
     async def known_link(self, catalog: Catalog | None = None, *, peer: PeersLike = None) -> tuple[KnownLink, int]:
         """Return what plays, now or earlier, have found out of the link, and what it must bring of a cache.
 
@@ -310,7 +281,6 @@ class AsyncClient:
         lacks = sum(nbytes for nbytes, digest in pairs if digest not in here) if here else cheapest.total_bytes
         return KnownLink.of_all(links), lacks
 
-    @checked
     async def measure_prefill(self, engine: Engine | None = None, tokens: Sequence[int] = ()) -> PrefillCost:
         """Return the cost of an engine's prefill; the first call for an engine runs and times a few prefills.
 
@@ -333,7 +303,6 @@ class AsyncClient:
 
     # ------------------------------------------------------------------ plays
 
-    @checked
     async def play(
         self,
         tokens: Sequence[int] = (),
@@ -418,7 +387,6 @@ class AsyncClient:
                 return play.over(replace(await play.compute(), limited_by=limit))
             return play.over(NothingCached(spec, clock.now(), limit))
 
-    @checked
     async def play_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -470,14 +438,12 @@ class AsyncClient:
                 await check_tokens(found.catalog, tokens, options.salt)
             return play.over(await play.whole(await play.prepare(found)))
 
-    @checked
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
         """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_engine`."""
         warm_engine(spec, device, dtype, like, self._speeds)
 
-    @checked
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeersLike = None
     ) -> PlayedPrefix:
@@ -497,7 +463,6 @@ class AsyncClient:
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
 
-    @checked
     async def hint(
         self,
         tokens: Sequence[int],
@@ -549,7 +514,6 @@ class AsyncClient:
             time_price=time_price,
         )  # fmt: skip
 
-    @checked
     async def hint_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -598,7 +562,6 @@ class AsyncClient:
             await self.store.keep(digests, time.monotonic() + keep_s, owner)
         return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
-    @checked
     async def play_prefix(
         self,
         found: Found,
@@ -637,7 +600,6 @@ class AsyncClient:
             prepared = await play.prepare(found, skip, behind=behind, block=block)
             return play.over(await play.prefix(prepared, behind, block))
 
-    @checked
     async def tail_of(
         self,
         catalog: Catalog,
@@ -675,13 +637,12 @@ class AsyncClient:
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
-                decoders=decoder_threads(), byte_price=per_byte(min(one.price_per_gb for one in some)),
+                decoders=decoder_threads(),
             )  # fmt: skip
 
         offers, costs = await asyncio.get_running_loop().run_in_executor(decoders(), choices)
-        return choose_tail(options.policy, offers, costs, partial(limited_step, lambda: deadline)).tokens
+        return choose_tail(options.policy, offers, costs).tokens
 
-    @checked
     async def find(
         self,
         tokens: Sequence[int],
@@ -719,7 +680,6 @@ class AsyncClient:
             found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
 
-    @checked
     async def find_joined(
         self,
         parts: Sequence[Part],
@@ -741,7 +701,6 @@ class AsyncClient:
         )  # fmt: skip
         return found, refused
 
-    @checked
     async def find_asset(
         self,
         asset: TrackNamespace | str,
@@ -762,7 +721,6 @@ class AsyncClient:
         async with self._asking(within_s, peer) as connection:
             return await self._catalog(connection, peer, name, within_s, live=live)
 
-    @checked
     async def fetch_profile(self, catalog: Catalog, *, within_s: float = _FIND_S, peer: PeersLike = None) -> None:
         """Fetch the codec profile of an asset, unless it is here. A play does so only if that pays for this one play.
 
@@ -775,7 +733,6 @@ class AsyncClient:
                 await connection.reached()
                 await self._profiles.fetch(connection, catalog)
 
-    @checked
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
 
@@ -793,11 +750,9 @@ class AsyncClient:
         if not self._home.here:
             return
         await self._runner.close()
-        await cancel_all([*self._asking_sources, *([] if self._measuring is None else [self._measuring])])
+        await cancel_all([] if self._measuring is None else [self._measuring])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
-        if self._steering is not None:
-            await self._steering.close()
         await self.store.close()
 
     async def __aenter__(self) -> Self:
@@ -868,12 +823,7 @@ class AsyncClient:
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
         """Return peers as they were named, at least one."""
         self._home.check()
-        if peers is not None:
-            named = tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
-        elif self._steering is not None:
-            named = tuple(self._steering.peers(self._origins))
-        else:
-            named = self._origins
+        named = self._origins if peers is None else tuple(dict.fromkeys(self._peer(peer) for peer in _listed(peers)))
         if not named:
             raise UsageError("say from whom: give the client an origin, or the play a peer")
         return named
@@ -888,16 +838,9 @@ class AsyncClient:
         **how: Any,
     ) -> tuple[Found | Unplayable | None, KVSpec | None]:
         """Do as `ClientPeer.find` at all sources."""
-
-        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
-            return one.find(source, tokens, model, **how)
-
-        some = self._some(peers)
-        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
-        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        if steering is not None and isinstance(found, Found):
-            await steering.join(some, found, lookup)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
             catalog, shared = found.catalog, tokens[: found.catalog.tokens]
             if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
@@ -908,16 +851,10 @@ class AsyncClient:
         self, connection: PlaySources, peers: PeersLike, name: TrackNamespace, within_s: float, *, live: bool
     ) -> Found:
         """Do as `ClientPeer.catalog` at all sources."""
-
-        def lookup(one: ClientPeer, source: Connection) -> Coroutine[Any, Any, Answered]:
-            return one.catalog(source, name, live=live)
-
-        some = self._some(peers)
-        steering = None if self._steering is None else self._steering.beside(connection, self._origins)
-        lookups = [lookup(one, source) for one, source in zip(some, connection.sources, strict=True)]
-        found, _ = await first_found(connection, lookups, within_s=within_s)
-        if steering is not None and isinstance(found, Found):
-            await steering.join(some, found, lookup)
+        pairs = zip(self._some(peers), connection.sources, strict=True)
+        found, _ = await first_found(
+            connection, [one.catalog(source, name, live=live) for one, source in pairs], within_s=within_s
+        )
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
 
@@ -956,17 +893,12 @@ class AsyncClient:
         some = self._some(peer)
         try:
             async with self._runner.play(some, deadline, options, purpose) as turn:
-                turn.connection.grows = set(self._origins) <= set(some)
                 yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
         finally:
             if any(map(self._transports.due, some)):
                 if self._measuring is not None:
                     self._measuring.cancel()  # after another play
                 self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
-            if self._steering is not None:
-                asking = asyncio.get_running_loop().create_task(self._steering.ask(self._origins))
-                self._asking_sources.add(asking)
-                asking.add_done_callback(self._asking_sources.discard)
 
     async def _measure(self, peers: Sequence[ClientPeer]) -> None:
         """Compare the transports to some peers once nothing is played."""
@@ -980,14 +912,6 @@ def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:
     """Return the message of a `TransportError` after ``seconds`` without an answer, with the trouble of the peers."""
     troubles = "; ".join(dict.fromkeys(peer.trouble for peer in peers if peer.trouble))
     return f"no answer within {seconds:.3g} s" + (f" ({troubles})" if troubles else "")
-
-
-def _prices(price_per_gb: float | Sequence[float], count: int) -> Sequence[float]:
-    """Return a price for each of ``count`` sources; raise `UsageError` if others were given."""
-    prices = [price_per_gb] * count if isinstance(price_per_gb, int | float) else list(price_per_gb)
-    if len(prices) != count:
-        raise UsageError(f"{counted(len(prices), 'price')} of a GB for {counted(count, 'source')}; give one for each")
-    return prices
 
 
 def _listed(peers: PeersLike) -> Sequence[ClientPeer | PeerConnection | str]:

@@ -24,7 +24,6 @@ from kvabr.client.peers import ClientPeer, PeerLike
 from kvabr.client.result import NothingCached, Played
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import ConnectionStats
-from kvabr.types.arguments import checked
 from kvabr.types.errors import ConnectionLostError, PlayError, UsageError, told_if_exhausted
 from kvabr.types.home import HomeProcess
 
@@ -132,7 +131,6 @@ class Handle(Generic[T]):
         """End it and its downloads, now. Does nothing if it is over."""
         self._future.cancel()
 
-    @checked
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result, and return it.
 
@@ -145,7 +143,6 @@ class Handle(Generic[T]):
         except CancelledError:
             raise PlayError("the play was cancelled") from None
 
-    @checked
     def when_done(self, call: Callable[[Handle[T]], None]) -> None:
         """Call ``call`` once it is over, at once if it is, on any thread; it should return quickly."""
         # The future keeps the callback. Were this handle in it, the result would stay until garbage is collected.
@@ -190,7 +187,6 @@ class Background(Generic[C]):
         self._loop = LoopThread()
         self._closed = False
 
-    @checked
     def begin(self, work: Callable[[C], Coroutine[Any, Any, T]]) -> Handle[T]:
         """Begin anything that the client does, on its event loop, and return at once.
 

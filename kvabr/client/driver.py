@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 from typing import Any
 
+from kvabr.abr.plugins import shipped
 from kvabr.client.decode_speeds import on_one_core
 from kvabr.client.engine_hook import EngineHook
 from kvabr.client.live_feed import LiveFeed
@@ -113,6 +115,11 @@ _AWAY_S = 1.0
 LIVE = PlayerConfig(chunked=True, stalled_after=0.2, silent_after=0.25, decode_ahead_s=0.005)
 """What a player does over a real network: there bytes come in lumps, streams stall, and peers fall silent."""
 
+
+_SLOW_S = 0.1
+"""Seconds of one step of a plug-in policy from which on a warning says so."""
+_SLOW_EVERY_S = 60.0
+_next_slow_s = 0.0
 
 _log = logging.getLogger("kvabr.client")
 
@@ -228,8 +235,10 @@ class Driver:
         if self._over.done():
             return
         try:
+            begun_s = time.perf_counter()
             event(*arguments, now=self.now())
             actions = self.session.actions()
+            self._note_slow(time.perf_counter() - begun_s)
             if self.session.over:  # `run` ends everything at once
                 self._over.set_result(None)
                 return
@@ -240,6 +249,15 @@ class Driver:
                 self._over.set_exception(error)
         else:
             self._schedule()
+
+    def _note_slow(self, took_s: float) -> None:
+        """Warn of a plug-in policy that holds up the event loop; the player's own part of a step takes milliseconds."""
+        global _next_slow_s  # noqa: PLW0603  # one warning a minute in the process
+        policy, now_s = self.session.guard.policy, time.monotonic()
+        if took_s >= _SLOW_S and now_s >= _next_slow_s and not shipped(policy):
+            _next_slow_s = now_s + _SLOW_EVERY_S
+            title = policy.name or type(policy).__name__
+            _log.warning("policy %s took %.2g s for one step; every play waits for it", title, took_s)
 
     def _obey(self, action: Action) -> None:
         match action:

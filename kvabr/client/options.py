@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from kvabr.player.decode_queue import DecodeShare
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
-from kvabr.types.arguments import check_fields
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
@@ -104,7 +103,6 @@ class PlayOptions:
     """Called with a `Snapshot` some fifty times per deadline and at least once a second, on the event loop's thread."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.after is not None and not self.after > 0:
             raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
         if not 1 <= self.patience < math.inf:
@@ -158,7 +156,6 @@ class Limits:
     """Serve the plays whose deadlines come first before the others. If False, plays share the link as it comes."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for name in ("memory_bytes", "disk_bytes", "waiting"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -202,6 +199,11 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
 
     One with media cannot be played with an ``engine`` that computes: it is given token ids alone.
     """
+    if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
+        raise UsageError(
+            f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
+            "of a prompt.json"
+        )
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
         raise UsageError(f"a prompt has one dimension; this one has the shape {tuple(shape)}")

@@ -17,7 +17,6 @@ from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_store import TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
-from kvabr.types.cost import per_byte
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -63,16 +62,6 @@ class ClientPeer:
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf
         """When the peer was asked for its models, on the event loop's clock."""
-
-    @property
-    def price_per_gb(self) -> float:
-        """Price of a GB that comes from it, nats per generated token; the next plays count it."""
-        return self.transfers.price_per_gb
-
-    @price_per_gb.setter
-    def price_per_gb(self, price: float) -> None:
-        per_byte(price)
-        self.transfers.price_per_gb = price
 
     @property
     def trouble(self) -> str | None:
@@ -245,13 +234,6 @@ async def first_found(
             late = connection.meanwhile(_offered(connection, source, task, found[best]))
             late.add_done_callback(partial(_let_go, task))  # also if it is cancelled before it has begun
     return await asked[best]
-
-
-def joined(connection: PlaySources, source: int, lookup: Coroutine[Any, Any, Answered], played: Found) -> None:
-    """Have a source that joined a play of something bring it as soon as it says that it has it."""
-    asked = asyncio.ensure_future(lookup)
-    late = connection.meanwhile(_offered(connection, source, asked, played))
-    late.add_done_callback(partial(_let_go, asked))
 
 
 async def _offered(connection: PlaySources, source: int, asked: asyncio.Future[Answered], played: Found) -> None:

@@ -21,9 +21,8 @@ import torch
 from kvabr.abr.compute_planner import computed_before_a_lookup, computed_on_any_link
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy, policy_class, shipped
+from kvabr.abr.plugins import load_policy, policy_class
 from kvabr.abr.tail import MOST_TAIL, TailOffer, tail_costs, tail_offers
-from kvabr.client.cpu_limit import limited_estimator, limited_step
 from kvabr.client.decode_speeds import DecodeSpeeds
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.engine_costs import EngineCosts
@@ -49,7 +48,6 @@ from kvabr.player.assembler import Assembler
 from kvabr.player.blend_plan import delivered_loss
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_queue import DecodeShare
-from kvabr.player.policy_guard import CallLimit
 from kvabr.player.prefixes import PlacedPrefix, prefix_loss
 from kvabr.player.session_types import (
     ENGINE_PATIENCE,
@@ -63,7 +61,7 @@ from kvabr.player.session_types import (
 from kvabr.store.memory import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.cost import PrefillCost, per_byte
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, ResidentEngine, prefill_classes
 from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, SealedError, TransportError, UsageError
 from kvabr.types.events import (
@@ -165,11 +163,6 @@ class Play:
         batches = self.options.decode_share is not None or (self._device is not None and self._device.type == "cuda")
         self._decoders = 1 if batches else decoder_threads()
 
-    @property
-    def _limit(self) -> CallLimit:
-        """Makes the calls of policies and estimators that are not kvabr's own."""
-        return partial(limited_step, self._left_s)  # kept, it would keep what the play has left in memory
-
     def over(self, played: R) -> R:
         """Note what came of the play, and return it."""
         return self.turn.over(played)
@@ -235,9 +228,8 @@ class Play:
         choices = partial(
             tail_choices, catalog, self.cost, self.options, rate, left_s, following=behind, skip=skip, block=block,
             decoders=self._decoders, divides=self.engine is not None and policy_class(self.options.policy).divides,
-            byte_price=per_byte(min(self.connection.prices)),
         )  # fmt: skip
-        return choose_tail(self.options.policy, *await self._in_time(choices), self._limit)
+        return choose_tail(self.options.policy, *await self._in_time(choices))
 
     async def _profile_of(self, catalog: Catalog) -> tuple[Profile | None, str]:
         """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
@@ -384,7 +376,6 @@ class Play:
             coverage=coverage,
             loss=prefix_loss(catalog, found, coverage),
             bytes_fetched=record.bytes_fetched,
-            paid=record.paid,
             bytes_wasted=record.bytes_wasted + unused,
             seconds=self.clock.now(),
             cut=cut,
@@ -487,7 +478,6 @@ class Play:
                     rtt_s=connection.stats().rtt_s,
                     lookup_s=self.clock.now(),
                     tail_s=prepared.tail_s,
-                    prices=connection.prices,
                 )
             )
         with ExitStack() as links:
@@ -516,10 +506,8 @@ class Play:
                 decode_rates=rates,
                 expected_s=None if prepared.growing is None else prepared.growing.expected_s,
                 log=options.log,
-                limited=self._limit,
                 offers=connection.offers,
                 round_trips=connection.round_trips,
-                prices=connection.prices,
             )
             feed = None if prepared.growing is None else LiveFeed(connection, prepared.growing, ladder.cheapest)
             driver = Driver(
@@ -590,23 +578,15 @@ class Play:
             cached_groups=connection.cached_groups,
             decode_rates=self.speeds.rates(ladder.catalog, self._device),
             log=None if options.log is None else partial(_late, options.log, view.now),
-            limited=self._limit,
             offers=connection.offers,
             round_trips=connection.round_trips,
-            prices=connection.prices,
         )
         hook = EngineHook()
         return Upgrades(Driver(session, connection, played.assembler, hook=hook), hook, shared.close)
 
     def _estimator(self) -> Estimator:
         """Return a fresh estimator of the link."""
-        own = new_estimator(self.options.policy, self.options.estimator)
-        return own if shipped(own) else limited_estimator(own, self._limit)
-
-    def _left_s(self) -> float:
-        """Return the seconds until the deadline; once it has passed, until the play ends at the latest."""
-        left_s = self.clock.left()
-        return left_s if left_s > 0 else self._patience_s() - self.clock.now()
+        return new_estimator(self.options.policy, self.options.estimator)
 
     def _patience_s(self) -> float:
         """Return when an incomplete play ends, seconds since the call; an engine may take longer."""
@@ -725,7 +705,6 @@ def tail_choices(
     block: int = 1,
     decoders: int = 1,
     divides: bool = False,
-    byte_price: float = 0.0,
 ) -> tuple[list[TailOffer], list[float]]:
     """Return how a prefix may be divided between network and engine, and what a play with each offer should cost.
 
@@ -740,7 +719,6 @@ def tail_choices(
         block: it takes whole blocks of this many tokens.
         decoders: groups that are decoded at once.
         divides: the play has the engine compute everything where that costs less.
-        byte_price: of a byte at the cheapest source, nats per token.
     """
     most = (0 if cost is None else MOST_TAIL) if options.tail is None else options.tail
     offers = tail_offers(catalog, cost, following=following, most=most, skip=skip, block=block)
@@ -752,7 +730,7 @@ def tail_choices(
             computed_s = cost.seconds(catalog.first_token + before, catalog.tokens - before)
     costs = tail_costs(
         offers, left_s, rate=rate, time_price=options.time_price, gpu_price=options.gpu_price, decoders=decoders,
-        computed_s=computed_s, byte_price=byte_price,
+        computed_s=computed_s,
     )  # fmt: skip
     return offers, costs
 

@@ -119,8 +119,6 @@ class SharedTransfers:
         self.store, self.metrics = store, metrics
         self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
         """What has come over its connection last."""
-        self.price_per_gb = 0.0
-        """Of what comes from this peer, nats per generated token."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
         self._source = None if isinstance(source, PeerConnection) else source
         named = self.connection.peer if self._source is None else self._source.peers[0]
@@ -492,12 +490,6 @@ class PlayConnection(Connection):
         self.due_s = 0.0
         """When it is due, on the event loop's clock."""
 
-    def like(self, shared: SharedTransfers) -> PlayConnection:
-        """Return the connection of the same play to another peer."""
-        other = PlayConnection(shared, self._place)
-        other.due_s = self.due_s
-        return other
-
     @property
     def shared(self) -> SharedTransfers:
         """What all plays to this peer share."""
@@ -605,8 +597,6 @@ class PlaySources(Connection):
         """Whether the play's deadline has passed."""
         self.kept = False
         """Whether upgrades go on after the play has returned."""
-        self.grows = False
-        """Whether sources may join after the lookup, before groups are asked for."""
 
     @property
     def sources(self) -> Sequence[PlayConnection]:
@@ -642,17 +632,6 @@ class PlaySources(Connection):
     def round_trips(self) -> Sequence[float | None]:
         """The round trip to each source, seconds, as far as it is known."""
         return [source.stats().rtt_s for source in self._sources]
-
-    @property
-    def prices(self) -> Sequence[float]:
-        """The price of a GB from each source, nats per generated token."""
-        return [shared.price_per_gb for shared in self.shared]
-
-    def join(self, shared: SharedTransfers) -> int:
-        """Add a source, of which it is not known yet what it has; return its number."""
-        self._sources = (*self._sources, self._first.like(shared))
-        self._offers.append(NOT_KNOWN)
-        return len(self._sources) - 1
 
     def offer(self, source: int, tracks: Offer) -> None:
         """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""

@@ -19,7 +19,6 @@ from kvabr.codec.paged import CodedGroup, expand
 from kvabr.player.session_types import LiveRecord, PlayRecord
 from kvabr.store.files import PRIVATE, replacing, sweep
 from kvabr.transfer.work import decoders
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, PlayError
 from kvabr.types.joined import is_joined
@@ -81,11 +80,6 @@ class Played:
         """
         joined = self.catalog is not None and self.catalog.sources
         return self.catalog is not None and bool(joined) and is_joined(self.catalog, self.record.steps)
-
-    @property
-    def paid(self) -> float:
-        """What the bytes that came cost at the prices of their sources, nats per generated token."""
-        return self.record.paid
 
     @property
     def live(self) -> LiveRecord | None:
@@ -180,8 +174,6 @@ class PlayedPrefix:
     loss: float
     """Expected loss of these groups, nats per generated token."""
     bytes_fetched: int
-    paid: float
-    """What these cost at the prices of their sources, nats per generated token."""
     bytes_wasted: int
     """Those of `bytes_fetched` that nothing of `groups` is made of."""
     seconds: float
@@ -267,7 +259,6 @@ def numbers(groups: Sequence[int]) -> str:
     return f"{word} {', '.join(said[:-1])} and {said[-1]}" if len(said) > 1 else f"{word} {''.join(said) or 'none'}"
 
 
-@checked
 def save(played: Played, path: str | os.PathLike[str]) -> None:
     """Write a cache as safetensors, whole or not at all: the tensor ``kv``, [layer, K/V, head, token, dim].
 

@@ -41,9 +41,9 @@ class TransportComparison:
         self._tried_s: dict[ClientPeer, float] = {}
 
     def due(self, peer: ClientPeer) -> bool:
-        """Return whether a peer should be measured, which costs some bytes: never where these have a price."""
+        """Return whether a peer should be measured, which costs some bytes."""
         source, transfers = peer.transfers.source, peer.transfers
-        if not isinstance(source, Connecting) or source.other is None or not transfers.reached or peer.price_per_gb:
+        if not isinstance(source, Connecting) or source.other is None or not transfers.reached:
             return False
         now = asyncio.get_running_loop().time()
         if transfers.connection.trouble is not None or now < self._tried_s.get(peer, -_AGAIN_S) + _AGAIN_S:

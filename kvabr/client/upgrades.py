@@ -18,7 +18,6 @@ from collections.abc import Callable
 from kvabr.client.driver import Driver
 from kvabr.client.engine_hook import EngineHook, Rewrite
 from kvabr.player.session_types import PlayRecord
-from kvabr.types.arguments import checked
 from kvabr.types.loss import predicted_loss, promised_loss
 
 
@@ -38,7 +37,6 @@ class Upgrades:
         self._at_end()
         self._ended.set()
 
-    @checked
     def into(self, rewrite: Rewrite) -> None:
         """Let upgrades into the cache by the engine's hook. Until then a few are fetched, and wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it these upgrades
@@ -64,7 +62,6 @@ class Upgrades:
                 raise self._driver.engine_error
         return self.record
 
-    @checked
     def join(self, timeout_s: float | None = None) -> bool:
         """Block until the upgrades are over or ``timeout_s`` has passed, and return whether they are over.
 

@@ -27,8 +27,6 @@ class ClientArguments:
     """What the settings of an engine say of its client. Engines with the same share one in a player process."""
 
     urls: tuple[str, ...]
-    prices: tuple[float, ...]
-    steering: bool
     token: str | None
     token_file: Path | None
     ca: Path | None
@@ -55,8 +53,6 @@ class ClientArguments:
             limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
         return cls(
             () if settings.url is None else (settings.url, *settings.sources),
-            settings.price_per_gb,
-            settings.steering,
             token,
             _absolute(settings.token_file),
             _absolute(settings.ca),
@@ -84,8 +80,6 @@ class ClientArguments:
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
         return AsyncClient(
             self.urls,
-            price_per_gb=self.prices or 0.0,
-            steering=self.steering,
             token=self.token,
             token_file=self.token_file,
             ca=self.ca,

@@ -87,7 +87,6 @@ StoreLocation = Annotated[Path | str, BeforeValidator(_location)]
 Names = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_tuple)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Url = Annotated[Text, _checked(check_url)]
 ModelName = Annotated[Text, _checked(lambda name: TrackNamespace(name, "0" * 64))]
 PolicyName = Annotated[Text, _checked(load_policy)]
@@ -141,11 +140,6 @@ class EngineSettings(SettingsTable):
     sources: Annotated[tuple[Url, ...], BeforeValidator(_tuple)] = ()
     """Further origins, relays and stores of the same caches: plays take groups from all, and go on without those that
     fail. Token and trust are those of ``url``."""
-    price_per_gb: Annotated[tuple[Price, ...], BeforeValidator(_tuple)] = ()
-    """Prices of a GB from ``url`` and from each of the ``sources``, nats per generated token; empty: nothing costs
-    anything. A dearer one is asked as far as it saves more."""
-    steering: bool = False
-    """Ask the origin for further sources (content steering)."""
     publish: StoreLocation | None = None
     """Store that computed caches are written to, for `kvabr serve`: a folder or a URL. None: nothing is published."""
     deadline_s: Seconds = 1.0
@@ -206,7 +200,7 @@ class EngineSettings(SettingsTable):
     quic: Quic = "auto"
     """QUIC library."""
     transport: TransportChoice = "auto"
-    """``quic``, ``tcp``, ``tcp-plain`` or ``auto``, as of `kvabr.AsyncClient`."""
+    """``quic``, ``tcp`` or ``auto``, as of `kvabr.AsyncClient`."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1
     """Most connections to an origin: further ones are opened where one connection, or one core, carries less than the
     path."""
@@ -239,14 +233,6 @@ class EngineSettings(SettingsTable):
         if sources and info.data.get("url") is None:
             raise ValueError("further sources need a first one, url")
         return sources
-
-    @field_validator("price_per_gb")
-    @classmethod
-    def _check_prices(cls, prices: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
-        count = (info.data.get("url") is not None) + len(info.data.get("sources", ()))
-        if prices and len(prices) != count:
-            raise ValueError(f"give a price for each of the {count} sources: url, and then sources")
-        return prices
 
     @field_validator("max_load_tokens")
     @classmethod

@@ -14,7 +14,7 @@ class StreamTransport(ABC):
     """The streams of one connection. An `Endpoint` owns it, and hears of what happens."""
 
     name: str
-    """``aioquic``, ``qh3``, ``tcp`` or ``tcp-plain``."""
+    """``aioquic``, ``qh3`` or ``tcp``."""
     broken: tuple[type[Exception], ...] = (ValueError,)
     """Errors of the methods below on a stream that is over, which a peer can cause at any time."""
 

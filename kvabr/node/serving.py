@@ -81,7 +81,6 @@ async def serving(
     check(tls)
     if origin is None and len(client.origins) > 1:
         raise UsageError("the client has several origins: name one that is no neighbour which serves on, origin=...")
-    # Not whom its origin tells of (steering), which may be neighbours as well.
     upstream = await client.connect(client.origins if origin is None else origin)
     counts, told = metrics or Metrics(), log or structlog.get_logger()
     before, client.on_found = client.on_found, None if prompts is None else prompts.played

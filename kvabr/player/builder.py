@@ -8,11 +8,11 @@ from dataclasses import replace
 from kvabr.abr.cache_first import CachedGroups, cache_first
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_estimator, load_policy, shipped
+from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import Future
 from kvabr.player.decode_queue import DecodeRates, DecodeShare
-from kvabr.player.policy_guard import CallLimit, PolicyCalls, at_once
+from kvabr.player.policy_guard import PolicyCalls
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, Goal, PlayerConfig, PrefixGoal, UpgradeGoal
 from kvabr.player.sources import Offer
@@ -39,7 +39,6 @@ def opening(
     start_s: float = 0.0,
     lookup_s: float | None = None,
     tail_s: float = 0.0,
-    prices: Sequence[float] = (),
 ) -> PlayStarted:
     """Return the first event of a play's log; see `PlayStarted` for the fields."""
     catalog = ladder.catalog
@@ -62,13 +61,10 @@ def opening(
         lookup_s=lookup_s,
         tail=catalog.tail,
         tail_s=tail_s,
-        prices_per_gb=tuple(prices) if any(prices) else (),
     )
 
 
-def choose_tail(
-    policy: str, offers: Sequence[TailOffer], costs: Sequence[float], limited: CallLimit = at_once
-) -> TailOffer:
+def choose_tail(policy: str, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
     """Return the offer that a policy takes, as a rule the one with the least of the `tail_costs`.
 
     The policy is asked before the play, and the play gets another object of it.
@@ -78,8 +74,7 @@ def choose_tail(
     """
     if len(offers) == 1:
         return offers[0]
-    player = load_policy(policy)()
-    return PolicyCalls(player, at_once if shipped(player) else limited).choose_tail(offers, costs)
+    return PolicyCalls(load_policy(policy)()).choose_tail(offers, costs)
 
 
 def new_session(
@@ -98,10 +93,8 @@ def new_session(
     decode_rates: DecodeRates | DecodeShare | None = None,
     expected_s: Sequence[float] | None = None,
     log: Log | None = None,
-    limited: CallLimit = at_once,
     offers: Sequence[Offer] | None = None,
     round_trips: Sequence[float | None] = (),
-    prices: Sequence[float] = (),
 ) -> Session:
     """Build the session of one play.
 
@@ -122,10 +115,8 @@ def new_session(
         expected_s: when each group of an asset that is still being prefilled should be published, see `LiveEdge`; None:
             all are.
         log: takes every event.
-        limited: makes every call of a policy that is not kvabr's own.
         offers: of several sources, the tracks that each has, in their order; they may become more during the play.
         round_trips: to each of them, seconds, as far as they are known.
-        prices: of a GB from each of them, nats per generated token; empty: none costs anything.
 
     Raises:
         PolicyError: there is no such policy.
@@ -137,8 +128,6 @@ def new_session(
     if patience_s is not None:
         config = replace(config, give_up_after=max(1.0, patience_s / deadline_s))
     player = load_policy(policy)()
-    if shipped(player):
-        limited = at_once
     if isinstance(goal, PrefixGoal):
         mode = "suffix"
         if player.computes:
@@ -163,8 +152,6 @@ def new_session(
         decode_rates=decode_rates,
         expected_s=expected_s,
         log=log,
-        limited=limited,
         offers=offers,
         round_trips=round_trips,
-        prices=prices,
     )

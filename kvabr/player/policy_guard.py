@@ -5,38 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from kvabr.abr.plugins import where
 from kvabr.abr.policy import Decision, Division, Kind, Policy
 from kvabr.abr.tail import TailOffer
 from kvabr.abr.view import View
 from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.errors import EndlessError, PolicyError
+from kvabr.types.errors import PolicyError
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _KINDS = frozenset(get_args(Kind))
-
-
-class CallLimit(Protocol):
-    """Makes a call into a plug-in, and ends it if it takes too long."""
-
-    def __call__(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what the call returns; raise what it raises, or `PolicyError`."""
-
-
-def at_once(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make a call without any limit."""
-    return call(*args, **kwargs)
 
 
 class PolicyCalls:
     """Calls a policy, and says what it did wrong."""
 
-    def __init__(self, policy: Policy, limited: CallLimit = at_once) -> None:
-        """``limited`` makes every call of the policy."""
-        self.policy, self._limited = policy, limited
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     def choose_tail(self, offers: Sequence[TailOffer], costs: Sequence[float]) -> TailOffer:
         """Return the offer that the policy takes; raise `PolicyError` if it raises, or takes none of them."""
@@ -51,15 +37,10 @@ class PolicyCalls:
         return PolicyError(f"policy {title} {what} ({where(type(self.policy), error)})")
 
     def _call(self, ask: Callable[[], T]) -> T:
-        return self._limited(self._asked, ask)
-
-    def _asked(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except (PolicyError, KeyboardInterrupt):
             raise
-        except EndlessError as error:
-            raise self.invalid("does not return", error) from error
         except BaseException as error:  # a policy that calls sys.exit() must not end the replay in silence
             raise self.invalid(f"raised {error!r}", error) from error
 
@@ -67,8 +48,8 @@ class PolicyCalls:
 class PolicyGuard(PolicyCalls):
     """Asks a policy on behalf of a session."""
 
-    def __init__(self, policy: Policy, view: View, limited: CallLimit = at_once) -> None:
-        super().__init__(policy, limited)
+    def __init__(self, policy: Policy, view: View) -> None:
+        super().__init__(policy)
         self._view = view
 
     def start(self) -> None:

@@ -194,13 +194,13 @@ def choose_collapsed(
 
 
 def _smaller_upgrades(view: View, here: Callable[[int], str | None]) -> list[tuple[Transfer, str]]:
-    """Return the upgrades in flight to replace by smaller ones at what time and bytes cost now; or none."""
+    """Return the upgrades in flight to replace by smaller ones at what time costs now; or none."""
     tracks, found, saved, total = view.catalog.by_name, list[tuple[Transfer, str]](), 0.0, 0.0
 
     def cost(group: int, track: str, current: str, nbytes: int) -> float:
         seconds = max(nbytes / view.lower_bound, view.decode_s(track) * view.catalog.share(group) / view.decoders)
         late = seconds > view.time_left
-        return view.loss(group, current if late else track) + view.time_price * seconds + view.byte_price * nbytes
+        return view.loss(group, current if late else track) + view.time_price * seconds
 
     for one in view.in_flight.upgrades.values() if view.lower_bound > 0 else ():
         group, current = one.group, here(one.group)

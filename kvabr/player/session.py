@@ -37,7 +37,7 @@ from kvabr.player.goals.prefix import PrefixAim
 from kvabr.player.goals.upgrade import UpgradeAim
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.groups import Groups
-from kvabr.player.policy_guard import CallLimit, PolicyGuard, at_once
+from kvabr.player.policy_guard import PolicyGuard
 from kvabr.player.requests import (
     LEAST_SILENCE_S,
     RequestPriorities,
@@ -114,10 +114,8 @@ class Session:
         decode_rates: DecodeRates | DecodeShare | None = None,
         expected_s: Sequence[float] | None = None,
         log: Log | None = None,
-        limited: CallLimit = at_once,
         offers: Sequence[Offer] | None = None,
         round_trips: Sequence[float | None] = (),
-        prices: Sequence[float] = (),
     ) -> None:
         """Begin with every group absent; arguments and errors are those of `kvabr.player.builder.new_session`."""
         if not 0 < deadline_s < math.inf:
@@ -143,13 +141,13 @@ class Session:
         self.record = PlayRecord(records)
         self.groups = Groups(self.view, records)
         self.events = EventLog(log, self.view)
-        self.guard = PolicyGuard(policy, self.view, limited)
+        self.guard = PolicyGuard(policy, self.view)
         self.tick_s = self.next_tick_s = min(deadline_s / config.ticks, MAX_TICK_S)
         estimators = (estimator,) if isinstance(estimator, Estimator) else estimator
         self._sampler = SourceSamplers(estimators, deadline_s, self.events.limited, chunked=config.chunked)
         self.view.told_rate = self._sampler.told_rate
         self._best_rate = 0.0
-        self.sources = Sources(self._sampler, self.view, offers, round_trips, prices)
+        self.sources = Sources(self._sampler, self.view, offers, round_trips)
         self._decode_rates = decode_rates
         self.engine = None if cost is None else ComputeQueue(cost, mode, self.view, self.tick_s)
         self.groups.engine = self.engine
@@ -201,7 +199,6 @@ class Session:
         if not self.aim.start(now):
             return
         self.view.now = now
-        self.weigh(now, known=True)  # as earlier plays told
         self._leave_out(self.catalog.computed)
         self.guard.start()
         self.advance(now)
@@ -255,7 +252,6 @@ class Session:
             if limit == "kept":
                 self._store_s = now
             else:
-                self.record.paid += self.sources.price(transfer.source) * more
                 self.sources.heard(transfer.source, now)
             if self._stalls is not None:
                 self._stalls.heard(transfer, now)
@@ -402,7 +398,6 @@ class Session:
                 if now - transfer.requested_s >= LEAST_SILENCE_S:
                     self._not_local(transfer)
         self.look(now)
-        self.weigh(now)
         if self.guard.policy.abandons:
             self._abandon(now)
         self._move(now)
@@ -517,23 +512,13 @@ class Session:
         """Take in what time it is: estimates, and what follows from them."""
         view = self.view
         view.now = now
-        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates(self.sources.used)
+        view.rate, view.lower_bound, view.ttfb_s = self._sampler.estimates()
         view.growing = self._sampler.growing
         if self._live is not None:
             self._live.look(now)
         if self.engine is not None:
             view.engine_backlog_s = self.engine.backlog_s(now)
         self.aim.look(now)
-
-    def weigh(self, now: float, *, known: bool = False) -> None:
-        """Work out which sources are worth their prices; ``known``: what is known of their rates can be relied on."""
-        policy, view = self.guard.policy, self.view
-        divides = policy.divides and view.cost is not None and math.isfinite(view.gpu_price)
-        # In slow start every link looks too slow.
-        after = _SLOW_START if self._sampler.growing else self.config.plan_after
-        known = known or now >= after * view.deadline_s
-        if self.sources.weigh(self.alone_s if divides and self.alone_s is not None else math.inf, known=known):
-            self.look(now)
 
     def advance(self, now: float) -> None:
         """Go on after an event."""

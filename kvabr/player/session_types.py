@@ -356,8 +356,6 @@ class PlayRecord:
     """Whether it was handed over by the deadline."""
     bytes_fetched: int = 0
     """Bytes received, useful or not."""
-    paid: float = 0.0
-    """What these cost at the prices of their sources, nats per generated token."""
     bytes_held_up: dict[str, int] = field(default_factory=dict)
     """Bytes received that the network did not limit, by what limited them: ``publisher`` or ``cpu``."""
     bytes_wasted: int = 0

@@ -5,22 +5,15 @@ that should deliver it first: its time to first byte, and then what it has still
 source longer than another would take is asked there instead, and so is everything of a source that falls silent. What a
 source refuses or loses is asked of the others before it counts as an attempt; one that sends something else than the
 catalog names is dropped for the play.
-
-Where sources have prices, the cheapest are asked, and dearer ones as well if a play with them should cost less: they
-save time or loss that is worth more than their bytes, or the others would not bring everything in time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator, Sequence
 
-from kvabr.abr.tail import LOADS, TailOffer
-from kvabr.abr.view import SourceView, Transfer, View
+from kvabr.abr.view import Transfer, View
 from kvabr.player.requests import LEAST_SILENCE_S
 from kvabr.player.throughput_sampler import SourceSamplers
-from kvabr.types.cost import MISS_PENALTY, per_byte
-from kvabr.types.errors import UsageError
 
 Offer = Container[str] | None
 """The tracks that a source has of an asset; None: all."""
@@ -36,8 +29,6 @@ class _NotKnown:
 NOT_KNOWN: Container[str] = _NotKnown()
 """The offer of a source that has not answered yet."""
 
-_SURE = 0.8
-"""Share of what sources should bring in the time left that may be needed, or they are taken to miss the deadline."""
 _SILENT_TTFB = 4.0
 """A source is silent after this multiple of its time to first byte, or `LEAST_SILENCE_S`."""
 _UNKNOWN_TTFB_S = 0.25
@@ -63,7 +54,6 @@ class Sources:
         view: View,
         offers: Sequence[Offer] | None,
         round_trips: Sequence[float | None] = (),
-        prices: Sequence[float] = (),
     ) -> None:
         """Begin without requests.
 
@@ -72,7 +62,6 @@ class Sources:
             view: the play.
             offers: what each has, which may change meanwhile; None: there is one source.
             round_trips: to each, seconds, as far as they are known before anything was asked.
-            prices: of a GB from each, nats per generated token; empty: none costs anything.
         """
         self._samplers, self._view, self._in_flight = samplers, view, view.in_flight
         self._offers: Sequence[Offer] = (None,) if offers is None else offers
@@ -88,79 +77,6 @@ class Sources:
         """How often each of them was asked again without bringing anything."""
         self._heard_s: dict[int, float] = {}
         """When bytes of each source came last, or it was asked after a pause."""
-        if prices and len(prices) != len(self._offers):
-            raise UsageError(f"{len(prices)} prices for {len(self._offers)} sources; give one for each")
-        self._per_gb = tuple(prices)
-        self._prices = [per_byte(price) for price in prices] if any(prices) else []
-        """Of a byte from each source; empty if none costs anything."""
-        self.used: Sequence[int] | None = None
-        """The sources that are worth their price; None: all."""
-        self._whole = TailOffer(view.catalog, 0, 0.0)
-
-    def price(self, source: int) -> float:
-        """Return the price of a byte from a source, nats per generated token."""
-        return self._prices[source] if self._prices else 0.0
-
-    def weigh(self, computed_s: float, *, known: bool) -> bool:
-        """Choose the sources that are worth their price, for `used` and the view; return whether they have changed.
-
-        Args:
-            computed_s: seconds in which an engine computes everything, if it may; infinite: it may not.
-            known: the rates are those that the links keep up, as far as they are known. While they still grow, sources
-                may turn out not to be worth their price, but no dearer ones are asked.
-        """
-        if not self._prices:
-            return False
-        view, before = self._view, self.used
-        found = self._worth_asking(computed_s)
-        if before is None or known:
-            self.used = found
-        elif self._samplers.estimates()[0] > 0:
-            self.used = [source for source in before if source in found] or before
-        used = self.used or ()
-        rates = [self._samplers[source].estimates()[0] for source in range(len(self._offers))]
-        view.byte_price = self._mean_price(used, rates)
-        pairs = enumerate(zip(self._per_gb, rates, strict=True))
-        view.sources = tuple(SourceView(price, rate, source in used) for source, (price, rate) in pairs)
-        return self.used != before
-
-    def _mean_price(self, sources: Sequence[int], rates: Sequence[float]) -> float:
-        """Return the price of a byte from some sources, each of which brings its share."""
-        total = sum(rates[source] for source in sources)
-        if total <= 0:
-            return min((self._prices[source] for source in sources), default=0.0)
-        return sum(rates[source] * self._prices[source] for source in sources) / total
-
-    def _worth_asking(self, computed_s: float) -> Sequence[int]:
-        """Return the sources with which a play should cost least."""
-        view = self._view
-        there = [source for name in view.ladder.names for source in self._having(name)]
-        there = [source for source in sorted({*there}) if source not in self._silent] or list(range(len(self._offers)))
-        levels = sorted({self._prices[source] for source in there})
-        rates = [self._samplers[source].estimates()[0] for source in range(len(self._offers))]
-        if any(rates):
-            slowest = min(rate for rate in rates if rate > 0)
-            guesses = [[rate or slowest * (one not in self._in_flight.asked) for one, rate in enumerate(rates)]]
-        else:
-            guesses = [[load * view.catalog.fp16_bytes / view.deadline_s] * len(rates) for load in LOADS]
-        needed = view.in_flight.required_bytes + view.floor_bytes()
-        best, least = there, math.inf
-        for level in levels:
-            some = [source for source in there if self._prices[source] <= level]
-            brought = [sum(rates[source] for source in some) for rates in guesses]
-            if not all(brought):
-                continue
-            late = view.cost is None and needed > _SURE * max(brought) * view.time_left
-            costs = (
-                self._whole.objective(
-                    rate, view.deadline_s, time_price=view.time_price, gpu_price=view.gpu_price, decoders=view.decoders,
-                    computed_s=computed_s, byte_price=self._mean_price(some, guessed),
-                )
-                for rate, guessed in zip(brought, guesses, strict=True)
-            )  # fmt: skip
-            if (cost := sum(costs) / len(guesses) + MISS_PENALTY * late) < least:
-                best, least = some, cost
-        return best
 
     def choose(self, group: int, track: str, size: int, now: float) -> int:
         """Return the source to ask for a group of ``size`` bytes."""
@@ -174,7 +90,6 @@ class Sources:
             return tried
         sound = [source for source in having if source not in self._silent]
         fresh = [source for source in sound if (source, group, track) not in self._refused]
-        fresh = self._in_use(fresh) or fresh
         chosen = min(fresh or sound or having or [0], key=lambda source: (self._ends_s(source, size), source))
         idle = [source for source in fresh if source != chosen and self._idle(source, now)]
         if idle and size >= _TELLING_BYTES and self._ends_s(chosen, size) > 2 * self._ttfb_s(idle[0]):
@@ -320,19 +235,13 @@ class Sources:
 
     def _others(self, transfer: Transfer) -> list[int]:
         """Return the sources that could bring what one is asked for."""
-        found = [
+        return [
             source
             for source in self._having(transfer.track)
             if source != transfer.source
             and source not in self._silent
             and (source, transfer.group, transfer.track) not in self._refused
         ]
-        in_use = self._in_use(found)
-        gone = transfer.source in self._silent or transfer.source in self._dropped
-        return in_use or (found if gone else [])
-
-    def _in_use(self, sources: list[int]) -> list[int]:
-        return sources if self.used is None else [source for source in sources if source in self.used]
 
     def _having(self, track: str) -> list[int]:
         """Return the sources that have a track, but for those that were dropped."""

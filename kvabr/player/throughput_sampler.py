@@ -282,12 +282,9 @@ class SourceSamplers:
             return bool(growing)
         return 2 * sum(each.estimates()[0] for each in growing) >= self.estimates()[0]
 
-    def estimates(self, used: Sequence[int] | None = None) -> tuple[float, float, float]:
-        """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`.
-
-        ``used``: of these alone.
-        """
-        first, *others = (each.estimates() for each in (self._each if used is None else map(self.__getitem__, used)))
+    def estimates(self) -> tuple[float, float, float]:
+        """Return the rate of all sources, its lower bound, and the soonest first byte; see `ThroughputSampler`."""
+        first, *others = (each.estimates() for each in self._each)
         for one in others:
             soonest = min(first[2], one[2]) if first[2] > 0 and one[2] > 0 else first[2] or one[2]
             first = first[0] + one[0], first[1] + one[1], soonest

@@ -21,7 +21,6 @@ from kvabr.publish.quality import MAX_PASSES, measure_mixes, measure_quality, sa
 from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
 from kvabr.store.asset import FrameStore, Prompt
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256
@@ -74,7 +73,6 @@ class PassageBase:
         return placed.to(self.before.dtype)
 
 
-@checked
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks to make, each after the one that it refines; for None all that exist but `ON_REQUEST`.
 
@@ -101,7 +99,6 @@ def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> 
     return tuple(out)
 
 
-@checked
 def compute_cache(
     engine: Engine,
     tokens: Sequence[int],
@@ -158,7 +155,6 @@ def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
     return joined(spec, [fit(part, partial(list, (cache,)), plain) for part, cache in pairs])
 
 
-@checked
 def publish(
     engine: ScoringEngine,
     prompt: Prompt,

@@ -32,7 +32,6 @@ from kvabr.store.asset import CATALOG, AssetWriter
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import NameClaim
 from kvabr.store.live_folder import LiveFolderWriter, new_key
-from kvabr.types.arguments import checked
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
@@ -50,7 +49,6 @@ _MOST_HELD = 4
 class LivePublisher:
     """Publishes caches that can be played while they grow, in the queue and the thread of a `Publisher`."""
 
-    @checked
     def __init__(
         self,
         publisher: Publisher,
@@ -90,7 +88,6 @@ class LivePublisher:
         self._growing: set[LiveProduction] = set()
         publisher.prepare()
 
-    @checked
     def begin(
         self,
         tokens: Sequence[int],

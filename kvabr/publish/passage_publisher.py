@@ -10,12 +10,10 @@ from kvabr.publish.model import TextModel, opened
 from kvabr.publish.passages import CONTEXTS, contexts_for, free_cache, mean_cache
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.publish.texts import calibration_texts
-from kvabr.types.arguments import checked
 from kvabr.types.errors import UsageError
 from kvabr.types.passage import Passage, PassageNotes, check_movable
 
 
-@checked
 def publish_passage(
     publisher: Publisher,
     model: TextModel,

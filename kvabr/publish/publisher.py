@@ -29,7 +29,6 @@ from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.locations import Location, open_store
 from kvabr.store.quota import remove_asset
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
@@ -53,7 +52,6 @@ __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profil
 class Publisher:
     """Encodes and publishes caches in threads of its own, group by group."""
 
-    @checked
     def __init__(
         self,
         location: Location,
@@ -126,7 +124,6 @@ class Publisher:
         self.not_finite = 0
         """Caches that were refused because a number is NaN or infinite."""
 
-    @checked
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
         """Return a slot for a cache of these tokens, or why there is none; the cache need not exist yet.
 
@@ -144,7 +141,6 @@ class Publisher:
         plain = not salt and model == spec.model and not isinstance(tokens, MediaTokens)
         return replace(slot, model=model, prompt=Prompt(tuple(tokens), ()) if self._keep_tokens and plain else None)
 
-    @checked
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
         """As `reserve`, for a passage; its cache has keys before rotation, float32 (`kvabr.publish.passages`).
 
@@ -356,7 +352,6 @@ class Slot:
         """The tracks."""
         return self.publisher.offer if self.model is None else self.publisher.offer.named(self.model)
 
-    @checked
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
         """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, which must not change any more.
 
@@ -369,7 +364,6 @@ class Slot:
         self.publisher._give_back(self.chunks[-1])  # noqa: SLF001  # its own
 
 
-@checked
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Return the codec profile in a file; raise `AssetError` if it cannot be read, `FormatError` if it is none."""
     try:

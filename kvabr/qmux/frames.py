@@ -16,8 +16,6 @@ MAX_FRAME_BYTES = 1 << 14
 """The longest frame without stream data that is accepted; a limit of this implementation."""
 DEFAULT_RECORD_BYTES = 16382
 """What a peer accepts in a record that does not say otherwise (section 5.2)."""
-_MAX_PROTOCOLS = 64
-"""Protocols of a peer that are looked at."""
 
 
 class QuicCode(IntEnum):
@@ -148,9 +146,6 @@ class TransportParameters:
     max_streams_bidi: int = 0
     max_streams_uni: int = 0
     max_record_size: int = DEFAULT_RECORD_BYTES
-    protocols: tuple[str, ...] = ()
-    """Application protocols, preferred first, where there is no TLS to agree on one. Not in the draft: a parameter of
-    moq-dev's implementation."""
 
     def encode(self) -> bytes:
         """Encode the whole frame."""
@@ -160,17 +155,12 @@ class TransportParameters:
             if value != (DEFAULT_RECORD_BYTES if name == "max_record_size" else 0):
                 body = write_varint(value)
                 out += write_varint(kind) + write_varint(len(body)) + body
-        if self.protocols:
-            names = [name.encode() for name in self.protocols]
-            body = b"".join(write_varint(len(name)) + name for name in names)
-            out += write_varint(_PROTOCOLS) + write_varint(len(body)) + body
         return frame(FrameType.TRANSPORT_PARAMETERS, len(out)) + out
 
     @classmethod
     def decode(cls, data: bytes) -> TransportParameters:
         """Parse the content of the frame, or raise QmuxFault."""
         found: dict[str, int] = {}
-        protocols: tuple[str, ...] = ()
         seen: set[int] = set()
         for kind, value in _pairs(data):
             if kind in seen:
@@ -178,11 +168,9 @@ class TransportParameters:
             seen.add(kind)
             if kind in _FORBIDDEN:
                 raise _wrong(f"transport parameter 0x{kind:x} must not be used in QMux")
-            if kind == _PROTOCOLS:
-                protocols = _read_protocols(value)
-            elif (name := _NAMES.get(kind)) is not None:
+            if (name := _NAMES.get(kind)) is not None:
                 found[name] = _read_integer(value, name)
-        parameters = cls(**found, protocols=protocols)
+        parameters = cls(**found)
         if parameters.max_record_size < DEFAULT_RECORD_BYTES:
             raise _wrong(f"max_record_size {parameters.max_record_size} is less than {DEFAULT_RECORD_BYTES}")
         if max(parameters.max_streams_bidi, parameters.max_streams_uni) > MAX_STREAMS:
@@ -201,8 +189,7 @@ _KINDS = {
     "max_record_size": 0x0571C59429CD0845,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-assert {*_KINDS, "protocols"} == {each.name for each in fields(TransportParameters)}  # noqa: S101  # of this file
-_PROTOCOLS = 0x3D4F9C2A8B1E6075
+assert set(_KINDS) == {each.name for each in fields(TransportParameters)}  # noqa: S101  # of this file
 _FORBIDDEN = {0x00, 0x02, 0x03, *range(0x0A, 0x11)}
 """Parameters of QUIC that have no meaning here (section 5.1)."""
 
@@ -230,15 +217,3 @@ def _read_integer(value: bytes, name: str) -> int:
     if end != len(value):
         raise _wrong(f"{name} is followed by something")
     return number
-
-
-def _read_protocols(value: bytes) -> tuple[str, ...]:
-    names: list[str] = []
-    at = 0
-    try:
-        while at < len(value) and len(names) < _MAX_PROTOCOLS:
-            name, at = read_text(value, at, len(value))
-            names.append(name.decode())
-    except (Truncated, UnicodeDecodeError):
-        raise _wrong("the list of protocols cannot be read") from None
-    return tuple(names)

@@ -10,8 +10,6 @@ knapsack, one option per group, over two resources (`frontier`):
   and n (T - t) seconds are left for the rest. So all decoding sums to at most the minimum over t of r C(t) + n (T -
   t).
 
-Bytes that cost something come from the cheapest links first, as far as these carry them by T (`frontier.Tolls`).
-
 The bound is the knapsack's linear relaxation, so a play can approach it but not beat it.
 
 The end T is free. Over an interval of ends, the objective is at least the loss at its end plus the price of time at
@@ -33,12 +31,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvabr.replay.frontier import WHOLE, Array, Frontier, GroupSubset, Tolls
+from kvabr.replay.frontier import WHOLE, Array, Frontier, GroupSubset
 from kvabr.replay.link import Capacity
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -161,7 +158,7 @@ class Clairvoyant:
         gpu_price = gpu_price if math.isfinite(gpu_price) else 0.0
         link = _Link(self, capacity, left_s, first_byte_s)
         ways = self._ways(link)
-        least_loss = _least_at_last(link.at_no_price(), ways, 0.0)
+        least_loss = _least_at_last(link, ways, 0.0)
         if not math.isfinite(least_loss):
             return INFEASIBLE
         found = _Search(link, (0.0, left_s), time_price, gpu_price).over(ways)
@@ -203,7 +200,7 @@ class Clairvoyant:
             since_s, until_s = until_s, left_s + 2.0 * (until_s - left_s)
 
     def least_at(self, capacity: Capacity, end_s: float, *, gpu_price: float, first_byte_s: float = 0.0) -> float:
-        """Return the least sum of loss, priced engine time and bytes of any schedule that ends at ``end_s``.
+        """Return the least sum of loss and priced engine time of any schedule that ends at ``end_s``.
 
         Args:
             capacity: the link; its time begins with the play.
@@ -283,21 +280,9 @@ class _Link:
         self._tail_s, self._lasts = clairvoyant.tail_s, clairvoyant.lasts
         self.until_s = until_s
         self._times, self._carried = _opened(capacity, until_s, first_byte_s)
-        prices = sorted({link.byte_price for link in capacity.links})
-        self._tolls: list[tuple[float, list[tuple[Array, Array]]]] = []
-        """The links of each price, if any costs something."""
-        for price in prices if any(prices) else ():
-            own = [link for link in capacity.links if link.byte_price == price]
-            self._tolls.append((price, [_opened(link, until_s, first_byte_s) for link in own]))
         self._least: Array = np.minimum.accumulate(
             self.frontier.per_byte * self._carried - self._decoders * self._times
         )
-
-    def at_no_price(self) -> _Link:
-        """Return the same link with bytes that cost nothing."""
-        free = copy(self)
-        free._tolls = []  # noqa: SLF001  # its own copy
-        return free
 
     def when(self, nbytes: float) -> float:
         """Return when ``nbytes`` have arrived, seconds; infinite if they have not by ``until_s``."""
@@ -310,26 +295,16 @@ class _Link:
         return float(t0 + (t1 - t0) * (nbytes - c0) / (c1 - c0))
 
     def loss(self, part: GroupSubset | None, ends: Array, *, care: int, hint: int = 0) -> Array:
-        """Return lower bounds of the loss, and of what its bytes cost, at several ends, see `Frontier.loss`."""
+        """Return lower bounds of the loss at several ends, see `Frontier.loss`."""
         if part is None:
             return np.zeros(len(ends))
         nbytes = self._whole(ends) if part is WHOLE else self._carried_by(ends - self._tail_s)
-        return self.frontier.loss(
-            part, nbytes, self._decoding(ends), care=care, hint=hint, tolls=self._tolls_by(ends - self._tail_s)
-        )
+        return self.frontier.loss(part, nbytes, self._decoding(ends), care=care, hint=hint)
 
     def price(self, end_s: float) -> int:
         """Return the index of the price of decoding that counts at one end, see `Frontier.price`."""
         ends = np.array([end_s])
-        tolls = self._tolls_by(ends - self._tail_s)
-        return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends), tolls)
-
-    def _tolls_by(self, times: Array) -> Tolls | None:
-        """Return what bytes cost that have arrived by then."""
-        if not self._tolls:
-            return None
-        each = [np.sum([np.interp(times, *points) for points in links], axis=0) for _, links in self._tolls]
-        return Tolls(tuple(price for price, _ in self._tolls), tuple(np.cumsum(each, axis=0)))
+        return self.frontier.price(WHOLE, self._whole(ends), self._decoding(ends))
 
     def _carried_by(self, times: Array) -> Array:
         return np.interp(times, self._times, self._carried)
@@ -358,7 +333,7 @@ def _opened(capacity: Capacity, until_s: float, first_byte_s: float) -> tuple[Ar
 
 
 def _least_at_last(link: _Link, ways: Sequence[_Way], gpu_price: float) -> float:
-    """Return the least sum of loss, priced engine time and bytes at the latest end; infinite if nothing is complete."""
+    """Return the least sum of loss and priced engine time at the latest end; infinite if nothing is complete."""
     end = np.array([link.until_s])
     ways = [way for way in ways if way.earliest_s <= link.until_s]
     if not gpu_price:

@@ -10,12 +10,11 @@ from typing import Any, Protocol, cast
 
 from kvabr.abr.estimator import Estimator, Prior
 from kvabr.abr.ladder import Ladder
-from kvabr.abr.plugins import load_policy, policy_class, shipped
+from kvabr.abr.plugins import policy_class
 from kvabr.abr.tail import MAX_TAIL, MOST_TAIL, TailOffer, tail_costs, tail_offers
 from kvabr.abr.view import Future, PlannedPlay, View
 from kvabr.player.builder import choose_tail, new_estimator, new_session, opening
 from kvabr.player.decode_queue import DecodeRates, family
-from kvabr.player.policy_guard import CallLimit, at_once
 from kvabr.player.session import Session
 from kvabr.player.session_types import WHOLE, BlendGoal, PlayerConfig, PlayRecord, PrefixGoal, check_decoders
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
@@ -45,11 +44,10 @@ from kvabr.replay.passages import BlendClairvoyant
 from kvabr.replay.simulator import LinkUse, Simulator
 from kvabr.replay.trace import Trace
 from kvabr.types.catalog import RECOMPUTED, Catalog
-from kvabr.types.cost import PrefillCost, objective, per_byte
+from kvabr.types.cost import PrefillCost, objective
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered, PlayEvent, PlayStarted, RecomputeDone, RecomputeStarted
-from kvabr.types.words import counted
 
 DEFAULT_RTT_S = 0.04
 """Round trip, seconds, if neither the user nor the trace gives one."""
@@ -147,9 +145,6 @@ class ReplayOptions:
     """Tokens of the cache at its end that it may compute with them, if there are any; see `kvabr.abr.tail`."""
     links: tuple[Trace, ...] = ()
     """Links to further sources of the asset, beside that of the trace: they begin with it, at their own rates."""
-    prices: tuple[float, ...] = ()
-    """Prices of a GB from the trace's source and from that of each further link, nats per generated token; empty: none
-    costs anything."""
     prefix: bool = False
     """Whether a play delivers a prefix, behind which the engine computes the rest by itself, as vLLM and SGLang do."""
 
@@ -185,15 +180,9 @@ class ReplayOptions:
             if not 0 <= getattr(self, what) <= MAX_TAIL:
                 raise UsageError(f"a {what} of {getattr(self, what):,} tokens; give 0 to {MAX_TAIL:,}")
         alone = self.producer is None and self.blend is None and self.sharing is None
-        if self.prices and len(self.prices) != 1 + len(self.links):
-            sources = counted(1 + len(self.links), "source")
-            raise UsageError(f"{counted(len(self.prices), 'price')} of a GB for {sources}; give one for each")
-        for price in self.prices:
-            per_byte(price)
         given_alone = (
             ("a question behind the cache is", self.question),
             ("several links are", self.links),
-            ("prices of bytes are", self.prices),
         )
         for what, given in given_alone:
             if given and not alone:
@@ -271,17 +260,15 @@ class Experiment:
         if not self.options.links:
             return link, rtt_s
         times = self.played(trace).mean_rate / trace.mean_rate * PAYLOAD_SHARE
-        prices = map(per_byte, self.options.prices[1:] or [0.0] * len(self.options.links))
         others = (
-            Capacity(each.scaled(times), begins_s, rtt_s, slow_start=slow_start, window=window, byte_price=price)
-            for each, price in zip(self.options.links, prices, strict=True)
+            Capacity(each.scaled(times), begins_s, rtt_s, slow_start=slow_start, window=window)
+            for each in self.options.links
         )
         return JointCapacity([link, *others]), rtt_s
 
     def _capacity(self, trace: Trace, start_s: float, rtt_s: float, window: float, *, slow_start: bool) -> Capacity:
         _, carried, sums = self._scaled(trace)
-        price = per_byte(self.options.prices[0]) if self.options.prices else 0.0
-        return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums, byte_price=price)
+        return Capacity(carried, start_s, rtt_s, slow_start=slow_start, window=window, sums=sums)
 
     def new_clairvoyant(self, cost: PrefillCost | None, catalog: Catalog | None = None) -> Clairvoyant:
         """Return the clairvoyant for these plays with an engine of some cost, or without one; or of another catalog."""
@@ -393,7 +380,6 @@ class Experiment:
             gpu_price=config.gpu_price,
             decoders=options.decoders,
             computed_s=cost.seconds(0, offers[0].catalog.tokens) if divides and cost is not None else math.inf,
-            byte_price=per_byte(min(options.prices, default=0.0)),
         )
         offer = choose_tail(policy, offers, costs)
         return self._offers[offer.tokens]
@@ -468,7 +454,6 @@ class Experiment:
                     rtt_s=rtt_s,
                     start_s=start_s,
                     tail_s=self._tail_s,
-                    prices=options.prices,
                 )
             )
 
@@ -495,10 +480,6 @@ class Experiment:
         """Return a fresh estimator of one of so many links, which knows what earlier plays told."""
         options = self.options
         estimator = new_estimator(policy, options.estimator)
-        if not shipped(estimator):
-            from kvabr.client.cpu_limit import limited_estimator, limited_play  # noqa: PLC0415  # loads the client
-
-            estimator = limited_estimator(estimator, limited_play)
         if options.prior is not None:
             estimator.prime(replace(options.prior, rate=options.prior.rate / links))
         return estimator
@@ -512,11 +493,6 @@ class Experiment:
         lookup_s: float,
     ) -> Session:
         options = self.options
-        limited: CallLimit = at_once
-        if not shipped(load_policy(policy)()):
-            from kvabr.client.cpu_limit import limited_play  # noqa: PLC0415  # loads the client
-
-            limited = limited_play
         # Patience is counted in whole deadlines, not in what the lookup left of one.
         return new_session(
             self.ladder,
@@ -532,9 +508,7 @@ class Experiment:
             decode_rates=DecodeRates(self.catalog, latencies=self._latencies),
             expected_s=None if options.producer is None else options.producer.expected_s(self.catalog),
             log=None if lines is None else lines.append,
-            limited=limited,
             offers=[None] * len(estimators),
-            prices=options.prices,
         )
 
     def outcome(

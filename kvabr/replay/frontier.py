@@ -45,39 +45,9 @@ class Curve:
     decode_s: Array | None = None
     """Seconds of decoding at the breakpoints."""
 
-    def at(self, nbytes: Array, tolls: Tolls | None = None) -> Array:
+    def at(self, nbytes: Array) -> Array:
         """Return the least values within several numbers of bytes; infinite where not even the cheapest options fit."""
-        return np.where(nbytes < self.bytes[0], np.inf, self.least(nbytes, tolls))
-
-    def least(self, nbytes: Array, tolls: Tolls | None) -> Array:
-        """Return the same where they fit; with ``tolls``, the least sums of value and price within these bytes."""
-        if tolls is None:
-            return np.interp(nbytes, self.bytes, self.loss)
-        found, paid, below = np.full(len(nbytes), np.inf), np.zeros(len(nbytes)), np.zeros(len(nbytes))
-        for price, carried in zip(tolls.prices, tolls.carried, strict=True):
-            upto = np.minimum(carried, nbytes)
-            # Both are convex: of the bytes at this price the best are those that are best of all, or one of the ends.
-            best = self.bytes[int((self.loss + price * self.bytes).argmin())]
-            first = np.minimum(np.maximum(below, self.bytes[0]), nbytes)
-            taken = np.clip(best, first, np.maximum(first, upto))
-            value = np.interp(taken, self.bytes, self.loss) + price * (taken - below) + paid
-            found = np.where(first <= upto, np.minimum(found, value), found)
-            paid, below = paid + price * (upto - below), upto
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Tolls:
-    """What bytes cost: those of the cheapest links first, as far as these carry."""
-
-    prices: tuple[float, ...]
-    """Nats per byte, ascending."""
-    carried: tuple[Array, ...]
-    """Bytes that all links up to each price carry by several ends."""
-
-    def at(self, places: Whole) -> Tolls:
-        """Return those of some of the ends."""
-        return Tolls(self.prices, tuple(each[places] for each in self.carried))
+        return np.where(nbytes < self.bytes[0], np.inf, np.interp(nbytes, self.bytes, self.loss))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +105,6 @@ class Frontier:
         *,
         care: int = len(_STRIDES),
         hint: int = 0,
-        tolls: Tolls | None = None,
     ) -> Array:
         """Return lower bounds of the loss within several pairs of bytes and seconds; infinite where nothing fits.
 
@@ -145,13 +114,11 @@ class Frontier:
             decode_s: seconds of decoding.
             care: how closely the best price of decoding is searched, 0 (not at all) to 4.
             hint: index of a price that may be near the best ones; 0 for none.
-            tolls: what bytes cost, which is added to the loss; None: nothing.
         """
-        found, places = self._short(part, nbytes, decode_s, tolls)
+        found, places = self._short(part, nbytes, decode_s)
         if len(places) and (care or hint):
             nbytes, decode_s = nbytes[places], decode_s[places]
-            some = None if tolls is None else tolls.at(places)
-            known = self._dual(part, nbytes, decode_s, found[places], care, hint, some)
+            known = self._dual(part, nbytes, decode_s, found[places], care, hint)
             best = np.max(list(known.values()), axis=0)
             if care:
                 have = np.outer(self._mixes[:, 0], nbytes) + np.outer(self._mixes[:, 1], decode_s)
@@ -159,18 +126,18 @@ class Frontier:
             found[places] = best
         return found
 
-    def price(self, part: GroupSubset, nbytes: Array, decode_s: Array, tolls: Tolls | None = None) -> int:
+    def price(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> int:
         """Return the index of the price of decoding that bounds the loss best within one pair of bytes and seconds."""
-        found, places = self._short(part, nbytes, decode_s, tolls)
+        found, places = self._short(part, nbytes, decode_s)
         if not len(places):
             return 0
-        known = self._dual(part, nbytes, decode_s, found, 2, 0, tolls)
+        known = self._dual(part, nbytes, decode_s, found, 2, 0)
         return max(known, key=lambda index: float(known[index][0]))
 
-    def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array, tolls: Tolls | None) -> tuple[Array, Whole]:
+    def _short(self, part: GroupSubset, nbytes: Array, decode_s: Array) -> tuple[Array, Whole]:
         """Return the losses within the bytes alone, and where decoding these options takes longer than there is."""
         curve = self.curve(part, 0)
-        found = curve.at(nbytes, tolls)
+        found = curve.at(nbytes)
         found[decode_s < 0] = np.inf
         short = np.isfinite(found)
         if curve.decode_s is not None:
@@ -185,7 +152,6 @@ class Frontier:
         free: Array,
         care: int,
         hint: int,
-        tolls: Tolls | None,
     ) -> dict[int, Array]:
         """Return curve(B) - price x R by index of the price, searched for the largest; it is concave in the price.
 
@@ -196,7 +162,6 @@ class Frontier:
             free: the value at the price zero.
             care: number of strides.
             hint: index to search near to; 0 to search everywhere.
-            tolls: what bytes cost.
         """
         known = {0: free}
         top = len(self.prices)
@@ -204,7 +169,8 @@ class Frontier:
         def add(indices: Iterable[int]) -> None:
             for index in indices:
                 if 0 < index < top and index not in known:
-                    least = self.curve(part, index).least(nbytes, tolls)
+                    curve = self.curve(part, index)
+                    least = np.interp(nbytes, curve.bytes, curve.loss)
                     known[index] = least - self.prices[index] * decode_s
 
         if hint:

@@ -72,7 +72,6 @@ class Capacity:
         slow_start: bool = True,
         window: float = INITIAL_WINDOW,
         sums: list[float] | None = None,
-        byte_price: float = 0.0,
     ) -> None:
         """Create the link of one play.
 
@@ -83,9 +82,7 @@ class Capacity:
             slow_start: False for a warm connection.
             window: bytes that may be in flight at the start.
             sums: `running_sums` of the trace, to share between plays.
-            byte_price: of a byte from its source, nats per generated token.
         """
-        self.byte_price = byte_price
         self._starts = trace.times
         self._rates = trace.rates
         self._period = trace.duration_s

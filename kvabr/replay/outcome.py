@@ -103,7 +103,6 @@ def valued(catalog: Catalog, config: PlayerConfig, deadline_s: float, record: Pl
         engine_s=record.recompute_s,
         time_price=config.time_price,
         gpu_price=config.gpu_price,
-        paid=record.paid,
     )
 
 
@@ -136,7 +135,6 @@ def run_line(
         "bytes_wasted": record.bytes_wasted + int(ghost_bytes),
         "tokens_recomputed": record.tokens_recomputed,
         "recompute_s": rounded(record.recompute_s),
-        **({"paid": rounded(record.paid)} if record.paid else {}),
         **({} if record.division is None else {"division": record.division.to_json()}),
         **({"tail_tokens": record.tail, "tail_s": rounded(record.tail_s)} if catalog.tail else {}),
         "abandoned": record.abandoned,

@@ -89,7 +89,7 @@ def replay(matrix: Matrix, *, jobs: int | None = None, on_progress: Callable[[in
         on_progress: called with the number of plays finished since the last call.
 
     Raises:
-        PolicyError: a policy raised, made an invalid decision or exceeded its CPU time; the whole replay fails.
+        PolicyError: a policy raised or made an invalid decision; the whole replay fails.
         PlayError: a worker process died.
     """
     todo = list(tasks(matrix))
@@ -133,7 +133,6 @@ def finish(matrix: Matrix, runs: list[dict[str, Any]]) -> dict[str, Any]:
             "rtt_s": options.rtt_s,
             "scale_to_mean": options.scale_to_mean,
             **({"links": [link.name for link in options.links]} if options.links else {}),
-            **({"prices_per_gb": list(options.prices)} if options.prices else {}),
             "engine_mode": options.mode,
             "recompute": None if options.cost is None else options.cost.to_json(),
             "time_price": options.config.time_price,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import Publication, Source
+from kvabr.server.publication import Source
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -44,8 +44,6 @@ class Host(Generic[P]):
     def __init__(self, source: Source, limits: ServerLimits, log: FilteringBoundLogger, metrics: Metrics) -> None:
         self.source, self.limits, self.log, self.metrics = source, limits, log, metrics
         self.budgets = Budgets(limits)
-        self.steering: Publication | None = None
-        """Tells players of further sources."""
         self.peers: set[P] = set()
         """Connections, from their first packet on."""
         self.requests = 0

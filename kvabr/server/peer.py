@@ -29,7 +29,7 @@ from kvabr.server.send_queue import Piece, Sending, SendQueue
 from kvabr.server.subscriptions import Subscriptions
 from kvabr.server.waiting_requests import Expected, WaitingRequests
 from kvabr.types.errors import AssetError, FormatError, TransportError
-from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, STEERING_TRACK, TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
@@ -327,9 +327,6 @@ class Peer(Endpoint):
             track = message.track.decode()
         except (FormatError, UnicodeDecodeError):
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
-            return
-        if (namespace, track) == (MODELS_NAMESPACE, STEERING_TRACK):
-            self._answer(number, message, grant, self._server.steering)
             return
         source = self._server.source
         try:

@@ -10,11 +10,11 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from kvabr.link.moqt.connect import parse_url
 from kvabr.link.quic.backend import (
     REQUESTS_CONNECTION_WINDOW,
     REQUESTS_STREAM_WINDOW,
@@ -28,22 +28,21 @@ from kvabr.link.quic.backend import (
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.listener import TcpListener
 from kvabr.link.tcp.tls import server_context
-from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity, address_of
+from kvabr.link.tcp.transport import QmuxTransport, address_of
 from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.server.budgets import Host, site_of
 from kvabr.server.certificates import ServerTls
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.peer import Peer
-from kvabr.server.publication import BytesPublication, Source
+from kvabr.server.publication import Source
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import KvabrError, TransportError, UsageError
-from kvabr.types.steering import MOST_SOURCES, STEERING_TTL_S, SteeringManifest
+from kvabr.types.errors import KvabrError, TransportError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-Tcp = Literal["tls", "plain", "off"]
+Tcp = Literal["tls", "off"]
 """What a server accepts on TCP; see `Server`."""
 _HALF_OPEN = 64
 """Handshakes at a time before new clients must validate their address; also how many connections beyond the limit are
@@ -80,7 +79,6 @@ class Server(Host[Peer]):
         quic: Quic = "aioquic",
         tcp: Tcp = "tls",
         drafts: tuple[Draft, ...] = DRAFTS,
-        sources: Sequence[str] = (),
         shared: bool = False,
     ) -> None:
         """Prepare; nothing is bound before `start`.
@@ -94,21 +92,12 @@ class Server(Host[Peer]):
             log: receives events.
             metrics: receives counts.
             quic: QUIC library; ``auto`` takes the fastest that is installed. `TransportError` if this one is not.
-            tcp: ``tls``, ``plain`` to accept connections without TLS as well, which anyone on the path can read, or
-                ``off``.
+            tcp: ``tls`` or ``off``.
             drafts: drafts to speak, preferred first.
-            sources: URLs of origins and relays with the same caches, of which players are told that ask (content
-                steering). `UsageError` if one is none, or there are too many.
             shared: other processes of this user serve at the same address: the system gives each a part of the
                 connections.
         """
         super().__init__(source, limits, log, metrics)
-        if len(sources) > MOST_SOURCES:
-            raise UsageError(f"{len(sources)} further sources; players are told of {MOST_SOURCES} at most")
-        for url in sources:
-            parse_url(url)
-        if sources:
-            self.steering = BytesPublication(SteeringManifest(1, STEERING_TTL_S, tuple(sources)).dumps())
         source.listen(self._source_changed)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -122,7 +111,7 @@ class Server(Host[Peer]):
         self.tcp, self._shared = tcp, shared
         self._transport: asyncio.DatagramTransport | None = None
         self._listener: TcpListener | None = None
-        self._security = TcpSecurity(None)
+        self._tcp_context: SSLContext
         self._streams: weakref.WeakKeyDictionary[QmuxTransport, None] = weakref.WeakKeyDictionary()
         """Connections over TCP that may have their socket still, the oldest first."""
         self._server: Any = None
@@ -220,8 +209,7 @@ class Server(Host[Peer]):
     def _configured(self) -> Any:
         alpn = [draft.alpn for draft in self._drafts]
         if self.tcp != "off":
-            context = server_context(self.tls.certfile, self.tls.keyfile, alpn)
-            self._security = TcpSecurity(context, self.tcp == "plain")
+            self._tcp_context = server_context(self.tls.certfile, self.tls.keyfile, alpn)
         configuration = self._lib.configure(client=False, alpn=alpn, idle_timeout=self.limits.idle_s)
         load_certificates(configuration, self.tls.certfile, self.tls.keyfile)
         return configuration
@@ -260,8 +248,8 @@ class Server(Host[Peer]):
             sock.close()
             return
         stream = QmuxTransport(
-            sock, self._admit(), self._security, [draft.alpn for draft in self._drafts], client=False,
-            idle_s=self.limits.idle_s, windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
+            sock, self._admit(), self._tcp_context, client=False, idle_s=self.limits.idle_s,
+            windows=(REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW),
         )  # fmt: skip
         self._streams[stream] = None
         stream.start()

@@ -49,7 +49,6 @@ from kvabr.store.files import (
 from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.memory import GROUPS as POOL
 from kvabr.store.quota import FolderQuota
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMAS, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
@@ -79,7 +78,6 @@ class FolderAsset(Asset):
         self._follow_links = follow_links
 
     @classmethod
-    @checked
     def open(cls, path: Path, name: str = ".", *, follow_links: bool = True) -> FolderAsset:
         """Open the asset in the folder ``path``; see `AssetStore.open`."""
         if not path.is_dir():
@@ -130,7 +128,6 @@ class FolderAssetStore:
 
     look_every_s = 0.0
 
-    @checked
     def __init__(self, root: Path) -> None:
         """Take the folder, which need not exist yet."""
         self.root = root

@@ -14,7 +14,6 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.objects import url
 from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
-from kvabr.types.arguments import checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, SealedError, UsageError
 from kvabr.types.sealing import Keys, read_keys
@@ -47,7 +46,6 @@ def is_store(location: Location) -> bool:
     return not separator or scheme in SCHEMES
 
 
-@checked
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
     """Return the store at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
 
@@ -67,7 +65,6 @@ def open_store(location: Location, *, must_exist: bool = False, create: bool = F
     return store
 
 
-@checked
 def open_groups(
     location: Location,
     max_bytes: int,
@@ -100,7 +97,6 @@ def open_groups(
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
 
 
-@checked
 def open_asset(location: Location) -> Asset:
     """Open the asset at a path or URL; see `AssetStore.open`."""
     if "://" not in str(location):
@@ -108,7 +104,6 @@ def open_asset(location: Location) -> Asset:
     return open_store(location).open()
 
 
-@checked
 def open_catalog(location: Location, keys: str | os.PathLike[str] | Keys | None = None) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 

@@ -10,13 +10,12 @@ takes its floor f whatever the number of tokens, until they keep it busy. All ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from kvabr.types.arguments import check_type, checked
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.records import check, to_json
 
@@ -56,9 +55,8 @@ def objective(
     engine_s: float,
     time_price: float,
     gpu_price: float,
-    paid: float = 0.0,
 ) -> float:
-    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + bytes + lateness penalty.
+    """Return J, what a play cost: loss + time price x TTFT + engine price x engine seconds + lateness penalty.
 
     A missed deadline costs `MISS_PENALTY`, plus the lateness in deadlines.
 
@@ -71,18 +69,10 @@ def objective(
         time_price: price of a second before the first token, nats per generated token.
         gpu_price: price of a second of engine time, nats per generated token. An infinite price is a rule for the
             player, not a cost: engine time then counts nothing.
-        paid: what the bytes received cost at the prices of their sources, nats per generated token.
     """
     missed = 0.0 if met else MISS_PENALTY
     spent = gpu_price * engine_s if math.isfinite(gpu_price) else 0.0
-    return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent + paid
-
-
-def per_byte(price_per_gb: float) -> float:
-    """Return a price of a GB, nats per generated token, for a byte; raise `UsageError` if it is none."""
-    if not 0 <= price_per_gb < math.inf:
-        raise UsageError(f"the price of a GB is {price_per_gb}; it must be zero or more nats, finite")
-    return price_per_gb / 1e9
+    return loss + time_price * ttft_s + missed + max(0.0, ttft_s - deadline_s) / deadline_s + spent
 
 
 _BEFORE = (0, 2048, 8192, 32768)
@@ -153,7 +143,6 @@ class PrefillCost:
         return sum(self.seconds(step, min(most, before + tokens - step)) for step in steps)
 
     @classmethod
-    @checked
     def from_rate(cls, tokens_per_second: float) -> PrefillCost:
         """Return a purely linear cost, for when only a prefill rate is known."""
         if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
@@ -176,9 +165,7 @@ class PrefillCost:
         """
         import numpy as np  # noqa: PLC0415  # only fitting needs it, and it loads slowly
 
-        check_type("PrefillCost.fit: timings", timings, Iterable)
         rows = list(timings)
-        check_type("PrefillCost.fit: timings", rows, Sequence[tuple[int, int, float]])
         least = "three timings" if prior is None else "one timing"
         if len(rows) < (3 if prior is None else 1) or any(
             before < 0 or new <= 0 or not 0 < seconds <= _MOST_S for before, new, seconds in rows

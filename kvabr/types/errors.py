@@ -58,13 +58,6 @@ class PolicyError(KvabrError):
     """A plug-in, such as a policy, cannot be loaded, raised an error, or asked for something that does not exist."""
 
 
-class EndlessError(BaseException):
-    """Raised in code that has used too much CPU time; its caller turns it into a `PolicyError`.
-
-    It is not an `Exception`, so that it also ends a loop that swallows every exception.
-    """
-
-
 class UnknownPolicyError(PolicyError, UsageError):
     """There is no policy, estimator or selector of that name (exit status 2)."""
 

@@ -81,8 +81,6 @@ class PlayStarted(PlayEvent):
     """Tokens that the engine computes behind the cache, with the question; the losses are those behind as many."""
     tail_s: float = 0.0
     """Seconds by which those of them that are cached make its call longer."""
-    prices_per_gb: tuple[float, ...] = ()
-    """Price of a GB from each source, nats per generated token; empty if none costs anything."""
 
 
 @dataclass(frozen=True, slots=True)

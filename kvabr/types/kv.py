@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from kvabr.types.arguments import checked
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.records import decode, own_state
 
@@ -382,7 +381,6 @@ class KVSpec:
             raise FormatError(f"KV spec: layer {min(missing)} is in no class")
 
     @classmethod
-    @checked
     def uniform(
         cls,
         model: str,

@@ -123,10 +123,7 @@ MODELS_TRACK = "kvabr.models"
 """Track whose only group lists the specs of the models whose assets a player may read: ``{"models": [...]}``, JSON."""
 
 MODELS_NAMESPACE = TrackNamespace("kvabr", "0" * 64)
-"""Namespace of `MODELS_TRACK`, `STEERING_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
-
-STEERING_TRACK = "kvabr.steering"
-"""Track whose only group names further sources of the same caches (`kvabr.types.steering`)."""
+"""Namespace of `MODELS_TRACK` and `CHANGES_TRACK`; no prompt has this digest."""
 
 CHANGES_TRACK = "kvabr.changes."
 """Prefix of the name of a track that is answered once the publisher has taken something back, with what that is: a

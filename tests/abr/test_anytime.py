@@ -107,16 +107,6 @@ def test_the_earliest_groups_go_first_where_a_miss_costs_what_is_behind_it(mode,
     assert (groups == sorted(groups)) == ascending
 
 
-@pytest.mark.parametrize(("price", "track"), [(1e-6, "B"), (1e-3, "A")])
-def test_the_last_group_comes_with_a_layer_only_if_that_is_worth_its_bytes(price, track):
-    layers = (("A", 1000, 0.1, None), ("B", 1000, 0.01, "A"))  # it saves 9e-5 nats a byte
-    policy, seen = Anytime(), view(1, tracks=layers, front_first=True)
-    policy.start(seen)
-    seen.rate = seen.lower_bound = 1e6
-    seen.byte_price = price
-    assert policy.decide(seen).track == track
-
-
 def test_layers_come_in_the_order_of_loss_saved_per_byte():
     offer = catalog(12, layered=True)
     record = simulate(offer, 2e5)

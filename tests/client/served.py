@@ -22,12 +22,12 @@ LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
 
 class Served:
-    def __init__(self, root, folder, *, token=None, quic="aioquic", certificate=None, sources=()):
+    def __init__(self, root, folder, *, token=None, quic="aioquic", certificate=None):
         certificate, key = certificate or make()
         self.pem, keyfile = folder / "cert.pem", folder / "key.pem"
         self.pem.write_bytes(certificate)
         keyfile.write_bytes(key)
-        self._root, self._quic, self._sources = root, quic, sources
+        self._root, self._quic = root, quic
         self._grants = None
         if token is not None:
             self._grants = Grants([Grant("t", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
@@ -42,7 +42,7 @@ class Served:
         library = PublishedAssets(self._root, self._grants, LOG)
         server = Server(
             library, "127.0.0.1", self.port, self._tls, ServerLimits(), LOG, self.metrics,
-            quic=self._quic, sources=self._sources,
+            quic=self._quic,
         )  # fmt: skip
         self._loop.call(server.start())
         self._server, self.port, self.look = server, server.address[1], library.refresh

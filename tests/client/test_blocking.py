@@ -9,7 +9,7 @@ import pytest
 
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.types.errors import PlayError, PolicyError, UsageError
+from kvabr.types.errors import PlayError, UsageError
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -66,28 +66,6 @@ def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
         name = handle.result().catalog.namespace
         assert close(client.play_asset(name, deadline=LIMIT_S).kv)
         assert close(client.begin(lambda inner: inner.play_asset(name, deadline=LIMIT_S)).result(LIMIT_S).kv)
-
-
-LOOPS = """
-from kvabr.abr import Policy
-
-class Loops(Policy):
-    def decide(self, view):
-        while True:
-            pass
-"""
-
-
-def test_a_policy_that_never_returns_fails_its_play_and_no_other(served, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvabr.client.cpu_limit.MOST_STEP_CPU_S", 0.2)
-    path = tmp_path / "loops.py"
-    path.write_text(LOOPS)
-    with client_of(served, options=INT4) as client:
-        with pytest.raises(
-            PolicyError, match=r"Loops does not return \(.*loops\.py, line \d\); it was stopped after 0\.2 s"
-        ):
-            client.play(TOKENS, deadline=LIMIT_S, options=PlayOptions(policy=f"{path}:Loops"))
-        assert close(client.play(TOKENS, deadline=LIMIT_S).kv)
 
 
 def test_a_closed_one_says_so():

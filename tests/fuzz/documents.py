@@ -30,7 +30,6 @@ from kvabr.types.naming import (
 )
 from kvabr.types.passage import PassageNotes
 from kvabr.types.sealing import KeyRing, RingKey
-from kvabr.types.steering import MOST_SOURCES, SteeringManifest
 from kvabr.types.tails import TailLoss
 from tests.catalogs import SPEC, catalog
 from tests.fuzz.target import Target, family, refused
@@ -90,19 +89,6 @@ def _models(data: bytes) -> bool:
         assert len(spec.digest()) == 16
     refused(lambda: check_small(TrackNamespace("m", "0" * 64), MODELS_TRACK, data), FormatError)
     return found is not None
-
-
-def _steering(data: bytes) -> bool:
-    found = refused(lambda: SteeringManifest.loads(data), FormatError)
-    if found is not None:
-        assert SteeringManifest.loads(found.dumps()) == found
-        assert len(found.sources) <= MOST_SOURCES
-    return found is not None
-
-
-def _valid_steering() -> list[bytes]:
-    urls = tuple(f"moqt://{number}.test:4443/" for number in range(MOST_SOURCES))
-    return [SteeringManifest(1, 60.0, urls[:count]).dumps() for count in (0, 1, MOST_SOURCES)]
 
 
 def _valid_models() -> list[bytes]:
@@ -181,7 +167,6 @@ def _valid_certificates() -> tuple[bytes, ...]:
 CATALOGS = Target(_catalog, _valid_catalogs, most_bytes=8192)
 NAMES = family(
     Target(_models, _valid_models),
-    Target(_steering, _valid_steering),
     Target(_changes, lambda: [Changes(5, ("ab" * 32,)).dumps(), Changes(1 << 62, everything=True).dumps()]),
     Target(_name, _valid_names),
     Target(_certificate, _valid_certificates),

@@ -7,7 +7,7 @@ the bytes are cut.
 from __future__ import annotations
 
 from kvabr.qmux.connection import _EMPTY_FRAMES, QmuxConnection
-from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, TransportParameters, frame
+from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, frame
 from tests.fuzz.target import Target, chunks
 from tests.qmux.ends import PARAMETERS, begun, end, record, stream
 
@@ -70,8 +70,7 @@ def _valid() -> list[bytes]:
         record(bytes(3), *200 * [frame(FrameType.MAX_DATA, 0) + b"\0"], stream(0, b"data"), bytes(300)),
         200 * record() + record(stream(0, b"data")),
     ]
-    named = record(TransportParameters(max_data=9, protocols=("moqt-18", "x")).encode())
-    return [bytes([how]) + begun() + each for how in (0, 2, 4) for each in some] + [b"\0" + named]
+    return [bytes([how]) + begun() + each for how in (0, 2, 4) for each in some]
 
 
 QMUX = Target(_take, _valid)

@@ -38,7 +38,7 @@ async def our_origin(asset, library, drafts=DRAFTS):
     tls = development()
     found = PublishedAssets(asset.path)
     arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
-    async with Server(*arguments, quic=library, tcp="plain", drafts=drafts) as server:
+    async with Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
 
 
@@ -89,12 +89,10 @@ def exact(asset, track):
     return whole.take()
 
 
-@pytest.mark.parametrize(("library", "alpn"), [*product(LIBRARIES, ALPNS), ("tcp", ALPNS[0])])
+@pytest.mark.parametrize(("library", "alpn"), list(product(LIBRARIES, ALPNS)))
 async def test_its_client_fetches_from_our_origin(asset, library, alpn):
-    over = "tcp://127.0.0.1" if library == "tcp" else "moqt://localhost"
-    library = "aioquic" if library == "tcp" else library
     async with asyncio.timeout(300), our_origin(asset, library, (by_alpn(alpn),)) as server:
-        url = f"{over}:{server.address[1]}/"
+        url = f"moqt://localhost:{server.address[1]}/"
         async with moq.Client(url, tls_verify=False, bind="127.0.0.1:0") as client:
             broadcast = await routed(client, path_of(asset.catalog.namespace))
             for track in asset.catalog.tracks:

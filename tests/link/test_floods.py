@@ -40,8 +40,7 @@ def asset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tls():
-    with development() as made:
-        yield made
+    return development()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import structlog
 from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.link.tcp import transport
+from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
@@ -43,7 +44,6 @@ LIMIT_S = 300.0
 PARAMETERS = TransportParameters(
     max_data=1 << 20, max_stream_data_bidi_local=1 << 18, max_stream_data_bidi_remote=1 << 18,
     max_stream_data_uni=1 << 18, max_streams_bidi=100, max_streams_uni=100,
-    protocols=tuple(draft.alpn for draft in DRAFTS),
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def tls():
 
 
 @contextlib.asynccontextmanager
-async def served(asset, tls, tcp="plain", *, host="127.0.0.1", grants=None, **limits):
+async def served(asset, tls, tcp="tls", *, host="127.0.0.1", grants=None, **limits):
     arguments = (PublishedAssets(asset.path, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
         yield server
@@ -75,8 +75,15 @@ async def fetched(asset, server, tls):
         return await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
 
 
+async def opened(server, tls, *protocols):
+    """A connection with TLS on which this test writes what it likes."""
+    context = ssl.create_default_context(cafile=str(tls.certfile))
+    context.set_alpn_protocols(list(protocols) or [PREFIX + DRAFTS[0].alpn])
+    return await asyncio.open_connection(*server.address, ssl=context, server_hostname="localhost")
+
+
 async def said(reader):
-    """What a server says to a plain client until it closes: the events of it."""
+    """What a server says to a client until it closes: the events of it."""
     peer = QmuxConnection(client=True, parameters=PARAMETERS)
     peer.data_to_send(1)
     events = []
@@ -153,7 +160,7 @@ async def test_silent_peers_of_many_addresses_leave_room_for_others(asset, tls):
 
 async def test_a_peer_that_resets_streams_without_end_is_closed(asset, tls):
     async with served(asset, tls, requests_per_s=50) as server:
-        reader, writer = await asyncio.open_connection(*server.address)
+        reader, writer = await opened(server, tls)
         writer.write(begun(PARAMETERS))
         for number in range(1, 251):  # of one kind that only the peer writes to
             writer.write(record(frame(FrameType.RESET_STREAM, 4 * number + 2, 0, 0)))
@@ -166,8 +173,6 @@ async def test_a_peer_that_resets_streams_without_end_is_closed(asset, tls):
 
 NONSENSE = {
     "no QMux": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
-    "no common protocol": record(TransportParameters(protocols=("moqt-99",)).encode()),
-    "no protocol": begun(),
     "a record without end": begun() + b"\xbf\xff\xff\xff",
     "a stream that does not exist": begun(PARAMETERS) + record(stream(1, b"x")),
     "resets of everything": begun(PARAMETERS) + record(*(frame(FrameType.RESET_STREAM, n, 0, 0) for n in range(1, 99))),
@@ -180,7 +185,7 @@ NONSENSE = {
 @pytest.mark.parametrize("what", NONSENSE)
 async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
     async with served(asset, tls) as server:
-        reader, writer = await asyncio.open_connection(*server.address)
+        reader, writer = await opened(server, tls)
         writer.write(NONSENSE[what])
         closed, _ = await said(reader)
         assert closed is not None
@@ -194,7 +199,7 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
 async def test_windows_without_end_and_resets_are_bounded(asset, tls):
     """Hundreds of grants, and of streams that are opened and reset, cost nothing that stays."""
     async with served(asset, tls) as server:
-        reader, writer = await asyncio.open_connection(*server.address)
+        reader, writer = await opened(server, tls)
         writer.write(begun(PARAMETERS))
         grants = [
             record(frame(FrameType.MAX_DATA, (1 << 61) + n), frame(FrameType.MAX_STREAMS_UNI, 1 << 60))
@@ -216,13 +221,6 @@ async def test_windows_without_end_and_resets_are_bounded(asset, tls):
         reader.feed_eof()
 
 
-async def test_a_plain_client_on_a_port_with_tls_hears_why(asset, tls):
-    async with served(asset, tls, tcp="tls") as server:
-        with pytest.raises(TransportError, match="this port speaks TLS"):
-            await dial(options(server, tls, fingerprint=None), "tcp-plain")
-        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
-
-
 async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
     async def answer(reader, writer):
         await reader.read(100)
@@ -231,7 +229,7 @@ async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
 
     async with asyncio.timeout(LIMIT_S), await asyncio.start_server(answer, "127.0.0.1", 0) as plain:
         port = plain.sockets[0].getsockname()[1]
-        with pytest.raises(TransportError, match=r"does not speak TLS there.*tcp-plain"):
+        with pytest.raises(TransportError, match="does not speak TLS there"):
             await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
 
 
@@ -288,10 +286,8 @@ async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
 
 
 async def test_another_protocol_in_tls_is_refused(asset, tls):
-    context = ssl.create_default_context(cafile=str(tls.certfile))
-    context.set_alpn_protocols(["h2"])
     async with served(asset, tls) as server:
-        reader, writer = await asyncio.open_connection(*server.address, ssl=context, server_hostname="localhost")
+        reader, writer = await opened(server, tls, "h2")
         writer.write(begun(PARAMETERS))
         closed, _ = await said(reader)
         assert "no common protocol" in closed.reason
@@ -313,19 +309,19 @@ async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
 async def test_a_connection_that_is_over_keeps_no_socket(asset, tls):
     """Its peer breaks the protocol, reads nothing of what waits for it, and goes on sending."""
     async with served(asset, tls) as server:
-        connection = await dial(options(server, tls, fingerprint=None), "tcp-plain")
-        sock = connection.transport._sock
-        connection.transport._loop.remove_reader(sock.fileno())
+        connection = await dial(options(server, tls), "tcp")
+        channel = connection.transport._channel
+        connection.transport._loop.remove_reader(channel.sock.fileno())
         (peer,) = server.peers
         for number in range(60):
             connection.fetch(asset.catalog.namespace, "FP16", number % 10, limit=1 << 20)
         while not peer.transport._waits:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.005)
-        sock.send(record(b"\x3f"))
+        channel.send(deque([record(b"\x3f")]))
         await nobody(server)
         with contextlib.suppress(ConnectionError):
             while not peer.transport._closed:
-                sock.send(b"\0")
+                channel.send(deque([b"\0"]))
                 await asyncio.sleep(0.05)
 
 
@@ -430,13 +426,6 @@ async def test_an_idle_connection_ends(asset, tls):
         await nobody(server)
         while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.005)
-
-
-def test_a_certificate_cannot_be_expected_without_tls():
-    with pytest.raises(UsageError, match="no certificate without TLS"):
-        connect("moqt://localhost/", transport="tcp-plain", fingerprint="0" * 64)
-    with pytest.raises(UsageError, match="unknown transport"):
-        connect("moqt://localhost/", transport="sctp")
 
 
 @contextlib.asynccontextmanager
@@ -568,23 +557,26 @@ async def test_tokens_open_and_close(asset, tls):
                 await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("over", ["tcp", "tcp-plain"])
-async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls, over):
-    trust = {} if over == "tcp-plain" else {"fingerprint": check(tls).fingerprint}
+async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls):
+    trust = {"fingerprint": check(tls).fingerprint}
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(served(asset, tls))
         url = f"moqt://localhost:{first.address[1]}/"
-        upstream = await stack.enter_async_context(connect(url, transport=over, timeout_s=LIMIT_S, **trust))
+        upstream = await stack.enter_async_context(connect(url, transport="tcp", timeout_s=LIMIT_S, **trust))
         metrics = Metrics()
         relay = await stack.enter_async_context(Relay(upstream, LOG, metrics))
         arguments = (relay, "127.0.0.1", 0, tls, ServerLimits(), LOG, metrics)
-        second = await stack.enter_async_context(Server(*arguments, tcp="plain"))
-        trusted = {"fingerprint": None} if over == "tcp-plain" else {}
-        connection = await stack.enter_async_context(await dial(options(second, tls, **trusted), over))
+        second = await stack.enter_async_context(Server(*arguments))
+        connection = await stack.enter_async_context(await dial(options(second, tls), "tcp"))
         for group in range(asset.catalog.groups):
             data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=1 << 20))
             assert data == asset.frame(group, "FP16")
-        assert upstream.backend == over
+        assert upstream.backend == "tcp"
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(UsageError, match="unknown transport"):
+        connect("moqt://localhost/", transport="sctp")
 
 
 async def test_a_closed_port_is_named_before_all_time_is_over():

@@ -380,5 +380,3 @@ def test_a_profile_is_read_by_its_path_as_text_too(tmp_path):
     assert read_profile(str(path)).digest == read_profile(path).digest == kvdata.profile(SPEC).digest
     with pytest.raises(AssetError):
         read_profile(str(tmp_path / "none"))
-    with pytest.raises(UsageError):
-        read_profile(7)

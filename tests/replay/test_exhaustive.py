@@ -23,7 +23,7 @@ from kvabr.abr.ladder import stack
 from kvabr.replay.clairvoyant import Bound, Clairvoyant
 from kvabr.replay.link import Capacity, JointCapacity
 from kvabr.types.catalog import Catalog
-from kvabr.types.cost import MISS_PENALTY, PrefillCost, objective
+from kvabr.types.cost import PrefillCost, objective
 from tests.catalogs import catalog
 from tests.examples import examples
 from tests.replay.worlds import world
@@ -48,13 +48,12 @@ class Instance:
 
     @cached_property
     def options(self):
-        """By track: bytes, seconds of decoding, and loss of each group, with what its bytes cost."""
+        """By track: bytes, seconds of decoding, and loss of each group."""
         share = [self.offer.group_tokens(g) / self.offer.spec.group_tokens for g in range(self.offer.groups)]
         found = []
         for track in self.offer.tracks:
             sizes = [sum(layer.bytes[g] for layer in stack(self.offer, track)) for g in range(self.offer.groups)]
-            lost = [loss + self.link.byte_price * size for loss, size in zip(track.loss, sizes, strict=True)]
-            found.append((sizes, [self.scale * track.decode_s * one for one in share], lost))
+            found.append((sizes, [self.scale * track.decode_s * one for one in share], track.loss))
         return found
 
     def bound(self) -> Bound:
@@ -187,18 +186,6 @@ def test_no_schedule_is_below_the_bound(mode, seed):
         assert fastest_s > 1.0 - 1e-9
 
 
-@pytest.mark.slow
-@examples(100)
-@given(st.sampled_from(MODES), st.integers(0, 10**9))
-def test_no_schedule_is_below_the_bound_where_bytes_cost_something(mode, seed):
-    dice = random.Random(seed)
-    play = instance(dice, mode)
-    play.link.byte_price = dice.choice([0.01, 0.1, 1.0]) / play.offer.fp16_bytes
-    bound, (least, _) = play.bound(), best(play, mode)
-    if bound.feasible:
-        assert least >= bound.objective - 1e-6 * max(1.0, least)
-
-
 def cheapest(offer, links, rtt_s, time_price):
     """Return the least objective of all ways to bring an asset over two links, nothing of which takes decoding."""
     least = math.inf
@@ -208,22 +195,19 @@ def cheapest(offer, links, rtt_s, time_price):
         for group, (link, track) in enumerate(chosen):
             sizes[link] += sum(layer.bytes[group] for layer in stack(offer, offer.tracks[track]))
         ends_s = max(link.when(rtt_s, size) for link, size in zip(links, sizes, strict=True) if size)
-        paid = sum(link.byte_price * size for link, size in zip(links, sizes, strict=True))
         lost = sum(offer.tracks[track].loss[group] for group, (_, track) in enumerate(chosen))
-        prices = {"engine_s": 0.0, "gpu_price": 0.0, "time_price": time_price, "paid": paid}
+        prices = {"engine_s": 0.0, "gpu_price": 0.0, "time_price": time_price}
         least = min(least, objective(lost, ends_s, 1.0, met=ends_s <= 1.0, **prices))
     return least
 
 
 @examples(100)
 @given(st.integers(0, 10**9))
-def test_no_use_of_two_links_with_prices_is_below_the_bound(seed):
+def test_no_use_of_two_links_is_below_the_bound(seed):
     dice = random.Random(seed)
     one, other = (instance(dice, "none", tracks=("base", "layer-1", "Int8"), scale=0.0) for _ in range(2))
     offer, rtt_s, time_price = one.offer, one.rtt_s, one.time_price
     links = (one.link, other.link)
-    for link in links:
-        link.byte_price = dice.choice([0.0, 0.01, 0.1, 1.0]) / offer.fp16_bytes
     bound = Clairvoyant(offer, None, "hole", decode_scale=0.0).best(
         JointCapacity(links), 1.0, time_price=time_price, gpu_price=0.0, first_byte_s=rtt_s
     )
@@ -231,26 +215,6 @@ def test_no_use_of_two_links_with_prices_is_below_the_bound(seed):
     if bound.feasible:
         assert least >= bound.objective - 1e-6 * max(1.0, least)
         assert bound.objective >= bound.least_loss - 1e-9
-
-
-def test_of_two_links_the_bound_takes_what_each_is_worth():
-    """The cheap one brings all that it can; the dear one what saves more than it costs."""
-    offer = catalog(8, decode=0.0)
-    (track,) = (track for track in offer.tracks if track.name == "AC-5x")
-    offer = replace(offer, tracks=(track,), mixes=())
-    size = track.total_bytes
-    loss = track.total_loss
-
-    def bound(price, time_price=0.0):
-        cheap, dear = (Capacity(world("flat", [size * 0.75]), slow_start=False) for _ in range(2))
-        dear.byte_price = price / size
-        made = Clairvoyant(offer, None, "hole")
-        return made.best(JointCapacity([cheap, dear]), 1.0, time_price=time_price, gpu_price=0.0).objective
-
-    assert bound(0.1) == pytest.approx(loss + 0.1 * 0.25, rel=1e-6)  # a quarter does not come otherwise
-    assert bound(0.5, 0.3) == pytest.approx(loss + 0.5 * 0.25 + 0.3, rel=0.01)  # more would cost more than its time
-    assert bound(0.3, 0.3) == pytest.approx(loss + 0.3 * 0.5 + 0.3 * 2 / 3, rel=0.01)
-    assert bound(10.0) == pytest.approx(loss + MISS_PENALTY + 1 / 3, rel=0.01)
 
 
 @pytest.mark.slow

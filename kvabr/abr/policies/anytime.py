@@ -183,7 +183,7 @@ class Anytime(Policy):
         missing, saver = bool(view.missing_groups), self._saver
         if (planner := self._planner) is not None:
             spend = self._to_spend(view, view.rate, planner.reserved) if view.rate else _BLIND * self._base.total_bytes
-            self._byte_price = max(view.byte_price, view.ladder.price(spend))
+            self._byte_price = view.ladder.price(spend)
             planner.plan(view)
             if (decision := planner.next(view)) is not None:
                 return decision
@@ -341,9 +341,9 @@ class Anytime(Policy):
         return Decision.upgrade(offer.group, offer.track.name, reason)
 
     def _pays(self, view: View, offer: _Offer) -> bool:
-        """Return whether an upgrade is worth its bytes, and its time if that costs anything."""
+        """Return whether an upgrade is worth its time, if that costs anything."""
         if self._saver is None or view.coming:
-            return -offer.rank >= view.byte_price
+            return True
         return self._saver.pays(view, offer.track, offer.group, -offer.rank)
 
     def _instead(self, view: View, offer: _Offer) -> _Offer:
@@ -358,7 +358,6 @@ class Anytime(Policy):
             price = self._price_left(view, most - offer.track.bytes[group])
         else:
             price = view.ladder.price(self._to_spend(view, rate))
-        price = max(price, view.byte_price)
         least, best = self._layered(group, offer.track, price), offer.track
         for track in self._alone:
             total = price * track.bytes[group] + track.loss[group]

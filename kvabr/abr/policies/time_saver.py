@@ -381,7 +381,7 @@ class TimeSaver:
         if self._flying_for <= 0:
             self._flying_saves, self._flying_for = self._saved_in_flight(view), view.keeps
         waited_s = max(0.0, view.outstanding_bytes / view.rate - self._computed_s)  # the engine is waited for anyway
-        if self._flying_saves >= view.time_price * waited_s + view.byte_price * view.outstanding_bytes:
+        if self._flying_saves >= view.time_price * waited_s:
             return "nothing more is worth the wait"
         if self._hopes(view, self._flying_saves):
             return "the link carries next to nothing; what is in flight shows when it recovers"

@@ -21,7 +21,6 @@ from kvabr.engines.transformers.identity import facts_of, unwrapped
 from kvabr.engines.transformers.layerwise import LayerwiseEngine, open_layers
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.weights import Progress, model_name
-from kvabr.types.arguments import checked
 from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.naming import with_facts
 
@@ -57,7 +56,6 @@ class LoadedModel:
         return text
 
 
-@checked
 def load_model(
     model: str,
     *,
@@ -118,7 +116,6 @@ def load_model(
     return LoadedModel(LayerwiseEngine(engine, layers), tokenizer)
 
 
-@checked
 def load_tokenizer(model: str) -> tuple[str, Any]:
     """Return the name of a model's caches and its `tokenizers.Tokenizer`, without loading the weights.
 

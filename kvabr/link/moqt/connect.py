@@ -32,7 +32,7 @@ from kvabr.link.moqt.options import (
 from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, Quic, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.tls import certificate_at, client_context
-from kvabr.link.tcp.transport import QmuxTransport, TcpSecurity
+from kvabr.link.tcp.transport import QmuxTransport
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
 from kvabr.transfer.lanes import MOST_LANES, LanesConnection
@@ -55,13 +55,11 @@ _REFUSED_S = 2.0
 """Seconds for QUIC to answer once TCP has been refused: the host is there, and nobody listens as a server would."""
 SHORT_S = 0.15
 """Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
-Over = Literal["quic", "tcp", "tcp-plain"]
+Over = Literal["quic", "tcp"]
 _OVER: tuple[Over, ...] = ("quic", "tcp")
-"""What ``auto`` chooses from; without TLS only what was asked for."""
 KnownRate = Callable[[str], float]
 """Tells what plays to a peer have seen before, bytes per second; 0: nothing is known."""
-TCP: tuple[Literal["tcp", "tcp-plain"], ...] = ("tcp", "tcp-plain")
-TransportName = LibraryName | Literal["tcp", "tcp-plain"]
+TransportName = LibraryName | Literal["tcp"]
 """A transport that can be dialled: QUIC by a library, or QMux on TCP."""
 
 A = TypeVar("A")
@@ -148,8 +146,6 @@ def connect(
     transport = how["transport"]
     if transport not in get_args(TransportChoice):
         raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
-    if transport == "tcp-plain" and (how["fingerprint"] is not None or how["ca"] is not None):
-        raise UsageError("there is no certificate without TLS: leave out fingerprint= and ca=, or use transport='tcp'")
     lanes = how["lanes"]
     if not 1 <= lanes <= MOST_LANES:
         raise UsageError(f"{lanes} lanes; give 1 to {MOST_LANES} connections to a peer")
@@ -251,7 +247,7 @@ class Connecting:
 
     @property
     def _over(self) -> Over | None:
-        return None if self._works is None else "tcp" if self._works in TCP else "quic"
+        return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
 
     @property
     def other(self) -> tuple[Over, Over] | None:
@@ -456,23 +452,25 @@ async def _dial_quic(
 
 
 async def _dial_tcp(
-    options: DialOptions, alpn: list[str], address: tuple[int, Any], connect_s: float, *, plain: bool
+    options: DialOptions, alpn: list[str], address: tuple[int, Any], connect_s: float
 ) -> MoqtConnection:
     family, where = address
-    context = None if plain else client_context(options, alpn)
+    context = client_context(options, alpn)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, where), connect_s)
-        connection = MoqtConnection("tcp-plain" if plain else "tcp", options)
-        security = TcpSecurity(context, plain, options.host)
-        transport = QmuxTransport(sock, connection, security, alpn, client=True, idle_s=IDLE_S)
+        connection = MoqtConnection("tcp", options)
+        transport = QmuxTransport(sock, connection, context, client=True, idle_s=IDLE_S, host=options.host)
     except TimeoutError as error:
         sock.close()
         raise NoAnswerError(f"no answer on TCP within {connect_s:.3g} s") from error
     except OSError as error:
         sock.close()
         raise NoAnswerError(f"no TCP connection ({error.strerror or error}); does the server listen there?") from error
+    except ValueError as error:  # from TLS
+        sock.close()
+        raise TransportError(f"{options.host!r} cannot be the name of a server ({error})") from error
     except BaseException:
         sock.close()
         raise
@@ -490,8 +488,8 @@ async def _dial_address(
 ) -> MoqtConnection:
     clock = asyncio.get_running_loop().time
     end_s = clock() + timeout_s
-    if name == "tcp" or name == "tcp-plain":  # noqa: PLR1714  # a type checker understands this
-        connection = await _dial_tcp(options, alpn, address, connect_s or timeout_s, plain=name == "tcp-plain")
+    if name == "tcp":
+        connection = await _dial_tcp(options, alpn, address, connect_s or timeout_s)
     else:
         connection = await _dial_quic(library(name), options, alpn, address)
     try:
@@ -501,7 +499,7 @@ async def _dial_address(
         within = f"within {options.timeout_s:.3g} s"
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
-        over = "TCP" if name in TCP else "UDP"
+        over = "TCP" if name == "tcp" else "UDP"
         raise NoAnswerError(
             f"no answer {within}; is a server running there, and may {over} pass? timeout_s= (--timeout) allows more"
         ) from error

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Names = Literal["draft", "split"]
 """How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
 
-TransportChoice = Literal["auto", "quic", "tcp", "tcp-plain"]
+TransportChoice = Literal["auto", "quic", "tcp"]
 """How to reach a peer; see `DialArguments`."""
 
 MAX_TOKEN_BYTES = 4096
@@ -46,8 +46,7 @@ class DialArguments(TypedDict, total=False):
     quic: Quic
     """QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer."""
     transport: TransportChoice
-    """``quic``; ``tcp``, QMux over TLS; ``tcp-plain``, the same without TLS, which the server must allow: anyone on the
-    path can then read the token and the cache; or ``auto``."""
+    """``quic``; ``tcp``, QMux over TLS; or ``auto``."""
     timeout_s: float
     """Seconds that connecting may take; 5 by default."""
     lanes: int

@@ -1,4 +1,4 @@
-"""The bytes of a connection: to and from a socket that never blocks, as they are or through TLS.
+"""The bytes of a connection: to and from a socket that never blocks, through TLS.
 
 TLS is read and written in memory, so that a system call carries many of its records: with one for each, receiving takes
 half as much of the processor's time again.
@@ -10,12 +10,9 @@ import contextlib
 import socket
 import ssl
 from collections import deque
-from itertools import islice
 
 from kvabr.qmux.connection import Buffer
 
-_MOST_BUFFERS = 64
-"""Buffers of one system call; Linux takes 1,024."""
 _RECORD = 16 << 10
 """Most bytes in a record of TLS."""
 _SEALED_BYTES = 7 * _RECORD
@@ -44,61 +41,15 @@ class EmptyRecordsError(OSError):
         super().__init__(f"{records} records of TLS, {size} bytes, without data")
 
 
-class SocketChannel:
-    """A socket without encryption."""
-
-    unsent = 0
-    """Bytes that were taken by `send` and wait here."""
-    pending = False
-    """Whether `receive` may have more although nothing comes from the socket."""
-    spent = False
-    """Whether the last `receive` has done all the work that one turn of an event loop may do."""
-    decrypts = False
-    """Whether `receive` takes the processor long, so that a thread is worth while on a fast path."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    def shake(self) -> bool:
-        """Go on with the handshake, and return whether it is over; raises `OSError`."""
-        return True
-
-    def receive(self, into: list[memoryview]) -> int:
-        """Fill buffers with what has come; return how many bytes, 0 at the end. Raises `BlockingIOError`, `OSError`."""
-        return self.sock.recvmsg_into(into)[0]
-
-    def send(self, out: deque[Buffer]) -> int:
-        """Send buffers, remove what has gone, and return how many bytes. Raises `BlockingIOError`, `OSError`."""
-        count = self.sock.sendmsg(islice(out, _MOST_BUFFERS))
-        _remove(out, count)
-        return count
-
-    def push(self) -> bool:
-        """Send what waits here, and return whether all of it has gone; raises `OSError`."""
-        return True
-
-    def finish(self) -> None:
-        """Say that nothing follows."""
-
-    @property
-    def certificate(self) -> bytes | None:
-        """The certificate of the peer, DER."""
-        return None
-
-    @property
-    def protocol(self) -> str | None:
-        """What ALPN has agreed on."""
-        return None
-
-
-class TlsChannel(SocketChannel):
+class TlsChannel:
     """A socket with TLS. Its methods must not be called from two threads at a time."""
 
-    decrypts = True
+    spent = False
+    """Whether the last `receive` has done all the work that one turn of an event loop may do."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, host: str | None) -> None:
         """Begin the handshake with `shake`; ``host`` is the name of the server, for a client."""
-        super().__init__(sock)
+        self.sock = sock
         self._came, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._sealed, server_side=server, server_hostname=host)
         self._cipher = memoryview(bytearray(_MOST_RECORD if server else _CIPHER_BYTES))
@@ -109,7 +60,7 @@ class TlsChannel(SocketChannel):
         self._waiting = memoryview(b"")
 
     def shake(self) -> bool:
-        """See `SocketChannel.shake`."""
+        """Go on with the handshake, and return whether it is over; raises `OSError`."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -127,10 +78,11 @@ class TlsChannel(SocketChannel):
                 return True
 
     def receive(self, into: list[memoryview]) -> int:
-        """See `SocketChannel.receive`; raises `EmptyRecordsError` as well.
+        """Fill buffers with what has come; return how many bytes, 0 at the end.
 
         It ends after a bounded number of records, and after the first one that is long and carries no data, so that a
-        peer cannot keep an event loop busy with records that fill no buffer.
+        peer cannot keep an event loop busy with records that fill no buffer. Raises `BlockingIOError`, `OSError`,
+        `EmptyRecordsError`.
         """
         self.spent = False
         count, records, empty = 0, 0, self._empty_bytes
@@ -161,17 +113,17 @@ class TlsChannel(SocketChannel):
         return count
 
     @property
-    def pending(self) -> bool:  # type: ignore[override]
-        """See `SocketChannel.pending`."""
+    def pending(self) -> bool:
+        """Whether `receive` may have more although nothing comes from the socket."""
         return self._tls.pending() > 0 or self._came.pending > 0 or self._slice()[0] > 0
 
     @property
-    def unsent(self) -> int:  # type: ignore[override]
-        """See `SocketChannel.unsent`."""
+    def unsent(self) -> int:
+        """Bytes that were taken by `send` and wait here."""
         return len(self._waiting) + self._sealed.pending
 
     def send(self, out: deque[Buffer]) -> int:
-        """See `SocketChannel.send`."""
+        """Send buffers, remove what has gone, and return how many bytes. Raises `BlockingIOError`, `OSError`."""
         if not self.push():
             raise BlockingIOError
         taken = 0
@@ -185,7 +137,7 @@ class TlsChannel(SocketChannel):
         return taken
 
     def push(self) -> bool:
-        """See `SocketChannel.push`."""
+        """Send what waits here, and return whether all of it has gone; raises `OSError`."""
         if self._sealed.pending:
             fresh = self._sealed.read()
             self._waiting = memoryview(b"".join((self._waiting, fresh)) if self._waiting else fresh)
@@ -195,7 +147,7 @@ class TlsChannel(SocketChannel):
         return not self._waiting
 
     def finish(self) -> None:
-        """See `SocketChannel.finish`."""
+        """Say that nothing follows."""
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         with contextlib.suppress(OSError):
@@ -203,12 +155,12 @@ class TlsChannel(SocketChannel):
 
     @property
     def certificate(self) -> bytes | None:
-        """See `SocketChannel.certificate`."""
+        """The certificate of the peer, DER."""
         return self._tls.getpeercert(binary_form=True)
 
     @property
     def protocol(self) -> str | None:
-        """See `SocketChannel.protocol`."""
+        """What ALPN has agreed on."""
         return self._tls.selected_alpn_protocol()
 
     def _feed(self) -> int:

@@ -1,4 +1,4 @@
-"""QMux on a TCP socket as a `StreamTransport`, with TLS or without.
+"""QMux on a TCP socket as a `StreamTransport`, with TLS.
 
 It runs in the event loop, in short turns: reading and encrypting release the interpreter's lock, and the payload of a
 group is read straight into the buffer of its transfer (`Endpoint.room`). On a path so fast that reads are long, TLS is
@@ -22,15 +22,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cache
 
 from kvabr.link.moqt.endpoint import Endpoint
-from kvabr.link.tcp.channel import EmptyRecordsError, SocketChannel, TlsChannel
+from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.link.transport import LEAST_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
-from kvabr.moqt.wire import by_alpn
 from kvabr.qmux.connection import (
     Buffer,
     Event,
@@ -72,20 +70,6 @@ _FADES = 0.9
 """What of a rate is left when it is looked at again, so that a moment without the processor does not make it small."""
 _LINGER_S = 1.0
 """Seconds to wait for the other end after a close."""
-_TLS_HANDSHAKE = 0x16
-"""First byte of a TLS connection (RFC 8446, section 5.1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class TcpSecurity:
-    """How one end of a connection is encrypted, if it is."""
-
-    context: ssl.SSLContext | None
-    """None: only plain connections."""
-    plain: bool = False
-    """Whether an unencrypted connection is accepted, or made by a client without context."""
-    host: str | None = None
-    """A client's name of the server."""
 
 
 @cache
@@ -140,23 +124,23 @@ class QmuxTransport(StreamTransport):
         self,
         sock: socket.socket,
         endpoint: Endpoint,
-        security: TcpSecurity,
-        drafts: Iterable[str],
+        context: ssl.SSLContext,
         *,
         client: bool,
         idle_s: float,
+        host: str | None = None,
         windows: tuple[int, int] = (STREAM_WINDOW, CONNECTION_WINDOW),
     ) -> None:
-        """Take a connected socket, non-blocking; `start` begins. ``windows`` are those of a stream and of all."""
+        """Take a connected socket, non-blocking; `start` begins.
+
+        ``windows`` are those of a stream and of all; ``host`` is a client's name of the server.
+        """
         self._loop = asyncio.get_running_loop()
-        self._sock, self._endpoint, self._security, self._client = sock, endpoint, security, client
-        self._drafts = tuple(drafts)
-        self.name = "tcp"
+        self._sock, self._endpoint, self._client = sock, endpoint, client
         endpoint.transport = self
         self._address = address_of(sock)
         self._info = _TcpInfo(sock)
         stream, connection = windows
-        plain = client and security.context is None
         self._parameters = TransportParameters(
             max_idle_timeout=int(idle_s * 1000),
             max_data=connection,
@@ -169,10 +153,8 @@ class QmuxTransport(StreamTransport):
         )
         self._idle_s = idle_s
         self._conn: QmuxConnection | None = None
-        """Once TLS is there, or turns out not to be."""
-        self._channel = SocketChannel(sock)
-        self._greeted = plain
-        """Whether it is known if the peer speaks TLS."""
+        """Once TLS is there."""
+        self._channel = TlsChannel(sock, context, server=not client, host=host)
         self._turn = _TURN_BYTES if client else _REQUESTS_BYTES
         """Bytes that one turn of the event loop reads."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES if client else _REQUESTS_BYTES))
@@ -194,7 +176,7 @@ class QmuxTransport(StreamTransport):
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
     def start(self) -> None:
-        """Begin with TLS, or with QMux."""
+        """Begin with TLS."""
         with contextlib.suppress(OSError):
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._loop.add_reader(self._sock.fileno(), self._ready)
@@ -343,14 +325,12 @@ class QmuxTransport(StreamTransport):
         self._read(self._conn)
 
     def _shake(self) -> bool:
-        """Go on with TLS, and return whether it is there, or not needed; begin QMux then."""
+        """Go on with TLS, and return whether it is there; begin QMux then."""
         try:
-            if not self._greeted and not self._meet():
-                return False
             done = self._channel.shake()
         except (BlockingIOError, InterruptedError):
             return False
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._end(_why(error), SessionCode.INTERNAL_ERROR, error)
             return False
         self._watch_room(bool(self._channel.unsent))
@@ -358,51 +338,14 @@ class QmuxTransport(StreamTransport):
             self._begin()
         return done
 
-    def _meet(self) -> bool:
-        """Find out whether the peer speaks TLS; return False if it has gone, or may not speak as it does."""
-        security = self._security
-        if not self._client:
-            first = self._sock.recv(1, socket.MSG_PEEK)
-            if not first:
-                self._end("the peer has closed the connection", 0)
-                return False
-            if first[0] != _TLS_HANDSHAKE:
-                if not security.plain:
-                    self._refuse_plain()
-                    return False
-                self._greeted = True
-                return True
-        if security.context is None:
-            self._end("the peer speaks TLS, this end does not", SessionCode.INTERNAL_ERROR)
-            return False
-        self._greeted = True
-        self._channel = TlsChannel(self._sock, security.context, server=not self._client, host=security.host)
-        return True
-
-    def _refuse_plain(self) -> None:
-        """Tell a peer without TLS that it needs it."""
-        refusal = QmuxConnection(client=False, parameters=self._parameters)
-        refusal.close(SessionCode.UNAUTHORIZED, "this port speaks TLS: connect with transport=tcp, not tcp-plain")
-        with contextlib.suppress(OSError):
-            self._sock.send(b"".join(refusal.data_to_send(1)))
-            self._sock.shutdown(socket.SHUT_WR)
-        self._end("a connection without TLS", SessionCode.INTERNAL_ERROR)
-
     def _begin(self) -> None:
-        parameters = self._parameters
-        if not isinstance(self._channel, TlsChannel):
-            self.name = "tcp-plain"
-            parameters = replace(parameters, protocols=self._drafts)
-        self._conn = QmuxConnection(client=self._client, parameters=parameters)
+        self._conn = QmuxConnection(client=self._client, parameters=self._parameters)
         self.flush()
 
-    def _protocol(self, peer: TransportParameters) -> str | None:
+    def _protocol(self) -> str | None:
         """Return the MoQT draft that both ends have agreed on."""
-        if isinstance(self._channel, TlsChannel):
-            chosen = self._channel.protocol
-            return None if chosen is None else chosen.removeprefix(PREFIX)
-        server, client = (peer.protocols, self._drafts) if self._client else (self._drafts, peer.protocols)
-        return next((name for name in server if name in client and by_alpn(name) is not None), None)
+        chosen = self._channel.protocol
+        return None if chosen is None else chosen.removeprefix(PREFIX)
 
     # ------------------------------------------------------------------ reading
 
@@ -464,7 +407,7 @@ class QmuxTransport(StreamTransport):
         if self._came >= _BESIDE_BYTES:
             now = self._loop.time()
             enough = now - self._since < _BESIDE_S * self._came / _BESIDE_BYTES
-            self._fast = enough and self._client and self._channel.decrypts and _CORES > 1
+            self._fast = enough and self._client and _CORES > 1
             self._since, self._came = now, 0
         return came
 
@@ -564,7 +507,7 @@ class QmuxTransport(StreamTransport):
                 endpoint.was_stopped(event.stream, event.code)
             case ParametersReceived(parameters):
                 self._idle_s = min(self._idle_s, parameters.max_idle_timeout / 1000 or self._idle_s)
-                endpoint.handshake_done(self._protocol(parameters))
+                endpoint.handshake_done(self._protocol())
             case Ponged():
                 endpoint.alive()
             case Terminated():
@@ -701,7 +644,7 @@ def _why(error: Exception) -> str:
         return "the peer has closed the connection"
     if isinstance(error, ssl.SSLError):
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
-            return "the peer does not speak TLS there; without encryption it must be asked for: transport=tcp-plain"
+            return "the peer does not speak TLS there"
         return f"TLS failed ({(error.reason or str(error)).replace('_', ' ').lower()})"
     if isinstance(error, ConnectionResetError | BrokenPipeError):
         return "the peer has reset the connection"

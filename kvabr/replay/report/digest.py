@@ -170,7 +170,7 @@ def _play(run: Run, timeline: Timeline, places: dict[str, int], losses: Mapping[
         for key in (
             *("start_s", "deadline_s", "ttft_s", "loss", "clairvoyant_loss", "regret", "bytes_fetched"),
             *("objective", "clairvoyant_objective", "clairvoyant_ttft_s"),
-            *("bytes_wasted", "tokens_recomputed", "recompute_s", "paid"),
+            *("bytes_wasted", "tokens_recomputed", "recompute_s"),
         )
     }
     return {

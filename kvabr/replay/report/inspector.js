@@ -205,7 +205,6 @@ function drawHead() {
       known(measured.kl) && tile("measured loss", nats(measured.loss ?? measured.kl), known(measured.predicted) ? `predicted ${nats(measured.predicted)}` : "nats per token"),
       tile("fetched", bytes(play.bytes_fetched), fp16 ? `${percent(play.bytes_fetched / fp16)} of FP16` : null),
       tile("wasted", percent(play.bytes_fetched ? play.bytes_wasted / play.bytes_fetched : 0), bytes(play.bytes_wasted)),
-      play.paid > 0 && tile("paid", nats(play.paid), "for bytes, at the prices of their sources"),
       play.estimator && tile("estimator", play.estimator, known(play.rtt_s) ? `round trip ${seconds(play.rtt_s)}` : null),
       play.tail > 0 && tile("tail", whole(play.tail), "tokens computed behind the cache, in the question's call"),
       play.division && tile("expected", seconds(play.division.at_s + play.division.ends_s), `all played ${seconds(play.division.at_s + play.division.play_s)}, all computed ${seconds(play.division.at_s + play.division.compute_s)}; as of ${seconds(play.division.at_s)}`),

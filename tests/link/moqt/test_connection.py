@@ -40,10 +40,10 @@ PAIRS = [
     for (ours, theirs), draft in itertools.product(itertools.product(LIBRARIES, LIBRARIES), DRAFTS)
 ]
 
-TRANSPORTS = (*LIBRARIES, "tcp", "tcp-plain")
-EITHER = ("aioquic", "tcp", "tcp-plain")
+TRANSPORTS = (*LIBRARIES, "tcp")
+EITHER = ("aioquic", "tcp")
 PAIRS += [
-    pytest.param(ours, "aioquic", draft.alpn, id=f"{ours}-{draft.alpn}") for ours in TRANSPORTS[-2:] for draft in DRAFTS
+    pytest.param(ours, "aioquic", draft.alpn, id=f"{ours}-{draft.alpn}") for ours in TRANSPORTS[-1:] for draft in DRAFTS
 ]
 
 
@@ -62,14 +62,13 @@ def tls():
 async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
     arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
     library = library if library in LIBRARIES else "aioquic"
-    async with quicserver.Server(*arguments, quic=library, tcp="plain", drafts=drafts) as server:
+    async with quicserver.Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
 
 
-def options(server, tls, ours="aioquic", **more):
+def options(server, tls, **more):
     host, port = server.address
-    fingerprint = None if ours == "tcp-plain" else check(tls).fingerprint
-    return DialOptions(host, port, fingerprint=fingerprint, timeout_s=300.0, **more)
+    return DialOptions(host, port, fingerprint=check(tls).fingerprint, timeout_s=300.0, **more)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +76,7 @@ async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-18"
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(300))
         server = await stack.enter_async_context(served(asset, tls, theirs, **limits))
-        connection = await quic.dial(options(server, tls, ours, drafts=(alpn,)), ours)
+        connection = await quic.dial(options(server, tls, drafts=(alpn,)), ours)
         yield server, await stack.enter_async_context(connection)
 
 
@@ -326,10 +325,10 @@ async def test_limits_are_kept_and_named(asset, tls, ours):
 async def test_too_many_connections(asset, tls, ours):
     async with joined(asset, tls, ours, connections=1) as (server, _):
         with pytest.raises(TransportError, match="too many connections"):
-            await quic.dial(options(server, tls, ours), ours)
+            await quic.dial(options(server, tls), ours)
 
 
-@pytest.mark.parametrize("library", TRANSPORTS[:-1])
+@pytest.mark.parametrize("library", TRANSPORTS)
 async def test_certificates_are_checked(asset, tls, library):
     async with asyncio.timeout(300), served(asset, tls, library) as server:
         good = options(server, tls)
@@ -347,9 +346,9 @@ async def test_certificates_are_checked(asset, tls, library):
 async def test_nobody_in_common(asset, tls, library):
     async with asyncio.timeout(300), served(asset, tls, library, drafts=(by_alpn("moqt-22"),)) as server:
         with pytest.raises(TransportError, match="no common protocol"):
-            await quic.dial(options(server, tls, library, drafts=("moqt-18",)), library)
+            await quic.dial(options(server, tls, drafts=("moqt-18",)), library)
         with pytest.raises(TransportError, match="this kvabr speaks moqt-18, moqt-20, moqt-22"):
-            await quic.dial(options(server, tls, library, drafts=("moqt-99",)), library)
+            await quic.dial(options(server, tls, drafts=("moqt-99",)), library)
 
 
 async def test_an_address_in_use(asset, tls):
@@ -459,7 +458,7 @@ async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypa
                 return [(socket.AF_INET, (host, server.address[1])) for host in ("127.0.0.2", "127.0.0.1")]
 
             monkeypatch.setattr(quic, "addresses_of", found)
-            async with await quic.dial(options(server, tls, library), library) as connection:
+            async with await quic.dial(options(server, tls), library) as connection:
                 assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))
 
 

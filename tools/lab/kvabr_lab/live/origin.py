@@ -13,7 +13,6 @@ import sys
 from multiprocessing.connection import Connection
 
 from kvabr.link.quic.backend import Quic
-from kvabr.types.arguments import checked
 from kvabr.types.errors import KvabrError
 from kvabr_lab.live.child import Child, Usage
 
@@ -21,7 +20,6 @@ from kvabr_lab.live.child import Child, Usage
 class LiveOrigin(Child):
     """Runs the origin's process. A context manager: leaving it ends the process."""
 
-    @checked
     def __init__(self, asset: str | os.PathLike[str], backend: Quic, *, follow: bool = False) -> None:
         """Serve an asset on a free port of the loopback interface.
 
@@ -70,7 +68,7 @@ async def _serve(pipe: Connection, asset: str, backend: Quic, *, follow: bool) -
     )
     library, metrics = PublishedAssets(asset, None, log), Metrics()
     tls = certificates.development()
-    server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend, tcp="plain")
+    server = Server(library, "127.0.0.1", 0, tls, ServerLimits(), log, metrics, quic=backend)
     watcher = Watcher(library, log, metrics) if follow else contextlib.nullcontext()
     async with watcher, server:
         pipe.send((server.address, certificates.check(tls).fingerprint))

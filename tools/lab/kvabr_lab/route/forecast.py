@@ -32,7 +32,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 from kvabr.abr.ladder import Ladder
-from kvabr.types.arguments import check_fields, checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
@@ -51,7 +50,6 @@ MAX_TOKENS = 1 << 27
 
 def _check_amounts(what: str, holder: object, most: float = 1e15) -> None:
     """Raise a `UsageError` unless all numbers of a dataclass are finite and not negative."""
-    check_fields(holder)
     for field in fields(holder):  # type: ignore[arg-type]  # every caller is a dataclass
         value = getattr(holder, field.name)
         if isinstance(value, int | float) and not 0 <= value <= most:
@@ -155,7 +153,6 @@ class CacheSize:
             )
 
     @classmethod
-    @checked
     def of_catalog(cls, catalog: Catalog, most_loss: float, *, decoders: int = 1) -> Self:
         """Return the least bytes at which a catalog's cache is expected to lose at most ``most_loss``.
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from kvabr.types.arguments import checked
 from kvabr_lab.route.forecast import CacheSize, PrefillSite, RouteLink
 
 Interval = tuple[float, float]
 """Open interval of prompt lengths."""
 
 
-@checked
 def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> tuple[Interval, ...]:
     """Return the lengths for which remote prefill is sooner than local prefill, in tokens beyond what is cached.
 
@@ -57,7 +55,6 @@ def remote_lengths(local: PrefillSite, remote: PrefillSite, link: RouteLink, cac
     return found
 
 
-@checked
 def break_even_tokens(local: PrefillSite, remote: PrefillSite, link: RouteLink, cache: CacheSize) -> float:
     """Return n*(C): the least length from which on remote prefill is sooner; infinity if there is none.
 

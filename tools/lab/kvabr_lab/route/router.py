@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators.classic import DecayingMean
 from kvabr.abr.estimators.tracking import Tracking
-from kvabr.types.arguments import check_fields, checked
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route.forecast import FETCH, LOCAL, CacheSize, Forecast, PrefillSite, RouteLink, forecasts
@@ -140,14 +139,10 @@ class RouteRequest:
     deadline_s: float | None = None
     """Seconds until the first token is due; None: no deadline."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 class Router:
     """Decides request by request where to prefill. It reads no clock and does no I/O."""
 
-    @checked
     def __init__(
         self,
         local: PrefillCost,
@@ -196,7 +191,6 @@ class Router:
         """What is still to be computed and sent: from when to when, and bytes."""
         self._probed_s = -math.inf
 
-    @checked
     def probe(self, now: float) -> int:
         """Return how many bytes to fetch now, only to see what the link carries; 0 while it has been heard of lately.
 
@@ -211,12 +205,10 @@ class Router:
         self._probed_s = now
         return PROBE_BYTES
 
-    @checked
     def arrived(self, nbytes: float, seconds: float, now: float) -> None:
         """Note that ``nbytes`` came over the busy link within ``seconds``, ending at ``now``."""
         self.memory.sample(nbytes, seconds, now)
 
-    @checked
     def route(self, request: RouteRequest, now: float) -> Route:
         """Decide where a prompt is prefilled, and count on its being done.
 
@@ -232,7 +224,6 @@ class Router:
         self.take(options, found.chosen, now)
         return found
 
-    @checked
     def options(self, request: RouteRequest, now: float) -> tuple[Forecast, ...]:
         """Return what every place would do with a prompt, and what that costs others.
 

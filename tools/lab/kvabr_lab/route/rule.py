@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvabr.types.arguments import checked
 from kvabr.types.errors import UsageError
 from kvabr_lab.route.forecast import (
     BOTH,
@@ -85,7 +84,6 @@ class Route:
         }
 
 
-@checked
 def decide(
     tokens: int,
     local: PrefillSite,
