@@ -132,7 +132,6 @@ def test_telemetry_and_its_server():
 
 
 def test_kv_events(tmp_path):
-    pytest.importorskip("zmq")
     from kvabr.telemetry.kv_events.hashes import BlockHashes
     from kvabr.telemetry.kv_events.publisher import EventSockets, KVEventPublisher
     from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
