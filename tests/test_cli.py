@@ -140,7 +140,7 @@ def test_it_needs_no_model_and_no_asset(capsys):
         (["--rtt", "-5"], 2, "round trip"),
         (["--starts", "0"], 2, "starts"),
         (["--prefill-rate", "0"], 2, "prefill rate"),
-        (["--json", "/no/such/folder/out.json"], 2, "cannot be written"),
+        (["--json", "/no/such/folder/out.json"], 2, "there is no folder"),
         (["--verify"], 2, "--verify needs an asset"),
     ],
 )

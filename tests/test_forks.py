@@ -92,7 +92,7 @@ def test_a_cache_that_grows(tmp_path):
 
 def test_clients():
     with Client("moqt://127.0.0.1:1/") as client:
-        assert in_child(lambda: client.play(TOKENS, deadline=1.0, spec=SPEC)) == FORKED
+        assert in_child(lambda: client.play(TOKENS, deadline=1.0, model=SPEC)) == FORKED
         assert in_child(client.close) == "none"
 
     async def main():
