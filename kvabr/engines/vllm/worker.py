@@ -317,7 +317,8 @@ class WorkerHalf:
         try:
             prefix = play.result(0.0)
         except PlayError as error:
-            _log.info("kvabr: %s: %s", load.request, error)
+            if load.play in self._plays:  # else it was dropped, because its request shares another play
+                _log.info("kvabr: %s: %s", load.request, error)
         except Exception as error:  # noqa: BLE001  # the request must go on
             self._failure(error)
         else:

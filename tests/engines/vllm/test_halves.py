@@ -11,11 +11,14 @@ import pytest
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout
+from kvabr.engines.settings import INSIDE
+from kvabr.engines.vllm.config import VllmSettings
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, Step
+from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import chain
+from tests.chaos.nodes import free_port
 from tests.client.served import LIMIT_S, Served
 from tests.engines.paging import paged_blocks
 from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, exact, near, request
@@ -260,6 +263,35 @@ def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
     assert bench.scheduler._rtt_s > 1e-6  # now that it is known, nobody is asked in vain
     assert bench.matched(request("hopeless", kv_transfer_params={"deadline_s": 1e-6})) == (0, False)
     assert bench.scheduler.counts.take() == {"lookups_hopeless": 1}
+
+
+@pytest.mark.parametrize(
+    ("rate", "within_s"),
+    [(1e6, 7.5), (10.0, 3.0), (7.5, 2.5), (1.0, 7.5)],
+    ids=["most of it", "while computing is in time", "at least a quarter", "computing cannot be in time"],
+)
+def test_a_lookup_waits_as_long_as_computing_would_be_in_time(served, rate, within_s):
+    bench = Bench(served, deadline_s=10.0, prefill_rate=rate)
+    try:
+        bench.scheduler.arrived(request("waits"))
+        assert bench.scheduler._lookups["waits"].within_s == pytest.approx(within_s, abs=1e-3)
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("fault", ["closed port", "fingerprint"])
+def test_an_origin_that_cannot_be_reached_is_named_before_any_request(served, fault, caplog):
+    url = f"moqt://127.0.0.1:{free_port()}/" if fault == "closed port" else served.url
+    settings = VllmSettings(url=url, fingerprint="ab" * 32, player=INSIDE)
+    take_client(settings)
+    try:
+        end_s = time.monotonic() + LIMIT_S
+        while "the origin cannot be reached: " not in caplog.text:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    finally:
+        leave_client(settings)
+    assert ("TCP refused" if fault == "closed port" else "fingerprint") in caplog.text
 
 
 def test_a_round_trip_that_took_long_once_is_measured_again(bench):

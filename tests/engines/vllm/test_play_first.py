@@ -26,7 +26,8 @@ from tests.toymodel import SPEC, toy_asset
 pytestmark = pytest.mark.process
 
 
-def test_an_aborted_request_that_waits_ends_its_play(served):
+def test_an_aborted_request_that_waits_ends_its_play(served, caplog):
+    caplog.set_level("INFO", "vllm.kvabr")
     bench = Bench(served)
     try:
         asked = request()
@@ -45,6 +46,7 @@ def test_an_aborted_request_that_waits_ends_its_play(served):
         assert counted.get("plays_aborted", 0) + counted.get("plays_unused", 0) == 1
     finally:
         bench.close()
+    assert "cancelled" not in caplog.text  # no line for each of many requests that share another's play
 
 
 def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
