@@ -267,7 +267,7 @@ async def test_what_cannot_be_computed_again_is_said_at_once(library_origin):
             ("give a question", ToyBlendModel(), {"share": 0.1}, bare),
             ("give share or after", ToyBlendModel(), {"share": 0.1, "after": 1.0}, PARTS),
             ("give 0 to 1", ToyBlendModel(), {"share": 1.5}, PARTS),
-            ("share is .x.", ToyBlendModel(), {"share": "x"}, PARTS),
+            ("share of x", ToyBlendModel(), {"share": "x"}, PARTS),
             ("a sequence of token ids", ToyBlendModel(), {"question": 5}, PARTS),
             ("needs the exact cache", ToyBlendModel(), {"selector": "oracle"}, PARTS),
             ("max_loss", ToyBlendModel(), {"max_loss": -1.0}, PARTS),

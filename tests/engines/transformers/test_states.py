@@ -346,6 +346,10 @@ def test_numbers_beyond_16_bits_are_kept():
     out = torch.empty_like(kv)
     decode_group(encode_group(kv, "Raw", context, "ab" * 32, 1), "Raw", context, "ab" * 32, 1, out)
     assert torch.equal(out, kv)
+    for level in ("FP16", "FP8", "Int8", "Int4", "FP4"):
+        with pytest.raises(FormatError):
+            encode_group(kv, level, context, "ab" * 32, 1)
+    kv.clamp_(max=65_504.0)
     for level in ("FP16", "BF16", "FP8", "Int8", "Int4", "FP4"):
         decode_group(encode_group(kv, level, context, "ab" * 32, 1), level, context, "ab" * 32, 1, out)
         assert bool(torch.isfinite(out).all())

@@ -125,7 +125,7 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
         (("-n", 5, "--link", 1, "--floor", -1), 2, "the quality floor is a loss of -1.0"),
         (("-n", 5, "--link", 1, "--local-queue", -1), 2, "queue_s is -1.0"),
         (("-n", 5, "--link", 1, "--asset", "/no/such"), 2, "/no/such"),
-        (("-n", 5, "--link", 1, "--json", "/no/such/a.json"), 2, "cannot be written"),
+        (("-n", 5, "--link", 1, "--json", "/no/such/a.json"), 2, "there is no folder"),
         (("--day", "--link", 0), 2, "needs rates above 0"),
         (("--day", "--link", 5, "-n", 7), 2, "--tokens is for one request"),
         (("--day", "--link", 5, "--requests", 0), 2, "0 requests"),
