@@ -294,18 +294,22 @@ class TroubleLog:
             first = what not in self._again
             self._again[what] = (0 if first else self._again[what][0] + 1, text)
             # A timer does not survive a fork, and its thread is not alive in the child.
-            if not first and (self._timer is None or not self._timer.is_alive()):
-                self._timer = threading.Timer(self._every_s, self.flush)
-                self._timer.daemon = True
-                self._timer.start()
+            if self._timer is None or not self._timer.is_alive():
+                self._begin()
         if first:
             self._log.warning("kvabr: %s: %s", what, text)
 
+    def _begin(self) -> None:
+        self._timer = threading.Timer(self._every_s, self.flush)
+        self._timer.daemon = True
+        self._timer.start()
+
     def flush(self) -> None:
-        """Write the line with the troubles that were repeated, if there are any."""
+        """Write the line with the troubles that were repeated, and forget the others: the next one is news again."""
         with self._lock:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
-            self._again = {kind: (0, last) for kind, (_, last) in self._again.items()}
-            self._timer = None
+            self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}
+            if self._again:
+                self._begin()
         if again:
             self._log.warning("kvabr: within %.0f s: %s", self._every_s, "; ".join(again))

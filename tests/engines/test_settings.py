@@ -165,14 +165,16 @@ def test_trouble_is_logged_at_once_and_then_summed_up(caplog):
             trouble.tell("a play failed", f"gone {number}")
         trouble.tell("a cache is not published", ValueError())
         trouble.flush()
-        trouble.flush()
         trouble.tell("a play failed", "gone again")
         trouble.flush()
+        trouble.flush()
+        trouble.tell("a play failed", "much later")
     assert caplog.messages == [
         "kvabr: a play failed: gone",
         "kvabr: a cache is not published: ValueError()",
         "kvabr: within 3600 s: a play failed: 60 more, the last: gone 60",
         "kvabr: within 3600 s: a play failed: 1 more, the last: gone again",
+        "kvabr: a play failed: much later",
     ]
 
 
