@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvabr.codec.base import codec
 from kvabr.transfer.interface import Connection, PrefixFinder, read_view
-from kvabr.transfer.work import decoders
+from kvabr.transfer.work import cancel_all, decoders
 from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_TRACKS, Catalog
 from kvabr.types.digests import require
 from kvabr.types.errors import (
@@ -162,13 +162,18 @@ async def fetch_catalog(
 
 
 async def _first_of(*lookups: Awaitable[Found]) -> Found:
-    """Return the first of several answers that is there; if none is, raise the first error."""
-    answers = await asyncio.gather(*lookups, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, Found):
-            return answer
-    assert isinstance(answers[0], BaseException)  # noqa: S101  # or it was returned
-    raise answers[0]
+    """Return the first of several answers that is there, without waiting for later ones; else raise the first error."""
+    tasks = [asyncio.ensure_future(lookup) for lookup in lookups]
+    errors: list[Exception] = []
+    try:
+        for task in tasks:
+            try:
+                return await task
+            except (TransportError, FormatError) as error:
+                errors.append(error)
+    finally:
+        await cancel_all(tasks)
+    raise errors[0]
 
 
 async def find_prefix(
