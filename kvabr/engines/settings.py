@@ -309,6 +309,7 @@ class TroubleLog:
         with self._lock:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
             self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}
+            self._timer = None  # this thread is still alive
             if self._again:
                 self._begin()
         if again:
