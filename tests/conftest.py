@@ -105,17 +105,6 @@ def _no_profiles() -> None:
         profiles._profiles.clear()
 
 
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """Path of a folder in shared memory that does not exist yet; it is removed at the end."""
-    memory = Path("/dev/shm")  # noqa: S108
-    if not memory.is_dir():
-        pytest.skip("no /dev/shm here")
-    path = memory / f"kvabr-test-{secrets.token_hex(6)}"
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """A real S3 server; see `seaweed`."""

@@ -154,11 +154,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--disk",
         metavar="DIR|URL",
-        help="keep groups in this folder, or in shared memory (shm://), where all processes of this user on the host "
-        "find them, and have each downloaded once",
+        help="keep groups in this folder, or in an object store, for later plays",
     )
     how.add_argument(
-        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder or memory in GiB (default: 16)"
+        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")

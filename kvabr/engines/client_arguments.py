@@ -74,7 +74,7 @@ class ClientArguments:
             if self.limits.disk is None:
                 raise
             # Each rank is a process, and only one of them can have the folder.
-            LOG.warning("fetched groups are kept in memory only (ranks can share shm://): %s", error)
+            LOG.warning("fetched groups are kept in memory only: %s", error)
         return self._client(replace(self.limits, disk=None), metrics)
 
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:

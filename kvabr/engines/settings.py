@@ -207,11 +207,10 @@ class EngineSettings(SettingsTable):
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
-    """Folder for the same, of one process: other ranks use memory only. Or ``shm://``, shared memory in which all ranks
-    and engines of this user on a host have each group downloaded once; or the URL of an object store, which all hosts
+    """Folder for the same, of one process: other ranks use memory only. Or the URL of an object store, which all hosts
     may share. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
-    """Size of the folder or the shared memory ``disk``, MiB."""
+    """Size of the folder ``disk``, MiB."""
     cache: FilePath | None = Field(default_factory=lambda: user_cache_path("kvabr", appauthor=False))
     """Folder that keeps codec profiles, the speed of the origin's link and prefill times from one process to the next,
     as `kvabr fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing."""
