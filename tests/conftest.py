@@ -5,13 +5,10 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import secrets
-import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest

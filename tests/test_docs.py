@@ -41,7 +41,6 @@ NAMES = {
     "kvabr.selectors",
     "kvabr.catalog",
     "kvabr.changes",
-    "kvabr.hint",
     "kvabr.edge",
     "kvabr.live",
     "kvabr.models",

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ import torch
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
-from kvabr.client.hinting import hint_node
 from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
@@ -43,7 +42,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -79,7 +78,6 @@ from kvabr.types.errors import (
 from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
-from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
 from kvabr.types.sealing import Keys, read_keys
@@ -148,9 +146,6 @@ class AsyncClient:
         """
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
-        self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
-        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt.
-        Sealed ones, and prompts with media, are left out."""
         self._model, self._keys = model, read_keys(keys)
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
@@ -472,7 +467,6 @@ class AsyncClient:
         model: KVSpec | str | None = None,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        node: PeerLike = None,
         owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
@@ -490,9 +484,6 @@ class AsyncClient:
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            node: another node, in whose store the cache is wanted (`kvabr player --serve`): from `peer`, with a token,
-                or its URL. It is asked what there is, and fetches as its own plays do; it may keep the cache for less
-                than ``keep_s``.
             owner: for whom they are kept: who keeps most is the first to keep less.
             time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
                 in the best quality.
@@ -504,13 +495,12 @@ class AsyncClient:
         """
         check_deadline(within_s)
         options, ends_s = options or self.options, asyncio.get_running_loop().time() + within_s
-        asked = peer if node is None else node
-        found = await self.find(tokens, model=model, salt=options.salt, peer=asked, live=False, within_s=within_s)
+        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
         if found is None:
             return Hinted(0, 0, 0.0)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
         return await self.hint_asset(
-            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, node=node, owner=owner,
+            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, owner=owner,
             time_price=time_price,
         )  # fmt: skip
 
@@ -522,7 +512,6 @@ class AsyncClient:
         keep_s: float = 0.0,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        node: PeerLike = None,
         owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
@@ -534,7 +523,6 @@ class AsyncClient:
             keep_s: seconds for which it is kept.
             options: how it is fetched.
             peer: from whom.
-            node: in whose store, if it is another node's.
             owner: for whom it is kept.
             time_price: price of a second of fetching.
 
@@ -547,8 +535,6 @@ class AsyncClient:
             raise UsageError(f"keep_s is {keep_s:g}; it must be a number of seconds, 0 or more")
         options = replace(options or self.options, time_price=time_price, live=False, out=None, after=None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        if node is not None:
-            return await hint_node(self.connect(node), name, within_s, keep_s)
         ends_s = asyncio.get_running_loop().time() + within_s
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
@@ -841,10 +827,6 @@ class AsyncClient:
         pairs = zip(self._some(peers), connection.sources, strict=True)
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
-            catalog, shared = found.catalog, tokens[: found.catalog.tokens]
-            if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
-                self.on_found(catalog.namespace, shared)
         return found, spec
 
     async def _catalog(

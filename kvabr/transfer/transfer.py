@@ -25,7 +25,6 @@ from kvabr.store.memory import GROUPS
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.hints import HINT_TRACK
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 _LEAST_URGENT = 255
@@ -58,7 +57,7 @@ class GroupRequest:
     @property
     def standing(self) -> bool:
         """Whether it stays open until there is something to tell, so that its silence says nothing about the path."""
-        return self.track.startswith((CHANGES_TRACK, HINT_TRACK))
+        return self.track.startswith(CHANGES_TRACK)
 
     def __str__(self) -> str:
         return f"{self.track[:80]}, group {self.group}"
