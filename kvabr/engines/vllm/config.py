@@ -19,7 +19,7 @@ from kvabr.engines.layouts import check_block_size, head_shard
 from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
-from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, UnknownCacheError, engine_caches
+from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, Scales, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.drafts import DRAFT, draft_of
 from kvabr.engines.vllm.interleaving import interleaving_of
 from kvabr.engines.weights import cached_folder
@@ -146,16 +146,6 @@ def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAs:
-    """What a worker knows of how vLLM keeps its cache, once the model is loaded."""
-
-    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By vLLM's name of a layer with a cache in FP8, what its kernels multiply the codes of keys and values by."""
-    engine: str = "unknown"
-    """Version of vLLM, device and attention kernels: what the bytes of a packed cache depend on."""
-
-
-@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model of an engine."""
 
@@ -200,13 +190,13 @@ class ServedModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether a class of the engine's cache has codes of 8 bits or packed bytes instead of numbers."""
-        return any(one.scales is not None or one.packing for one in self.spec.classes)
+        """Whether a class of the engine's cache has codes of 8 bits instead of numbers."""
+        return any(one.scales is not None for one in self.spec.classes)
 
     def kept(self, part: KVSpec) -> torch.dtype:
         """Return the element type of one class in the engine's cache."""
         only = part.only
-        return self.dtype if only.scales is None and not only.packing else part.torch_dtype
+        return self.dtype if only.scales is None else part.torch_dtype
 
     @property
     def shard(self) -> KVSpec:
@@ -291,7 +281,7 @@ def served_model(
     consumes: bool = True,
     produces: bool = False,
     blocks_may_fail: bool = True,
-    kept_as: KeptAs = KeptAs(),
+    scales: Scales | None = None,
 ) -> ServedModel:
     """Return the model of an engine.
 
@@ -302,15 +292,14 @@ def served_model(
         consumes: whether the engine plays.
         produces: whether it publishes.
         blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
-        kept_as: what a worker knows of its cache; of layers that it does not name scales are 1.
+        scales: those of a cache in FP8, as a worker has read them; 1 for layers that it does not name.
 
     Raises:
         UsageError: vLLM was started in a way in which it cannot exchange caches; it says what to change.
         UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    quantisation = _quantisation(cache, caches, settings, kept_as)
-    packs = bool(quantisation.packing)
+    quantisation = _quantisation(cache, scales or {})
     prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
@@ -323,13 +312,8 @@ def served_model(
     rank = int(getattr(parallel, "rank", 0)) % ranks
     draft = draft_of(config)
     facts = facts_of(config) | {"draft": list(draft.told) or None}
-    if packs:  # in the name, so that engines that pack differently publish side by side
-        blocks = {int(each.kv_cache_spec.block_size) for each in caches.kv_cache_groups}
-        facts["cache"] = [quantisation.packing, *sorted(blocks)]
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
-    if packs and ranks > 1:  # which bytes are those of which head only vLLM knows
-        name = f"{name}+rank{rank}of{ranks}"
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
@@ -338,7 +322,7 @@ def served_model(
         layers=layers,
         dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
         held=own,
-        heads_of=lambda heads: heads if packs else _all_heads(model, heads, ranks),
+        heads_of=lambda heads: _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
         interleaving=interleaving,
@@ -362,15 +346,20 @@ def served_model(
         raise UnknownCacheError(
             "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
         )
-    _check_blocks(kept, spec, packs=packs)
+    for pages in kept.pages:
+        check_block_size(pages.block, spec.group_tokens)
+        if pages.passing and spec.group_tokens % pages.block:
+            raise UsageError(
+                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
+                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
+            )
     plain_caches = settings.plain_caches and any(one.scales is not None for one in spec.classes)
     if plain_caches and (whole is None or not all(map(_was_plain, spec.classes))):
         raise UsageError(
             "plain_caches: kvabr has vLLM quantise keys and values of whole models only, and vLLM keeps "
             f"{spec.summary}: leave it out, and caches like this engine's are played"
         )
-    shares = 1 if packs else ranks
-    heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
+    heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * prefill * int(parallel.pipeline_parallel_size)
@@ -396,7 +385,7 @@ def served_model(
 
 def _unscaled(spec: KVSpec) -> bool:
     """Return whether earlier versions published such caches: plain ones, and codes with a scale of 1."""
-    return all(one.scales in (None, (1.0,)) and not one.packing for one in spec.classes)
+    return all(one.scales in (None, (1.0,)) for one in spec.classes)
 
 
 def _was_plain(one: LayerClass) -> bool:
@@ -404,7 +393,7 @@ def _was_plain(one: LayerClass) -> bool:
     return one.scales is not None and one.halves == 2
 
 
-def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: KeptAs) -> Quantisation:
+def _quantisation(cache: Any, scales: Scales) -> Quantisation:
     """Return how vLLM quantises its cache; `UsageError` if kvabr cannot exchange what it makes."""
     stored = str(cache.cache_dtype)
     codes = FP8_CACHES.get(stored)
@@ -413,36 +402,17 @@ def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: Kept
             raise UsageError(
                 "each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out"
             )
-        return Quantisation(_name(codes), kept_as.scales)
+        return Quantisation(_name(codes), scales)
     if stored in _PLAIN_CACHES:
         return PLAIN
     if stored == "fp8_inc":
         raise UsageError(
             "vLLM's fp8_inc cache has scales that kvabr cannot read: start it with --kv-cache-dtype auto or fp8"
         )
-    if settings.plain_caches:
-        raise UsageError(
-            f"plain_caches: kvabr does not make {stored} of the numbers in other caches. Leave it out, and caches in "
-            f"{stored} are played; or start vLLM with --kv-cache-dtype fp8"
-        )
-    layout = getattr(caches, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)
-    return Quantisation(packing=f"{kept_as.engine}:{stored},layout={layout}")
-
-
-def _check_blocks(kept: EngineCaches, spec: KVSpec, *, packs: bool) -> None:
-    """Raise `UsageError` if vLLM's blocks and kvabr's groups do not fit each other."""
-    for pages in kept.pages:
-        check_block_size(pages.block, spec.group_tokens)
-        if spec.group_tokens % pages.block and packs:
-            raise UsageError(
-                f"vLLM packs blocks of {pages.block} tokens, which groups of {spec.group_tokens} would cut: set "
-                f'"group_tokens" to {pages.block} or a multiple'
-            )
-        if pages.passing and spec.group_tokens % pages.block:
-            raise UsageError(
-                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
-                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
-            )
+    raise UsageError(
+        f"vLLM keeps its cache in {stored}, a format that only vLLM reads: kvabr exchanges caches of "
+        "--kv-cache-dtype auto, float16, bfloat16 or fp8"
+    )
 
 
 def _check_playable(config: Any, kept: EngineCaches) -> None:
@@ -481,7 +451,7 @@ def _whole(
     for each in own:
         alike = {types[layer] for layer in each.layers}
         others = {types[layer] for one in own if one is not each for layer in one.layers}
-        if each.role or alike & others or each.packing or each.scales not in (None, (1.0,)):
+        if each.role or alike & others or each.scales not in (None, (1.0,)):
             return None
         found.append(replace(each, layers=tuple(layer for layer in range(total) if types[layer] in alike)))
     if sum(len(one.layers) for one in found) != total:
@@ -596,7 +566,7 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
     except (KvabrError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
         return unknown
     ropes = {one.layers[0]: one for one in probed if not one.role}
-    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role + one.packing else None for one in classes]
+    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role else None for one in classes]
     return [
         found.rope if found is not None and _same(found, one) else None
         for found, one in zip(alike, classes, strict=True)

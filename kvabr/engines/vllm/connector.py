@@ -36,8 +36,8 @@ from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, register, stats
 from kvabr.engines.vllm.blocks import codes
-from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import FP8_CACHES, KeptAs, ServedModel, VllmSettings, read_settings, served_model
+from kvabr.engines.vllm.caches import Scales, UnknownCacheError
+from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import PlacedPlay, Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
@@ -74,11 +74,11 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
         self.step = step
 
 
-class KvabrKeptAs(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Carries what a worker knows of its cache to the scheduler, when the engine starts."""
+class KvabrScales(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Carries the scales of a cache in FP8 from a worker to the scheduler, when the engine starts."""
 
-    def __init__(self, kept_as: KeptAs) -> None:
-        self.kept_as = kept_as
+    def __init__(self, scales: Scales) -> None:
+        self.scales = scales
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -147,7 +147,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
         # The worker tells the scheduler, before that sees the first request.
-        self._kept_as = kept_as(vllm_config) if role == KVConnectorRole.WORKER else KeptAs()
+        self._scales = scales_of(vllm_config) if role == KVConnectorRole.WORKER else {}
         self._served = partial(
             served_model,
             vllm_config,
@@ -158,7 +158,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             blocks_may_fail=_BLOCKS_MAY_FAIL,
         )
         try:
-            model = self._served(kept_as=self._kept_as)
+            model = self._served(scales=self._scales)
         except UnknownCacheError as error:
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
@@ -192,17 +192,17 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return sorted({type(one).__name__ for one in others})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler cannot know of a cache that vLLM quantises."""
-        return None if self._kept_as == KeptAs() else KvabrKeptAs(self._kept_as)
+        """Return the scales of a cache that vLLM quantises, which the scheduler cannot know."""
+        return KvabrScales(self._scales) if self._scales else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers know of their cache; another connector's news are not for this one."""
-        ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrKeptAs))
+        ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrScales))
         first = next(ranks, None)
         if first is None or isinstance(self._scheduler, IdleScheduler):
             return
         try:
-            model = self._served(kept_as=first.kept_as)
+            model = self._served(scales=first.scales)
         except UnknownCacheError:  # the worker has said so, and does nothing either
             self._scheduler = IdleScheduler()
             return
@@ -485,18 +485,16 @@ def _event(event: KVEvent) -> KVCacheEvent:
     )
 
 
-def kept_as(config: Any) -> KeptAs:
-    """Return how vLLM keeps the cache of the model that this worker has loaded.
+def scales_of(config: Any) -> Scales:
+    """Return the scales of the layers that this worker has loaded, by name; empty if all are 1, or none is quantised.
 
     Raises `UsageError` if its FP8 cache means something else than that of other engines.
     """
-    stored, scales, kernels = config.cache_config.cache_dtype, {}, set()
+    stored, scales = config.cache_config.cache_dtype, {}
     for name, layer in config.compilation_config.static_forward_context.items():
-        backend = getattr(layer, "attn_backend", None)
-        if backend is None or (mode := int(get_kv_quant_mode(getattr(layer, "kv_cache_dtype", "auto")))) == 0:
+        mode = int(get_kv_quant_mode(getattr(layer, "kv_cache_dtype", "auto")))
+        if getattr(layer, "attn_backend", None) is None or mode == 0:
             continue
-        soa = getattr(layer.impl, "_soa_store", False)  # TurboQuant has two orders of bytes
-        kernels.add(f"{backend.get_name()}{'-soa' if soa else ''}")
         if stored not in FP8_CACHES:
             continue
         if current_platform.is_fp8_fnuz():
@@ -511,12 +509,7 @@ def kept_as(config: Any) -> KeptAs:
                 "it with --kv-cache-dtype auto"
             )
         scales[name] = (float(layer._k_scale_float), float(layer._v_scale_float))  # noqa: SLF001  # vLLM's own name
-    if not kernels or (stored in FP8_CACHES and set(scales.values()) == {(1.0, 1.0)}):
-        return KeptAs()
-    capability = current_platform.get_device_capability()
-    device = current_platform.device_type if capability is None else f"sm{capability.to_int()}"
-    version = ".".join(vllm.__version__.split(".")[:2])
-    return KeptAs(scales, f"vllm-{version},{device},{'+'.join(sorted(kernels))}")
+    return {} if set(scales.values()) == {(1.0, 1.0)} else scales
 
 
 def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
