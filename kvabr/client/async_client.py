@@ -28,7 +28,6 @@ import torch
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
-from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
     Limits,
@@ -79,7 +78,7 @@ from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part, Passage
+from kvabr.types.passage import Part
 from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
@@ -665,27 +664,6 @@ class AsyncClient:
         async with self._asking(within_s, peer) as connection:
             found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
-
-    async def find_joined(
-        self,
-        parts: Sequence[Part],
-        model: KVSpec,
-        *,
-        salt: bytes = b"",
-        max_loss: float = math.inf,
-        any_dtype: bool = False,
-        peer: PeersLike = None,
-    ) -> tuple[Found | None, Sequence[tuple[Passage, str]]]:
-        """Return what there is of a prompt made of passages for `play_prefix`, and which of them are left out, and why.
-
-        See `kvabr.client.joined_prefix.find_joined`, also for the errors.
-        """
-        refused: list[tuple[Passage, str]] = []
-        found = await find_joined(
-            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype, keys=self._keys,
-            refused=lambda *why: refused.append(why),
-        )  # fmt: skip
-        return found, refused
 
     async def find_asset(
         self,

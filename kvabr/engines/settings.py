@@ -30,16 +30,12 @@ from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MAX_TAIL, MOST_TAIL
+from kvabr.abr.tail import MOST_TAIL
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.moqt.options import TransportChoice
-from kvabr.link.quic.backend import Quic
-from kvabr.player.session_types import TIME_PRICE
 from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.transfer.lanes import MOST_LANES
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
@@ -134,6 +130,15 @@ class SettingsTable(BaseModel):
 class EngineSettings(SettingsTable):
     """Keys that every adapter understands."""
 
+    plays: ClassVar[int] = 256
+    """Caches that may be fetched at once."""
+    queue: ClassVar[int] = 64
+    """Caches that may wait to be published; more are dropped and counted."""
+    tail: ClassVar[int] = MOST_TAIL
+    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
+    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
+    has room for, shared by the requests that wait."""
+
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
     and the like. None: nothing is fetched."""
@@ -150,20 +155,9 @@ class EngineSettings(SettingsTable):
     """Tokens per second that the engine prefills, for deciding what to leave to it. None: what vLLM's prefills cost is
     measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not there is no
     ``tail``."""
-    tail: Annotated[int, Field(ge=0, le=MAX_TAIL)] = MOST_TAIL
-    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
-    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
-    has room for, shared by the requests that wait. 0: none."""
-    min_load_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of a request that must be cached, besides those that the engine has, for any of them to be loaded; of
-    fewer, all are computed."""
-    max_load_tokens: Count | None = None
-    """Most tokens of a request that are loaded; the engine computes those behind. None: all that are cached."""
     keep_loss: Annotated[float, Field(ge=0)] = math.inf
     """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
     keeps it for all later requests. AC-L3 loses about 0.001."""
-    time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
-    """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
     version: Text | None = None
@@ -182,9 +176,6 @@ class EngineSettings(SettingsTable):
     ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
-    digest: Annotated[Text, _checked(check_kind)] = SHA256
-    """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
-    processor's time and which readers need the extra ``fast`` for."""
     keys: FilePath | None = None
     """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are played, no others. It is read
     again when it has changed. None: nothing is sealed."""
@@ -195,15 +186,8 @@ class EngineSettings(SettingsTable):
     """PEM file with the certificates to trust instead of the system's."""
     fingerprint: Text | None = None
     """SHA-256 of the only certificate to trust."""
-    insecure: bool = False
-    """Do not verify the origin's certificate (exposes the token and the caches)."""
-    quic: Quic = "auto"
-    """QUIC library."""
     transport: TransportChoice = "auto"
     """``quic``, ``tcp`` or ``auto``, as of `kvabr.AsyncClient`."""
-    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1
-    """Most connections to an origin: further ones are opened where one connection, or one core, carries less than the
-    path."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
@@ -216,10 +200,6 @@ class EngineSettings(SettingsTable):
     as `kvabr fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing."""
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
-    plays: Count = 256
-    """Caches that may be fetched at once."""
-    queue: Count = 64
-    """Caches that may wait to be published; more are dropped and counted."""
     publish_mib: Count | None = None
     """Size limit of what engines publish in ``publish``, MiB: see ``publish_evict``. None: unlimited."""
     publish_evict: Order = DEFAULT_ORDER
@@ -232,13 +212,6 @@ class EngineSettings(SettingsTable):
         if sources and info.data.get("url") is None:
             raise ValueError("further sources need a first one, url")
         return sources
-
-    @field_validator("max_load_tokens")
-    @classmethod
-    def _check_load_tokens(cls, most: int | None, info: ValidationInfo) -> int | None:
-        if most is not None and most < (least := info.data.get("min_load_tokens", 0)):
-            raise ValueError(f"it must be at least min_load_tokens, {least}")
-        return most
 
     def grouped(self, spec: KVSpec) -> KVSpec:
         """Return ``spec`` with the group size that the user set."""
@@ -255,11 +228,6 @@ class EngineSettings(SettingsTable):
     def prefill_cost(self) -> PrefillCost | None:
         """The cost of a prefill at ``prefill_rate``; None without one."""
         return None if self.prefill_rate is None else PrefillCost.from_rate(self.prefill_rate)
-
-    @property
-    def keep_bytes(self) -> int | None:
-        """Bound on the groups that hints have kept, see `kvabr.client.options.Limits`."""
-        return None
 
     @property
     def publish_bytes(self) -> int | None:

@@ -332,9 +332,7 @@ def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int 
 
 def needs_raw(spec: KVSpec) -> bool:
     """Return whether only `RAW` keeps a cache as it is: one that is quantised, or has states in float32."""
-    return any(
-        each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes
-    )
+    return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
 def pointless(spec: KVSpec | None) -> tuple[str, ...]:

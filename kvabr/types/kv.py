@@ -154,6 +154,7 @@ class LayerClass:
     role: str = ""
     """What the class holds of its layers if it is not their main cache, for example ``indexer``: lowercase letters. A
     layer may be in several classes if these differ in this."""
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise FormatError(
@@ -578,9 +579,7 @@ class KVSpec:
         return replace(
             self,
             classes=tuple(
-                mine
-                if mine.scales is not None
-                else replace(mine, dtype=theirs.dtype, scales=theirs.scales)
+                mine if mine.scales is not None else replace(mine, dtype=theirs.dtype, scales=theirs.scales)
                 for mine, theirs in pairs
             ),
         )

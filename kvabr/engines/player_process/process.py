@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _CALLS = frozenset(
-    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "round_trip", "known_link"}
+    {"find", "find_asset", "fetch_profile", "tail_of", "round_trip", "known_link"}
     | {"play_prefix", "play_coded", "hint_asset"}
 )
 """Methods of `AsyncClient` that engines may call."""
@@ -51,8 +51,6 @@ _CLEAR_S = 5.0
 _MOST_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
 """Seconds until a listener that could not accept an engine tries again."""
-
-
 
 
 class PlayerProcess:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, field_validator
@@ -16,7 +16,7 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies.fixed import Fixed
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
-from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
+from kvabr.engines.settings import OWN, Count, EngineSettings, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, Scales, UnknownCacheError, engine_caches
@@ -25,12 +25,10 @@ from kvabr.engines.vllm.interleaving import interleaving_of
 from kvabr.engines.weights import cached_folder
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
-from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import with_facts
 
-Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
 FP8_CACHES = {
     "fp8": torch.float8_e4m3fn,
@@ -45,24 +43,18 @@ WHERE = "kv_connector_extra_config"
 class VllmSettings(EngineSettings):
     """Keys of ``kv_connector_extra_config``."""
 
+    plays: ClassVar[int] = 64
+    queue: ClassVar[int] = 4
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
-    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`), ``passages`` and
-    ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
-    mode: Mode = "play-first"
-    """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
-    promise the tokens, play into the request's blocks, and report those that did not come as failed."""
+    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`)."""
     host_mib: Count = 4096
     """Memory in each worker for the compressed groups of plays before their promise, MiB. Where it is short, plays do
     without their dearest tracks, and requests beyond it wait, until their deadline. A cache larger than this is played
     when there is no other."""
-    estimator: EstimatorName | None = None
-    """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None
     """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
-    asset_dtype: Text | None = None
-    """Element type that the assets name. None: as `kvabr encode` chooses it."""
     keep_loss: Annotated[float, Field(ge=0)] = 0.001
     """Most that a play may be expected to lose, nats per generated token, for later requests to get it from the engine
     itself; AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache
@@ -71,32 +63,11 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
-    hint_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
-    """Longest time, seconds, for which a request may have its cache kept in the node's store for the next turn:
-    ``kv_transfer_params={"keep_s": 600}``, or ``{"back": true}`` for this time. 0: such hints are ignored."""
-    hint_mib: Annotated[int | None, Field(ge=0)] = None
-    """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
-    (``cache_salt``) for whom most is kept keeps less. None: half of each."""
-    refine: bool = True
-    """Fetch what was played with more than ``keep_loss`` again, in the best quality, into the node's store, once its
-    request has ended and while no play wants the link: the next play of it has that without the link."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
     the socket of a `kvabr player` that somebody else starts. If it dies, requests are computed until there is
     another."""
-    plays: Count = 64
-    """Caches that may be fetched at once."""
-    window_mib: Annotated[int, Field(ge=0)] = 1024
-    """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
-    queue: Count = 4
-    """Caches that may wait to be published; more are dropped and counted."""
-    max_loss: Annotated[float, Field(ge=0)] = MISS_PENALTY
-    """Most that a prompt joined from passages may be expected to lose, nats per generated token; the passages behind
-    are computed. Those of which nobody measured what joining them costs are computed, too, unless it is infinite."""
-    fusion: FilePath | None = None
-    """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
-    --base alone` or ``behind`` writes. None: it is not known."""
     plain_caches: bool = False
     """With a cache in FP8: play what engines with an unquantised cache have published, too, where there is nothing
     else. vLLM's own kernel stores it, as if vLLM had computed these numbers; what it computes behind them is not
@@ -117,11 +88,6 @@ class VllmSettings(EngineSettings):
         if load_policy(policy)().computes:
             raise ValueError("it has the engine compute from the front, which vLLM cannot")
         return policy
-
-    @property
-    def keep_bytes(self) -> int | None:
-        """``hint_mib`` in bytes."""
-        return None if self.hint_mib is None else self.hint_mib << 20
 
     @property
     def only_track(self) -> str | None:
@@ -320,7 +286,7 @@ def served_model(
     kept = engine_caches(
         caches,
         layers=layers,
-        dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
+        dtype=model_loader.asset_dtype(config_dtype),
         held=own,
         heads_of=lambda heads: _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",

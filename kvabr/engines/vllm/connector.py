@@ -46,7 +46,6 @@ from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
 from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.worker import WorkerHalf
-from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVEvent
@@ -131,13 +130,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
         settings = read_settings(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
-        promises = consumes and settings.mode == "promise-first"
-        if promises and transfer.kv_load_failure_policy != "recompute":
-            raise UsageError(
-                'in the mode "promise-first" kvabr leaves what does not come in time to the engine: set '
-                'kv_load_failure_policy to "recompute" '
-                f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
-            )
         if consumes and role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             _log.warning(
                 'kvabr: kv_load_failure_policy is "%s": a request fails if a group that is what its publisher made '
@@ -247,11 +239,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End the computation of a step."""
         self._worker.computed()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
         # What is counted behind this goes with a later step, so there has to be one.
         self._to_count = self._worker.publishing
-        sent, received = self._worker.collect(finished_req_ids)
+        sent, received = self._worker.collect()
         return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -427,7 +419,7 @@ def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produce
     parts = []
     if consumes:
         where, kept = str(settings.url).partition("?")[0], settings.keep_loss
-        how = f"{settings.mode}, policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
+        how = f"policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
         parts.append(f"plays from {where} ({how})")
     if produces:
         parts.append(f"publishes to {settings.publish}{' while it is computed' if settings.publish_live else ''}")
@@ -438,7 +430,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
-    fusion = None if settings.fusion is None else FusionLosses.read(settings.fusion).check(model.spec)
     if settings.profile is not None and model.undrafted is not None:
         _log.warning("kvabr: the codec profile is not used: it has nothing of the draft model's layers")
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
@@ -452,11 +443,10 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         max_bytes=settings.publish_bytes,
         evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
-        digest=settings.digest,
         keep_tokens=settings.publish_tokens,
         keys=settings.keys,
     )
-    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
+    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 
 
 def _told(config: Any, kv_cache_config: Any, model: ServedModel) -> ToldBlocks | None:

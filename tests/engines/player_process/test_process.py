@@ -49,7 +49,7 @@ def served(tmp_path_factory):
 
 @contextlib.contextmanager
 def engine(served, player=OWN, **more):
-    given = {"url": served.url, "fingerprint": served.fingerprint, "quic": "aioquic", "player": str(player)}
+    given = {"url": served.url, "fingerprint": served.fingerprint, "player": str(player)}
     client = Background(open_client(EngineSettings.read(given | more, "here")))
     try:
         yield client

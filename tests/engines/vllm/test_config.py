@@ -120,19 +120,15 @@ def test_scaled_rope_is_told_from_plain_rope(config):
     assert rope.frequencies[0] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "policy"), [("play-first", "recompute"), ("play-first", "fail"), ("promise-first", "recompute")]
-)
-def test_a_connector_that_is_set_up_well(config, mode, policy):
-    assert connect(config(URL | {"mode": mode}, policy=policy)).requires_kv_delivery is False
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_connector_that_is_set_up_well(config, policy):
+    assert connect(config(URL, policy=policy)).requires_kv_delivery is False
 
 
 @pytest.mark.parametrize(
     ("extra", "role", "policy", "options", "what"),
     [
         (URL | {"deadlin_s": 1}, "kv_consumer", "recompute", {}, "did you mean 'deadline_s'"),
-        (URL | {"mode": "promise-first"}, "kv_consumer", "fail", {}, 'set kv_load_failure_policy to "recompute"'),
-        (URL | {"mode": "both"}, "kv_consumer", "recompute", {}, "mode is 'both': it must be 'play-first' or"),
         ({}, "kv_consumer", "recompute", {}, 'needs "url"'),
         (URL, "kv_both", "recompute", {}, 'needs "publish"'),
         (URL, "kv_consumer", "recompute", {"block_size": 96}, "multiple of the other"),
