@@ -492,14 +492,6 @@ class Catalog(CommonFacts):
             return place // self.spec.group_tokens
         return bisect_right(range(self.groups), place, key=self.tokens_before) - 1
 
-    def run(self, token: int) -> Catalog | None:
-        """Return the groups from that of a token of the prompt on, up to the first that no asset has; None: none."""
-        if not self.first_token <= token < self.first_token + self.tokens:
-            return None
-        first = self.group_at(token)
-        last = next((group for group in self.computed if group >= first), self.groups)
-        return None if first == last else self._slice(first, last)
-
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
         return tuple(cuts(self.spec, self.units, self.offset, self.first_token + self.tokens))
