@@ -49,7 +49,6 @@ from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
-from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -179,8 +178,6 @@ class AsyncClient:
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         self._home = HomeProcess("the client")
-        self._transports = TransportComparison(self._history)
-        self._measuring: asyncio.Task[None] | None = None
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
         self._origins = tuple(dict.fromkeys(named))
 
@@ -714,7 +711,6 @@ class AsyncClient:
         if not self._home.here:
             return
         await self._runner.close()
-        await cancel_all([] if self._measuring is None else [self._measuring])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -819,7 +815,7 @@ class AsyncClient:
         return found
 
     def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
-        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics, self._keys)
+        return ClientPeer(url, dialling(url, **how), self.store, self.metrics, self._keys)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
@@ -848,24 +844,8 @@ class AsyncClient:
         purpose: Purpose = "play",
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        if self._measuring is not None:
-            self._measuring.cancel()  # plays come first
-        some = self._some(peer)
-        try:
-            async with self._runner.play(some, deadline, options, purpose) as turn:
-                yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
-        finally:
-            if any(map(self._transports.due, some)):
-                if self._measuring is not None:
-                    self._measuring.cancel()  # after another play
-                self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
-
-    async def _measure(self, peers: Sequence[ClientPeer]) -> None:
-        """Compare the transports to some peers once nothing is played."""
-        await asyncio.sleep(IDLE_S)
-        for peer in filter(self._transports.due, peers):
-            if self._runner.idle:
-                await self._transports.measure(peer)
+        async with self._runner.play(self._some(peer), deadline, options, purpose) as turn:
+            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:

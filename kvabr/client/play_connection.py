@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -40,8 +39,6 @@ TURN_S = 0.25
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
 _CLOSED = "the client was closed"
-_RECENT = 32
-"""Requests that a peer's transfers remember."""
 
 
 class SharedTransfer(GroupTransfer):
@@ -106,8 +103,6 @@ class SharedTransfers:
         checked.
         """
         self.store, self.metrics = store, metrics
-        self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
-        """What has come over its connection last."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
         self._source = None if isinstance(source, PeerConnection) else source
         named = self.connection.peer if self._source is None else self._source.peers[0]
@@ -213,8 +208,6 @@ class SharedTransfers:
     def settled(self, transfer: SharedTransfer) -> None:
         """Note that a transfer is over; check what has come if its digest is known."""
         if transfer.complete and transfer.request.digest is not None:
-            if transfer.limit != "kept" and transfer.request.exact:
-                self.recent.append(transfer.request)
             loop = asyncio.get_running_loop()
             transfer.checked = loop.create_future()
             self._track(loop.create_task(self._check(transfer, transfer.request.digest, transfer.checked)))
