@@ -45,9 +45,6 @@ _KEEP_S = 60.0
 """Seconds for which a client that no engine uses is kept, with its connections and groups."""
 _ENGINES = 64
 """Engines' processes that may share a client."""
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
-"""Between attempts to serve neighbours while the origin cannot be reached."""
-_CLEAR_S = 5.0
 _MOST_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
 """Seconds until a listener that could not accept an engine tries again."""
@@ -133,15 +130,9 @@ class PlayerProcess:
 
     def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
         del self._clients[arguments]
-        shared.dropped.set()
-        closing = asyncio.get_running_loop().create_task(self._close(shared))
+        closing = asyncio.get_running_loop().create_task(shared.client.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-    async def _close(self, shared: _Shared) -> None:
-        if self._serving is not None:  # it may be this client's, which it must leave before
-            await asyncio.wait([self._serving], timeout=_CLEAR_S)
-        await shared.client.close()
 
 
 class _Shared:
@@ -149,7 +140,6 @@ class _Shared:
 
     def __init__(self, client: AsyncClient) -> None:
         self.client, self.users = client, 0
-        self.dropped = asyncio.Event()
         self.ends: asyncio.TimerHandle | None = None
         """When it is dropped, unless it is used before."""
 

@@ -111,7 +111,7 @@ class RequestHints:
 
     def refine(self, names: Names) -> None:
         """Have the cache of a request that has ended, and was played with a loss, in the store in a better quality."""
-        if self._client is None:
+        if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
         self._refining = {each: whose for each, whose in self._refining.items() if not each.done()}
         if len(self._refining) < _MOST_REFINED and names not in self._refining.values():
