@@ -170,7 +170,7 @@ COUNTED = [
 
 @pytest.mark.parametrize(("name", "per_byte", "answer"), COUNTED)
 def test_a_counter_is_no_rate(put, name, per_byte, answer):
-    path = put(table(f"time_s,{name}", lambda s, _: f"{s},{(7e9 + 1e6 * s * (1 + s % 3)) * per_byte:.3f}"))
+    path = put(table(f"time_s,{name}", lambda s, _: f"{s},{(7e9 + 1e6 * s * s) * per_byte:.3f}"))
     if not answer:
         with pytest.raises(TraceQuestionError) as caught:
             read(path, columns=Columns(rate=name, unit="byte/s"))
