@@ -87,6 +87,7 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
     "UnauthenticatedError": "rejected",
     "PermissionError": "denied",
 }
+_KINDS_BY_STATUS: dict[int | None, Kind] = {401: "rejected", 403: "denied", 404: "absent"}
 _UNAUTHORIZED: dict[Kind, str] = {
     "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
     "credentials": f"no credentials were found; {CREDENTIALS}",
@@ -200,10 +201,8 @@ def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kin
         return "credentials"
     if (kind := _KINDS_BY_TYPE.get(type(error).__name__)) is not None:
         return kind
-    if status in (401, 403):
-        return "rejected" if status == 401 else "denied"
-    if status == 404:
-        return "absent"
+    if (kind := _KINDS_BY_STATUS.get(status)) is not None:
+        return kind
     if status is None and _WHOLE.search(text):
         return "whole"
     if status == 416 or (status is None and any(word in text for word in _RANGE)):
