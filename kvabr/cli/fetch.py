@@ -31,7 +31,7 @@ from kvabr.cli.options import (
     prompt_text,
     read_tokens,
 )
-from kvabr.types.errors import KvabrError, PlayError, UsageError
+from kvabr.types.errors import KvabrError, PlayError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.events import PlayEvent
 from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.words import counted
@@ -56,8 +56,8 @@ examples:
 
 Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
-where its time is worth it (--gpu-price). A cache that is still being prefilled is played, too: its groups come as they
-are published. The deadline starts once the connection is up.
+where its time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still being
+prefilled is played, too: its groups come as they are published. The deadline starts once the connection is up.
 
 At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then, the
 command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three deadlines.
@@ -273,7 +273,7 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
     text = None if args.text is None else prompt_text(args.text)
     engine: Engine | None = None
     if args.recompute is not None:
-        run_async(_reach(args))
+        run_async(_reach(args, console))
         loaded = load(wanted, console)
         engine, name, tokenizer = loaded.engine, loaded.engine.spec.model, loaded.tokenizer
     else:
@@ -289,19 +289,26 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
     return engine, name, tokens
 
 
-async def _reach(args: argparse.Namespace) -> None:
-    """Connect once, so that what keeps the peers out of reach is told before anything takes long."""
-    from kvabr.client.origins import dialling
-    from kvabr.types.errors import TransportError
+async def _reach(args: argparse.Namespace, console: Console) -> None:
+    """Connect once, so that an origin that cannot be reached is reported before the model is loaded.
 
+    An engine then computes the whole prompt; a cache that is named, and a refused token, are errors.
+    """
+    from kvabr.cli.display import printable, say
+    from kvabr.client.origins import asset_of, dialling
+
+    named = args.name is not None or asset_of(args.url) is not None
     urls = [url.partition("#")[0] for url in (args.url, *args.source)]
     for number, url in enumerate(urls):
         try:
             async with dialling(url, **network.options(args)):
                 return
-        except TransportError:
-            if number == len(urls) - 1:
+        except TransportError as error:
+            if number < len(urls) - 1:
+                continue
+            if named or isinstance(error, UnauthorizedError):
                 raise
+            say(console, printable(f"{error}; nothing is fetched, everything is computed here"), highlight=False)
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -360,9 +367,15 @@ async def _fetch(
     )
     async with client:
         start = time.monotonic()
-        origin = await client.connect()
+        origin: Connection | None = None
+        try:
+            origin = await client.connect()
+        except TransportError as error:
+            if engine is None or namespace is not None or isinstance(error, UnauthorizedError):
+                raise
         connect_s = time.monotonic() - start
-        title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
+        how = "not reached" if origin is None else f"by {origin.backend}, {origin.protocol}"
+        title = f"{args.url.partition('#')[0]} {how}"
         with Overlay(title, console, lambda: _trouble(client, args)) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
@@ -514,20 +527,20 @@ def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
 
 
 def _result(
-    args: argparse.Namespace, origin: Connection, played: Played | NothingCached | None, connect_s: float
+    args: argparse.Namespace, origin: Connection | None, played: Played | NothingCached | None, connect_s: float
 ) -> dict[str, Any]:
     from kvabr.client.result import NothingCached
 
     result = {
         "schema": "kvabr.fetch/1",
         "url": args.url.partition("#")[0],
-        "backend": origin.backend,
-        "protocol": origin.protocol,
+        "backend": origin and origin.backend,
+        "protocol": origin and origin.protocol,
         "policy": args.policy,
         "deadline_s": args.deadline,
         "connect_s": connect_s,
         "lookup_s": None if played is None else played.lookup_s,
-        "rtt_s": origin.stats().rtt_s,
+        "rtt_s": origin and origin.stats().rtt_s,
         "missing": [],
     }
     if played is None or isinstance(played, NothingCached):

@@ -396,14 +396,26 @@ def test_lines_instead_where_there_is_no_terminal():
     with Overlay("plain", Console(file=screen)) as overlay:
         for step in range(20):
             overlay.show(shot(step / 10))
-        overlay.show(shot(2.5, rate=0.0, slack_s=None))
+        overlay.show(shot(9.5, rate=0.0, slack_s=None))
     lines = screen.getvalue().splitlines()
-    assert 4 <= len(lines) <= 6
+    assert len(lines) == 2
     assert "3 of 6 groups in place" in lines[0]
     assert "slack not known yet" in lines[-1]
     assert "rate not known yet" not in lines[-1], "it was known before"
     assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
+
+
+def test_lines_say_at_once_that_a_connection_is_lost_and_is_back():
+    screen, troubles = io.StringIO(), iter([None, "no answer (1st try)", "no answer (2nd try)", None, None])
+    now = [next(troubles)]
+    with Overlay("plain", Console(file=screen, width=200), lambda: now[0]) as overlay:
+        for step in range(5):
+            overlay.show(shot(step / 10))
+            now[0] = next(troubles, None)
+    lines = screen.getvalue().splitlines()
+    assert [line.partition("s:")[0] for line in lines] == ["0.00 ", "0.10 ", "0.30 "]
+    assert "1st try" in lines[1]
 
 
 def test_the_overlay_names_what_holds_a_play_up():
