@@ -31,7 +31,7 @@ from kvabr.cli.options import (
     prompt_text,
     read_tokens,
 )
-from kvabr.types.errors import KvabrError, PlayError, TransportError, UnauthorizedError, UsageError
+from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.words import counted
@@ -292,10 +292,11 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
 async def _reach(args: argparse.Namespace, console: Console) -> None:
     """Connect once, so that an origin that cannot be reached is reported before the model is loaded.
 
-    An engine then computes the whole prompt; a cache that is named, and a refused token, are errors.
+    An engine then computes the whole prompt; it is an error for a cache that is named.
     """
     from kvabr.cli.display import printable, say
     from kvabr.client.origins import asset_of, dialling
+    from kvabr.types.errors import TransportError
 
     named = args.name is not None or asset_of(args.url) is not None
     urls = [url.partition("#")[0] for url in (args.url, *args.source)]
@@ -306,9 +307,17 @@ async def _reach(args: argparse.Namespace, console: Console) -> None:
         except TransportError as error:
             if number < len(urls) - 1:
                 continue
-            if named or isinstance(error, UnauthorizedError):
+            if named or not _is_silent(error):
                 raise
             say(console, printable(f"{error}; nothing is fetched, everything is computed here"), highlight=False)
+
+
+def _is_silent(error: BaseException) -> bool:
+    """Return whether nobody answered; a refused token and an untrusted certificate have to be mended."""
+    from kvabr.link.moqt.connect import NoAnswerError
+    from kvabr.types.errors import ConnectionLostError, UnauthorizedError
+
+    return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -336,6 +345,7 @@ async def _fetch(
     from kvabr.client.options import PlayOptions
     from kvabr.client.result import IncompleteError, NothingCached, save
     from kvabr.store.files import read_salt
+    from kvabr.types.errors import TransportError
 
     if args.tail and not args.question:
         raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
@@ -371,7 +381,7 @@ async def _fetch(
         try:
             origin = await client.connect()
         except TransportError as error:
-            if engine is None or namespace is not None or isinstance(error, UnauthorizedError):
+            if engine is None or namespace is not None or not _is_silent(error):
                 raise
         connect_s = time.monotonic() - start
         how = "not reached" if origin is None else f"by {origin.backend}, {origin.protocol}"

@@ -287,6 +287,22 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
 
 
 @pytest.mark.model
+def test_an_engine_computes_everything_if_no_origin_answers(tmp_path, capsys):
+    text, result, out = tmp_path / "text", tmp_path / "result.json", tmp_path / "cache.safetensors"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    how = ("moqt://127.0.0.1:9/", "--timeout", 0.3, "--deadline", 300, "--text", text)
+    model = tinymodels.save(tmp_path / "tiny-llama")
+    assert kvabr("fetch", *how, "--recompute", model, "--json", result, "--out", out) == 0
+    said, line = capsys.readouterr(), json.loads(result.read_text())
+    assert "everything is computed here" in said.err
+    assert (line["tokens"], line["tokens_recomputed"], line["backend"], line["bytes_fetched"]) == (352, 352, None, 0)
+    assert out.stat().st_size
+    for named in (("--name", "m/" + "0" * 64, "--recompute", model), ("--model", model)):
+        assert kvabr("fetch", *how, *named) == 1
+        assert "computed here" not in capsys.readouterr().err
+
+
+@pytest.mark.model
 def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_are_estimated(tmp_path, capsys):
     text, made, result = tmp_path / "text", tmp_path / "made.json", tmp_path / "result.json"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
