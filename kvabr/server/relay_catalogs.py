@@ -175,7 +175,7 @@ class Catalogs:
     PATIENCE_S = 0.5
     """Seconds that the origin may take to answer again, before its last answer is repeated."""
     AWAY_S = 1.0
-    """Seconds that an origin that is away may take for a first answer."""
+    """Seconds that a first answer may take while the connection to the origin is known to be lost."""
 
     def __init__(
         self,
@@ -248,7 +248,8 @@ class Catalogs:
             return await self._first(name)
         task = self._asking.get(name) or self._ask(name)
         # A doubted answer is not worth repeating while the origin may still answer.
-        patience_s = None if last.doubted else 0 if self._is_away else self.PATIENCE_S
+        away = self._away or self._upstream.trouble is not None
+        patience_s = None if last.doubted else 0 if away else self.PATIENCE_S
         await asyncio.wait({task}, timeout=patience_s)
         if not task.done() or _is_away(task.exception()):
             self._missed(name, last)
@@ -256,27 +257,23 @@ class Catalogs:
         return await asyncio.shield(task)
 
     async def _first(self, name: _Name) -> Answer:
-        """Return what the origin has not answered before; fail soon while it is away.
+        """Return what the origin has not answered before; fail soon while the connection to it is lost.
 
-        Nothing grows at an origin that is away, so that live tracks fail at once: the first of them asks, to find out
-        when it is back.
+        Nothing grows then, so that live tracks fail at once; they ask only if nothing else does.
         """
         patience_s = 0.0 if is_live(name[1]) else self.AWAY_S
-        if not patience_s and self._is_away and self._asking:
+        if not patience_s and self._upstream.trouble is not None and self._asking:
             raise self._unknown(name)
         task = self._asking.get(name) or self._ask(name)
         while not task.done():
-            await asyncio.wait({task}, timeout=patience_s if self._is_away else self.PATIENCE_S)
-            if not task.done() and self._is_away:
+            lost = self._upstream.trouble is not None
+            await asyncio.wait({task}, timeout=patience_s if lost else self.PATIENCE_S)
+            if lost and not task.done() and self._upstream.trouble is not None:
                 raise self._unknown(name)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError):
             raise self._unknown(name) from error
         return await asyncio.shield(task)
-
-    @property
-    def _is_away(self) -> bool:
-        return self._away or self._upstream.trouble is not None
 
     def _unknown(self, name: _Name) -> RequestError:
         self._missed(name, None)

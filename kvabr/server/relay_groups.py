@@ -27,7 +27,7 @@ from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
 """Seconds without progress after which a group fails because the origin is away."""
-AWAY_S = 3.0
+AWAY_S = 1.0
 """The same if the connection to the origin is known to be lost: players can then say so within their deadlines."""
 SILENCE_S = 2.0
 """Seconds without a byte on the whole connection after which a group is asked for again."""
@@ -403,7 +403,8 @@ class RelayGroups:
         try:
             while True:
                 before = self._upstream.stats().bytes_received
-                await asyncio.wait({reading}, timeout=SILENCE_S)
+                silence_s = SILENCE_S if self._upstream.trouble is None else min(SILENCE_S, AWAY_S)
+                await asyncio.wait({reading}, timeout=silence_s)
                 if reading.done():
                     return reading.result()
                 if self._upstream.stats().bytes_received == before:
