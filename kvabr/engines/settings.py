@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -41,6 +42,12 @@ from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _TROUBLE_EVERY_S = 60.0
+_TROUBLE_LOCK = threading.Lock()
+"""Of all `TroubleLog`s. It is held while the process forks, so that no child inherits it locked."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
+    )
 INSIDE, OWN = "inside", "process"
 """Where plays run: in the engine's process, or in one that the engines of this user share, and start."""
 
@@ -244,7 +251,6 @@ class TroubleLog:
     def __init__(self, log: logging.Logger, every_s: float = _TROUBLE_EVERY_S) -> None:
         """Start without trouble; repeated troubles are summed up ``every_s`` seconds after the first of them."""
         self._log, self._every_s = log, every_s
-        self._lock = threading.Lock()
         self._again: dict[str, tuple[int, str]] = {}
         """Per kind of trouble, repetitions since the last line and the latest reason."""
         self._timer: threading.Timer | None = None
@@ -257,7 +263,7 @@ class TroubleLog:
             why: the reason, an exception or a text.
         """
         text = str(why) or repr(why)
-        with self._lock:
+        with _TROUBLE_LOCK:
             first = what not in self._again
             self._again[what] = (0 if first else self._again[what][0] + 1, text)
             # A timer does not survive a fork, and its thread is not alive in the child.
@@ -273,7 +279,7 @@ class TroubleLog:
 
     def flush(self) -> None:
         """Write the line with the troubles that were repeated, and forget the others: the next one is news again."""
-        with self._lock:
+        with _TROUBLE_LOCK:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
             self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}
             self._timer = None  # this thread is still alive

@@ -560,11 +560,12 @@ class SchedulerHalf:
     def _lookup_s(self, lookup: _Lookup) -> float:
         """Return the seconds that a lookup may take: as long as computing the prompt would then be in time.
 
-        If it would not, only a play can be, and the lookup may take all but the play's share of the deadline.
+        The later computing it would be, the more only a play can be in time: then the lookup may take up to all but the
+        play's share of the deadline.
         """
-        computed_s = self._prefill_of().seconds(0, len(lookup.tokens))
-        left_s, most_s = lookup.deadline_s - computed_s, (1 - _MIN_PLAY_SHARE) * lookup.deadline_s
-        return most_s if left_s <= 0 else min(max(left_s, _MIN_LOOKUP_SHARE * lookup.deadline_s), most_s)
+        deadline_s = lookup.deadline_s
+        left_s = abs(deadline_s - self._prefill_of().seconds(0, len(lookup.tokens)))
+        return min(max(left_s, _MIN_LOOKUP_SHARE * deadline_s), (1 - _MIN_PLAY_SHARE) * deadline_s)
 
     async def _find(self, lookup: _Lookup, client: EngineClient) -> Found | None:
         """Return what the origin has of a prompt; runs on the client's event loop."""
