@@ -1,6 +1,5 @@
 import math
-import subprocess
-import sys
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvabr.cli.main import main
 from kvabr.replay.readers import find, read
 from kvabr.types.errors import UsageError
 from kvabr_lab.cli.traces import describe, dumps
