@@ -1,4 +1,4 @@
-"""What levels cost a trained model with latents and states, on text that it has not seen; tables are in docs/benchmarks.md."""
+"""What levels cost a trained model with latents and states, on text that it has not seen."""
 
 from __future__ import annotations
 
