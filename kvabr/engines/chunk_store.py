@@ -347,7 +347,6 @@ class ChunkStore:
                 profile=profile,
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
-                evict=settings.publish_evict,
                 source=source,
                 digest=settings.digest,
                 keys=settings.keys,

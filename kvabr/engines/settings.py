@@ -36,7 +36,6 @@ from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.moqt.options import TransportChoice
 from kvabr.link.quic.backend import Quic
 from kvabr.player.session_types import TIME_PRICE
-from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.transfer.lanes import MOST_LANES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, check_kind
@@ -222,10 +221,8 @@ class EngineSettings(SettingsTable):
     queue: Count = 64
     """Caches that may wait to be published; more are dropped and counted."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, MiB: see ``publish_evict``. None: unlimited."""
-    publish_evict: Order = DEFAULT_ORDER
-    """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
-    the least recently used (``lru``), or the least often used (``lfu``)."""
+    """Size limit of what engines publish in ``publish``, a folder, MiB: caches that a longer one continues are removed
+    first, then the least recently used. None: unlimited."""
 
     @field_validator("sources")
     @classmethod
