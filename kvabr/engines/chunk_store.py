@@ -339,7 +339,6 @@ class ChunkStore:
                 profile=profile,
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
-                evict=settings.publish_evict,
                 source=source,
                 keys=settings.keys,
             )

@@ -35,7 +35,6 @@ from kvabr.abr.tail import MOST_TAIL
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.moqt.options import TransportChoice
-from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
@@ -208,10 +207,8 @@ class EngineSettings(SettingsTable):
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, MiB: see ``publish_evict``. None: unlimited."""
-    publish_evict: Order = DEFAULT_ORDER
-    """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
-    the least recently used (``lru``), or the least often used (``lfu``)."""
+    """Size limit of what engines publish in ``publish``, a folder, MiB: caches that a longer one continues are removed
+    first, then the least recently used. None: unlimited."""
 
     @field_validator("sources")
     @classmethod

@@ -234,7 +234,7 @@ class CommonFacts:
     """How the losses were measured and attributed to groups, in words."""
     estimated: bool = field(default=False, kw_only=True)
     """Whether the losses are those of another asset, laid out over the groups, as engines publish them. Such an asset
-    costs no more than its prefill, so it may be evicted, moved, and replaced."""
+    costs no more than its prefill, so it may be removed and replaced."""
 
 
 @dataclass(frozen=True)

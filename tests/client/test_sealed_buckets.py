@@ -18,7 +18,6 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.admin.bucket_admin import BucketAdmin
 from kvabr.store.admin.copying import copy_assets
 from kvabr.store.admin.rewrapping import rewrap
-from kvabr.store.admin.rules import Rules
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.locations import open_store
 from kvabr.store.objects import spans
@@ -145,14 +144,9 @@ async def test_keys_of_a_bucket_are_rotated_and_its_administration_needs_none(bo
             await from_bucket(url, READER, tokens)
     with pytest.raises(SealedError, match="it is sealed for the keys"):
         rewrap(open_store(url), STRANGER)
-    # what nothing names any more goes, and with it what opens it
-    done = await admin.collect(Rules(grace_s=0.0))
-    assert objects_of(bucket, "k/")
-    assert not done.evicted
     (held,) = (await admin.inventory()).holdings
-    await bucket.delete([f"a/{held.name}"])
-    done = await admin.collect(Rules(grace_s=0.0))
-    assert (done.spans, done.profiles, done.keys) == (1, 1, 1)
+    await admin.remove([held.name])
+    assert not objects_of(bucket, "s/")
     assert not objects_of(bucket, "k/")
 
 

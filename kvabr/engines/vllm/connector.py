@@ -441,7 +441,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         profile=find_profile(spec, settings.profile) if spec is model.spec and model.undrafted is None else None,
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
-        evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
         keep_tokens=settings.publish_tokens,
         keys=settings.keys,

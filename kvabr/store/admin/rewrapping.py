@@ -11,9 +11,15 @@ from dataclasses import dataclass, field, replace
 from kvabr.store.asset import CATALOG, AssetStore
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import PARTIAL, open_regular
-from kvabr.store.folder_notes import locked
-from kvabr.store.objects.layout import MAX_STORED_CATALOG_BYTES, MAX_WRAPS_BYTES, StoredCatalog, StoredWraps, wraps_key
-from kvabr.store.objects.leases import CATALOGS, WRAPS
+from kvabr.store.objects.layout import (
+    CATALOGS,
+    MAX_STORED_CATALOG_BYTES,
+    MAX_WRAPS_BYTES,
+    WRAPS,
+    StoredCatalog,
+    StoredWraps,
+    wraps_key,
+)
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.reading import as_asset_errors
 from kvabr.store.objects.writer import replace_version
@@ -93,17 +99,16 @@ def _rewrapped(catalog: Catalog, ring: KeyRing, done: Rewrapped, where: str) -> 
 def _rewrap_folder(store: FolderAssetStore, ring: KeyRing, done: Rewrapped) -> None:
     for name in sorted(store.list().versions):
         path = store.root / name
-        with locked(store.root.parent if name == "." else store.root):
-            try:
-                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
-                continue  # a publisher removed it meanwhile
-            try:
-                _rewrap_asset(folder, ring, done, str(path / CATALOG))
-            except OSError as error:
-                raise AssetError(f"{path / CATALOG}: cannot be written ({error.strerror})") from error
-            finally:
-                os.close(folder)
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # a publisher removed it meanwhile
+        try:
+            _rewrap_asset(folder, ring, done, str(path / CATALOG))
+        except OSError as error:
+            raise AssetError(f"{path / CATALOG}: cannot be written ({error.strerror})") from error
+        finally:
+            os.close(folder)
 
 
 def _rewrap_asset(folder: int, ring: KeyRing, done: Rewrapped, where: str) -> None:

@@ -25,7 +25,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from kvabr.store.objects.blocking import blocked, blocks, each, interruptible, pause
 from kvabr.store.objects.failures import UNREADABLE, Failure, strange
-from kvabr.store.objects.leases import PROBES
+from kvabr.store.objects.layout import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
@@ -333,7 +333,7 @@ class Bucket(Objects):
         try:
             self.delete_sync([key])
         except (StoreError, RequestError):
-            pass  # a few bytes, which the collector finds
+            pass  # a few bytes, which a lifecycle rule removes
         except Exception as error:
             if Failure.of(error.__cause__ or error).kind != "denied":
                 raise
