@@ -166,7 +166,7 @@ def test_tools_outside_the_environment_say_how_to_make_it():
         assert "tools/setup-venv" in done.stderr, path.name
         assert "Traceback" not in done.stderr, path.name
         count += 1
-    assert count > 50
+    assert count > 8
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -236,10 +236,19 @@ FIGURES = {
         (r"of the ([\d,]+) simulated plays", r"All ([\d,]+) plays met their deadline"),
         (r"runs at ([\d.]+) Gbit/s over QUIC", r"\| qh3 \| [\d.]+ \|[^|]*\| 1 \| ([\d.]+) \|"),
         (r"over QUIC and ([\d.]+) over TLS", r"\| TCP with TLS \| [\d.]+ \|[^|]*\|[^|]*\| ([\d.]+) \|"),
-        (r"elements per second with AVX-512, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+) / \d+ \|"),
-        (r"encodes at \d+ to (\d+)", r"\| AC-5x \| (\d+) / \d+ \|"),
-        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
-        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"elements per second with AVX2, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+); \d+ \|"),
+        (r"encodes at \d+ to (\d+)", r"\| AC-L0 \| (\d+); \d+ \|"),
+        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+; \d+ \| (\d+);"),
+        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+; \d+ \| (\d+);"),
+        (
+            r"comes after ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s\s+over 10, 50, 200 and 1,000",
+            r"\| kvabr, defaults \(deadline 2 s\) \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
+        ),
+        (
+            r"exact caches take ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s",
+            r"\| LMCache 0.5.6, its remote store \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
+        ),
+        (r"computing ([\d.]+)\. In", r"\| vLLM computes the prompt \| ([\d.]+) "),
         (r"and prefills them in (\d+)", r"\| prefill, ms \| \d+ \| \d+ \| (\d+) \|"),
     ),
     "docs/design/codec.md": (

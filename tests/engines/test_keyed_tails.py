@@ -44,7 +44,8 @@ def origin(tmp_path_factory, loop):
 def opened(loop, *, least=0, **settings):
     async def make():
         size = {"max_tokens": PAGE, "min_tokens": PAGE}
-        return ChunkStore(SPEC, KeyedSettings(**settings), "a test", **size, least=least)
+        kind = type("Settings", (KeyedSettings,), {"tail": settings.pop("tail", KeyedSettings.tail)})
+        return ChunkStore(SPEC, kind(**settings), "a test", **size, least=least)
 
     return loop.call(make())
 

@@ -116,7 +116,7 @@ def compute(bench, asked, tokens, table=range(1, 30)):
     bench.worker.preempted(step)
     written(bench, begin // 8 * 8, (begin + tokens) // 8 * 8, table)
     bench.worker.computed()
-    bench.worker.collect(())
+    bench.worker.collect()
     asked.num_computed_tokens += tokens
     bench.running = {}
 

@@ -542,5 +542,5 @@ def test_a_lookup_begins_when_a_request_comes(bench):
 def test_a_step_without_work_passes(bench):
     bench.worker.begin(Step(scheduled=5))
     bench.worker.computed()
-    assert bench.worker.collect(set()) == (set(), set())
+    assert bench.worker.collect() == (set(), set())
     assert bench.worker.failed_blocks() == set()
