@@ -9,7 +9,7 @@ ORDINARY_USER = (
 )
 NO_CODER = "the native coder is not built: .venv/bin/python setup.py build_ext --inplace"
 OLD_PEFT = "this transformers takes adapters of a newer PEFT only: pip install --upgrade peft"
-GEMMA = "there is no Gemma 3 270M: KVABR_GEMMA=DIR tools/engine-vllm, with DIR from tools/gemma-model"
+GEMMA = "there is no Gemma 3 270M: KVABR_GEMMA=DIR tools/engine vllm, with DIR from tools/gemma-model"
 
 
 def may_read_everything() -> bool:

@@ -1,6 +1,6 @@
 """LMCache over a shaped link: kvabr's plug-in against LMCache's own server with its fixed CacheGen level.
 
-    tools/engine-lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
+    tools/engine lmcache bench [--mbps 20,50,100] [--rtt 20] [--deadline 3] [--tokens 2048] [--quic qh3] [--json F]
         [--storages CacheGen,naive,kvabr,kvabr+AC] [--policies anytime,fixed:Int8,fixed:AC-5x] [--prefill-rate 20000]
 
 The cache of a real text under SmolLM2 is stored through LMCache's engine, once to each storage, and retrieved through

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-pytest.importorskip("lmcache", reason="LMCache is not installed: tools/engine-lmcache")
+pytest.importorskip("lmcache", reason="LMCache is not installed: tools/engine lmcache")
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 

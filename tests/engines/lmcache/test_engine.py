@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-pytest.importorskip("lmcache", reason="LMCache is not installed: tools/engine-lmcache")
+pytest.importorskip("lmcache", reason="LMCache is not installed: tools/engine lmcache")
 
 os.environ.setdefault("PYTHONHASHSEED", "0")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")

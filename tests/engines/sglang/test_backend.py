@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine-sglang")
+pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine sglang")
 
 import sglang
 import torch
@@ -365,7 +365,7 @@ def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
 
 
 def test_a_weight_version_that_sglang_tells_is_in_the_names(origin, backend, monkeypatch):
-    context = pytest.importorskip("sglang.srt.runtime_context", reason="SGLang is not installed: tools/engine-sglang")
+    context = pytest.importorskip("sglang.srt.runtime_context", reason="SGLang is not installed: tools/engine sglang")
     version = "default"
     monkeypatch.setattr(context, "get_serving", lambda: SimpleNamespace(weight_version=version))
     before = len(origin.holdings.assets)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError

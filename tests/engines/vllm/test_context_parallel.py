@@ -180,7 +180,7 @@ for ranks, rank, turn in zip(turns[::3], turns[1::3], turns[2::3]):
 
 
 @pytest.mark.model
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: tools/engine-vllm")
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: tools/engine vllm")
 def test_tokens_lie_where_vllm_looks_for_them():
     numbers = (200, BLOCK, *(number for turn in _TURNS for number in turn))
     command = [sys.executable, "-c", _KERNEL, *map(str, numbers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.tinies import tiny_draft, tiny_eagle, tiny_llama

@@ -1,4 +1,4 @@
-"""End to end with the real vLLM on this machine's processor; see tools/engine-vllm. States the version that it ran."""
+"""End to end with the real vLLM on this machine's processor; see tools/engine vllm. States the version that it ran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.engines.vllm import ADAPTER
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace

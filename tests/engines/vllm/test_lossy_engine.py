@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.other import OtherEngine

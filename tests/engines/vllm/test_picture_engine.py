@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 import numpy as np
 from PIL import Image

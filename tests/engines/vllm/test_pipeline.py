@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.other import OtherEngine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.types.errors import PlayError, UsageError
 from tests.engines.vllm.test_hybrid import World

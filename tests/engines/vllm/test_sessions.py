@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama
