@@ -1,3 +1,4 @@
+# ruff: noqa: INP001  # mkdocs loads it by its path
 """Hooks for `mkdocs build`: the help of every command, and the calculator, where pages ask for them."""
 
 from __future__ import annotations
