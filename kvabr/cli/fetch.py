@@ -21,7 +21,6 @@ from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
-    add_keys_option,
     add_old_name,
     add_patience_option,
     add_salt_option,
@@ -89,7 +88,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
-    add_keys_option(parser, "opens the cache, if it is sealed")
     which = parser.add_argument_group("which cache")
     name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     add_old_name(which, "--asset", name)
@@ -356,7 +354,6 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
-        keys=args.keys,
     )
     async with client:
         start = time.monotonic()

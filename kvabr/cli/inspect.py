@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import network
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import add_keys_option
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
 from kvabr.types.words import counted
@@ -51,7 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", action="store_true", help="also show every group")
     parser.add_argument("--check", action="store_true", help="read every part; exit 1 if any is damaged")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
-    add_keys_option(parser, "opens the asset, if it is sealed")
     network.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -118,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
     from kvabr.store.locations import is_store, open_catalog
 
-    catalog, asset = open_catalog(args.asset, args.keys) if is_store(args.asset) else (_fetch_catalog(args), None)
+    catalog, asset = open_catalog(args.asset) if is_store(args.asset) else (_fetch_catalog(args), None)
     if args.check and asset is None:
         raise UsageError("--check needs an asset: a catalog alone has no groups to read")
     return catalog, asset
@@ -129,7 +127,6 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
     from kvabr.client.lookup import fetch_catalog
     from kvabr.client.origins import asset_of, dialling
-    from kvabr.types.sealing import read_keys
 
     connecting, namespace = dialling(args.asset, **network.options(args)), asset_of(args.asset)
     if namespace is None:
@@ -137,7 +134,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
     async def fetch() -> Catalog:
         async with connecting as origin, asyncio.timeout(args.timeout):
-            return (await fetch_catalog(origin, namespace, keys=read_keys(args.keys))).catalog
+            return (await fetch_catalog(origin, namespace)).catalog
 
     try:
         return run_async(fetch())

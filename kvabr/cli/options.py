@@ -178,11 +178,6 @@ def add_salt_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_keys_option(parser: argparse._ActionsContainer, what: str) -> None:
-    """Declare ``--keys``; `kvabr.types.sealing.read_keys` reads its value."""
-    parser.add_argument("--keys", type=Path, metavar="F", help=f"key ring (see `kvabr keys`): {what}")
-
-
 def add_digest_option(parser: argparse.ArgumentParser) -> None:
     """Declare ``--digest``; `kvabr.types.digests.check_kind` checks its value."""
     parser.add_argument(

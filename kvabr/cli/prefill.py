@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvabr.cli.options import (
     add_digest_option,
-    add_keys_option,
     add_model_option,
     add_salt_option,
     add_text_option,
@@ -88,7 +87,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--run-tokens", type=int, default=512, metavar="N", help="tokens computed at a time (default: 512)"
     )
     add_digest_option(parser)
-    add_keys_option(parser, "seal what is published")
     add_salt_option(parser)
     parser.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
     parser.set_defaults(run=run)
@@ -121,9 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if asset_version(args.out / name) is not None:
         plain(f"this cache is published already: {args.out / name}")
         return 0
-    publisher = cache_publisher(
-        engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest, keys=args.keys
-    )
+    publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)
     live = LivePublisher(publisher, edge=args.edge)
     began_s = time.perf_counter()
     try:

@@ -13,7 +13,6 @@ from kvabr.cli.commands import part
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
-    add_keys_option,
     add_old_name,
     add_patience_option,
     add_time_price_option,
@@ -179,7 +178,6 @@ def _add_asset_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
-    add_keys_option(parser, "opens the asset, if it is sealed")
     group = parser.add_argument_group(
         "a prompt of passages",
         "Instead of one asset, play a prompt that is joined from passages, of which tokens are computed again.",
@@ -215,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     _check(args)
-    catalog, asset = _asset(args.asset, args.keys) if args.passages is None else (_joined(args, console), None)
+    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
@@ -262,14 +260,14 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         say(out, f"page: {args.html.resolve()}")
 
 
-def _asset(path: str | None, keys: Path | None) -> tuple[Catalog, Asset | None]:
+def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
     if path is None:
         from kvabr.data import default_catalog
 
         return default_catalog(), None
     from kvabr.store.locations import open_catalog
 
-    return open_catalog(path, keys)
+    return open_catalog(path)
 
 
 def _joined(args: argparse.Namespace, console: Console) -> Catalog:

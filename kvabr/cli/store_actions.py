@@ -307,7 +307,7 @@ def _report(admin: StoreAdmin, done: Collected, args: argparse.Namespace) -> Non
         "evicted": [{"name": each.holding.name, "reason": each.reason} for each in done.evicted],
         "damaged": done.damaged,
     }
-    removed = ("spans", "pointers", "offers", "profiles", "keys", "groups", "bytes")
+    removed = ("spans", "pointers", "offers", "profiles", "groups", "bytes")
     counts = ("kept", *removed, "waiting", "busy", "excess", "swept")
     write_json(args.json, value | {name: getattr(done, name) for name in counts})
 
@@ -327,7 +327,6 @@ def _say_gone(done: Collected, *, dry_run: bool) -> None:
         "pointer": done.pointers,
         "offer": done.offers,
         "profile": done.profiles,
-        "key": done.keys,
     }
     parts["cached group"] = done.groups
     if any(parts.values()):

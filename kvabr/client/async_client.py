@@ -82,7 +82,6 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part, Passage
-from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -112,7 +111,6 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
-        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -139,8 +137,6 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
-            keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
-                (`kvabr.types.sealing`). Others are not played then.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -150,8 +146,8 @@ class AsyncClient:
         self.metrics = metrics or ClientMetrics()
         self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
         """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt.
-        Sealed ones, and prompts with media, are left out."""
-        self._model, self._keys = model, read_keys(keys)
+        Prompts with media are left out."""
+        self._model = model
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
@@ -366,7 +362,7 @@ class AsyncClient:
                     if prompt is not None:
                         await play.connection.reached()
                         play.connection.alone()
-                        found, spec = await prompt.find(play.connection, self._keys)
+                        found, spec = await prompt.find(play.connection)
                     else:
                         found, spec = await self._find(
                             play.connection, peer, tokens, wanted, lookup_s, wait_s=wait_s, **how
@@ -696,7 +692,7 @@ class AsyncClient:
         """
         refused: list[tuple[Passage, str]] = []
         found = await find_joined(
-            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype, keys=self._keys,
+            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
             refused=lambda *why: refused.append(why),
         )  # fmt: skip
         return found, refused
@@ -817,7 +813,7 @@ class AsyncClient:
             for key, each in list(self._peers.items()):
                 if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
-            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, self._keys)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
@@ -843,7 +839,7 @@ class AsyncClient:
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
         if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
             catalog, shared = found.catalog, tokens[: found.catalog.tokens]
-            if catalog.seal is None and catalog.key is None and not isinstance(shared, MediaTokens):
+            if not isinstance(shared, MediaTokens):
                 self.on_found(catalog.namespace, shared)
         return found, spec
 
@@ -859,7 +855,7 @@ class AsyncClient:
         return found
 
     def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
-        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics, self._keys)
+        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:

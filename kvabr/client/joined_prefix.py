@@ -20,7 +20,6 @@ from kvabr.types.errors import FormatError, TransportError
 from kvabr.types.joined import join, joinable
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts
-from kvabr.types.sealing import Keys
 
 
 async def find_joined(
@@ -31,7 +30,6 @@ async def find_joined(
     salt: bytes = b"",
     max_loss: float = math.inf,
     any_dtype: bool = False,
-    keys: Keys | None = None,
     refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> Found | None:
     """Return what an origin has of the passages of a prompt, and of the text that begins it, joined; None: no passages.
@@ -46,7 +44,6 @@ async def find_joined(
         salt: the tenant's secret.
         max_loss: most that joining may be expected to cost, nats per generated token; the passages behind are left out.
         any_dtype: accept caches whose element type is not the spec's, as long as they are of one type.
-        keys: open sealed caches, and no others are joined then; None: only open ones are.
         refused: told why a passage that the origin may have is left out.
 
     Raises:
@@ -60,8 +57,8 @@ async def find_joined(
     beginning, rest = tuple(token for part in lead for token in part.ids), whole[len(lead) :]
     passages = [part for part in rest if isinstance(part, Passage)]
     opening, found = await asyncio.gather(
-        _find_opening(origin, beginning, spec, salt, keys, any_dtype=any_dtype),
-        find_passages(origin, passages, spec, salt=salt, any_dtype=any_dtype, keys=keys, refused=refused),
+        _find_opening(origin, beginning, spec, salt, any_dtype=any_dtype),
+        find_passages(origin, passages, spec, salt=salt, any_dtype=any_dtype, refused=refused),
         return_exceptions=True,
     )
     if isinstance(opening, BaseException):
@@ -86,16 +83,16 @@ async def find_joined(
 
 
 async def _find_opening(
-    origin: Connection, tokens: Sequence[int], spec: KVSpec, salt: bytes, keys: Keys | None, *, any_dtype: bool
+    origin: Connection, tokens: Sequence[int], spec: KVSpec, salt: bytes, *, any_dtype: bool
 ) -> Found | None:
     """Return what the origin has of the text that begins a prompt; without it there may still be passages."""
     if not tokens:
         return None
     try:
-        found = await find_prefix(origin, tokens, spec, salt=salt, any_dtype=any_dtype, keys=keys)
+        found = await find_prefix(origin, tokens, spec, salt=salt, any_dtype=any_dtype)
     except (TransportError, FormatError):
         return None
-    return found if isinstance(found, Found) and found.catalog.seal is None else None
+    return found if isinstance(found, Found) else None
 
 
 def _fitting(opening: Found | None, usable: Mapping[Passage, Catalog], spec: KVSpec) -> Found | None:

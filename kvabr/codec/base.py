@@ -17,7 +17,6 @@ from kvabr.codec.builtin import BUILTIN, PayloadLayout
 from kvabr.types.errors import FormatError, did_you_mean
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import check_track_name
-from kvabr.types.sealing import AssetKey
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +49,6 @@ class GroupContext:
     finer: int = 0
     """Of a group that is encoded, how many of its last tokens are stored finer because the prompt ends there: what
     follows looks at them most. No reader needs to know."""
-    key: AssetKey | None = field(default=None, repr=False)
-    """Opens and seals payloads; None: they are not sealed."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
     """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
     on several tracks a dict of its own, and do not change the group in between."""

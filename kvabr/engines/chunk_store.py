@@ -350,7 +350,6 @@ class ChunkStore:
                 evict=settings.publish_evict,
                 source=source,
                 digest=settings.digest,
-                keys=settings.keys,
             )
         self._any_heads = any_heads
         self._origin = origin or KeyedOrigin(settings)

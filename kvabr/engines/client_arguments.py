@@ -37,7 +37,6 @@ class ClientArguments:
     lanes: int
     limits: Limits
     cache: Path | None
-    keys: Path | None
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
@@ -63,7 +62,6 @@ class ClientArguments:
             settings.lanes,
             limits,
             _absolute(settings.cache),
-            _absolute(settings.keys),
         )
 
     def open(self, metrics: ClientMetrics | None = None) -> AsyncClient:
@@ -90,7 +88,6 @@ class ClientArguments:
             lanes=self.lanes,
             limits=limits,
             cache=self.cache,
-            keys=self.keys,
             metrics=metrics,
         )
 

@@ -185,9 +185,6 @@ class EngineSettings(SettingsTable):
     digest: Annotated[Text, _checked(check_kind)] = SHA256
     """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
     processor's time and which readers need the extra ``fast`` for."""
-    keys: FilePath | None = None
-    """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are played, no others. It is read
-    again when it has changed. None: nothing is sealed."""
     token_file: FilePath | None = None
     """File with the token for the origin; read again for each connection, so that it may be replaced. None: the
     environment variable ``KVABR_TOKEN``, if set."""

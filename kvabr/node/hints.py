@@ -83,8 +83,7 @@ class NodeHints:
             reason = Reason.BUSY if isinstance(error, BusyError) else Reason.UNSUPPORTED
             raise RequestError(f"the node cannot fetch it: {error}", reason=reason) from error
         self._log.info("fetched ahead", **_where(namespace), tokens=hinted.tokens, bytes=hinted.bytes)
-        # What a sealed cache loses is only for who has a key, and the answer passes relays.
-        return HintAnswer(hinted.tokens, hinted.bytes, hinted.loss if found.catalog.open else 0.0)
+        return HintAnswer(hinted.tokens, hinted.bytes, hinted.loss)
 
 
 def _where(namespace: TrackNamespace) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """A warm folder over a cold store: what is used moves up, what a full folder drops is in the cold store first.
 
 An asset keeps its version while it moves, so plays, relays and lookups do not notice. Only assets that engines
-published move, and only those named by their prompt's digest, as all are in object stores; others in the folder stay,
-and those that an older version sealed, which object stores refuse.
+published move, and only those named by their prompt's digest, as all are in object stores; others in the folder stay.
 """
 
 from __future__ import annotations
@@ -248,7 +247,7 @@ class TieredAssetStore:
             if asset is None or asset.version != version:
                 continue  # nobody serves it yet
             catalog = asset.catalog
-            if catalog.namespace.prompt != name or not catalog.estimated or _is_old(catalog):
+            if catalog.namespace.prompt != name or not catalog.estimated:
                 self._known.pop(name, None)
                 continue
             size = sum(sum(track.bytes) for track in catalog.published.values())
@@ -332,11 +331,6 @@ class TieredAssetStore:
         """Return the version that an asset keeps while it moves."""
         versions, kept = self._moved.get(name, (frozenset[AssetVersion](), version))
         return kept if version in versions else version
-
-
-def _is_old(catalog: Catalog) -> bool:
-    """Return whether a catalog was sealed by an older version, which buckets cannot keep."""
-    return catalog.seal is not None and not catalog.seal.runs
 
 
 def _bytes_of(catalog: Catalog) -> dict[str, tuple[str, ...]]:

@@ -25,7 +25,6 @@ from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.errors import NotFoundError, PlayError, Reason, RequestError, TransportError, UsageError
 from kvabr.types.hints import HintAnswer, HintRequest
 from kvabr.types.media import MediaTokens, Medium
-from kvabr.types.sealing import KeyRing, new_key
 from tests.client.served import LIMIT_S, LOG, Served
 from tests.client.test_play import TOKENS, close
 from tests.server.relays import until
@@ -192,25 +191,6 @@ async def test_what_plays_look_up_is_told_with_its_tokens_until_the_origin_takes
             shutil.rmtree(copied / "long")
             origin.look()
             await until(lambda: not prompts.assets())
-    finally:
-        origin.close()
-
-
-async def test_of_a_sealed_prompt_neighbours_learn_neither_tokens_nor_losses(root, tmp_path, tls):
-    keys = KeyRing((new_key("k"),))
-    toy_asset(tmp_path / "assets" / "sealed", ("FP16",), keys=keys)
-    origin, prompts = Served(tmp_path / "assets", tmp_path), SeenPrompts()
-    try:
-        async with (
-            first_node(origin, keys=keys) as first,
-            serving(first, "127.0.0.1", 0, tls, token=TOKEN, log=LOG, prompts=prompts) as server,
-            neighbour(server, tls) as router,
-        ):
-            assert (await first.play(TOKENS, deadline=LIMIT_S)).met
-            assert not prompts.assets()
-            hinted = await router.hint(TOKENS, within_s=LIMIT_S, node=router.origins[0])
-            assert hinted.tokens == len(TOKENS)
-            assert hinted.loss == 0 < (await first.hint(TOKENS, within_s=LIMIT_S)).loss
     finally:
         origin.close()
 

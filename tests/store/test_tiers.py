@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from dataclasses import replace
 
 import pytest
 from structlog import wrap_logger
@@ -20,7 +19,6 @@ from kvabr.store.locations import open_store
 from kvabr.store.tiers import TieredAssetStore
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.naming import CATALOG_TRACK
-from kvabr.types.sealing import KeyRing, new_key
 from tests.assets import whole
 from tests.store.objects.publishing import PLAIN, check, put
 
@@ -154,22 +152,6 @@ def test_measured_assets_and_other_names_stay(tiers):
     assert len(tiers.settle().down) == 1
     assert tiers.where(measured) == ["warm"]
     assert (tiers.warm.root / "book").is_dir()
-
-
-def test_sealed_assets_move_without_a_key(tiers):
-    """Those that an older version sealed stay, and keep no others from moving."""
-    made, ring = [tiers.put(tiers.warm, number) for number in range(1, 7)], KeyRing((new_key("ours"),))
-    for number, one in enumerate(made):
-        sealed = replace(one, key=ring.asset_key(one.chunks[0])).sealed
-        if number < 3:
-            sealed = replace(sealed, seal=replace(sealed.seal, runs=(), maker=None))
-        (tiers.warm.root / one.namespace.prompt / "catalog.json").write_text(sealed.dumps())
-    tiers.served.refresh()
-    moves = tiers.settle()
-    assert not moves.failed
-    assert [tiers.where(one) for one in made[:3]] == [["warm"]] * 3
-    (moved,) = [one for one in made if one.namespace.prompt in moves.down]
-    assert tiers.cold.open(moved.namespace.prompt).catalog.opened(ring).tracks == moved.tracks
 
 
 class Dead:

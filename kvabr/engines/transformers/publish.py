@@ -7,7 +7,6 @@ same prompt can be played to there, and any that begins alike. `prefill_prompt` 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -42,7 +41,6 @@ from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import akin
-from kvabr.types.sealing import Keys
 from kvabr.types.units import snapshot_ends
 
 
@@ -58,7 +56,6 @@ def cache_publisher(
     evict: Order = DEFAULT_ORDER,
     digest: str = SHA256,
     keep_tokens: bool = False,
-    keys: str | os.PathLike[str] | Keys | None = None,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
 
@@ -76,7 +73,6 @@ def cache_publisher(
             (``lfu``) used, see `kvabr.store.eviction`.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
         keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
-        keys: a key ring, or its file, with which caches are sealed, see `kvabr.types.sealing`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -94,7 +90,6 @@ def cache_publisher(
         source="a prefill of transformers",
         digest=digest,
         keep_tokens=keep_tokens,
-        keys=keys,
     )
 
 

@@ -454,7 +454,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         source=f"computed by vLLM {vllm.__version__}",
         digest=settings.digest,
         keep_tokens=settings.publish_tokens,
-        keys=settings.keys,
     )
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
 

@@ -25,7 +25,6 @@ from kvabr.store.objects.layout import (
     pointer_key,
     profile_key,
     span_key,
-    wraps_key,
 )
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
 from kvabr.store.objects.protocol import Objects
@@ -54,7 +53,6 @@ class _Outline(Struct):
     profile: str | None = None
     loss_method: str = ""
     estimated: bool | None = None
-    seal: dict[str, Any] | None = None
 
 
 class BucketLayout:
@@ -77,7 +75,6 @@ class BucketLayout:
             span_tokens=spec.group_tokens * stored.span_groups,
             span_groups=stored.span_groups,
             measured=not is_estimated(found.estimated, found.loss_method),
-            wraps=None if found.seal is None else wraps_key(stored.offer, found.chunks[0]),
         )
 
     def head_bytes(self, data: bytes | memoryview) -> int:

@@ -49,7 +49,6 @@ from kvabr.store.objects.leases import (
     PROBES,
     SWEEPS,
     TIMING,
-    WRAPS,
     LeaseTiming,
     Note,
     Runtime,
@@ -139,8 +138,6 @@ class Collected:
     offers: int = 0
     """Kinds of assets of which there is none any more."""
     profiles: int = 0
-    keys: int = 0
-    """Wrapped keys of sealed assets."""
     groups: int = 0
     """Single groups of caches that were deleted."""
     bytes: int = 0
@@ -512,9 +509,7 @@ class Collector:
                 doomed = [key for key in doomed if key not in named and key not in self._live]
                 if not await sweep.delete(doomed):
                     return
-        keys = sum(key.startswith(WRAPS) for key in doomed)
-        self._done.keys += keys
-        self._done.profiles += len(doomed) - keys
+        self._done.profiles += len(doomed)
         self._done.bytes += sum(found.profiles[key].size for key in doomed)
 
     # ------------------------------------------------------- notes

@@ -22,7 +22,6 @@ from kvabr.store.objects.leases import (
     POINTERS,
     PROFILES,
     SPANS,
-    WRAPS,
     LeaseTiming,
     Note,
     Runtime,
@@ -61,13 +60,11 @@ class Manifest:
     span_groups: int = 0
     """Groups of a span, the last one may have fewer."""
     measured: bool = False
-    wraps: str | None = None
-    """Name of what opens it, if it is sealed."""
 
     @property
     def besides(self) -> tuple[str, ...]:
         """What it names besides its spans."""
-        return tuple(filter(None, (self.profile, self.wraps)))
+        return tuple(filter(None, (self.profile,)))
 
 
 class ObjectFormat(Protocol):
@@ -141,7 +138,6 @@ class Survey:
     spans: dict[str, StoredObject] = field(default_factory=dict)
     pointers: dict[str, StoredObject] = field(default_factory=dict)
     profiles: dict[str, StoredObject] = field(default_factory=dict)
-    """Profiles, and what opens sealed assets."""
     groups: dict[str, StoredObject] = field(default_factory=dict)
     """Single groups that relays and clients cached."""
     just_evicted: set[str] = field(default_factory=set)
@@ -261,18 +257,18 @@ async def survey(
                 found.uses[key] = 0 if note is None else note.uses
 
         await runtime.spread(map(read, found.leases))
-    for number, prefix in enumerate((SPANS, POINTERS, PROFILES, WRAPS, GROUPS)):
-        progress("listing", number, 5)
+    for number, prefix in enumerate((SPANS, POINTERS, PROFILES, GROUPS)):
+        progress("listing", number, 4)
         listed = await listing(objects, prefix)
         if prefix == SPANS:
             found.spans = listed
         elif prefix == POINTERS:
             found.pointers = listed
-        elif prefix in (PROFILES, WRAPS):
-            found.profiles |= listed
+        elif prefix == PROFILES:
+            found.profiles = listed
         else:
             found.groups = listed
-    progress("listing", 5, 5)
+    progress("listing", 4, 4)
     return found
 
 

@@ -45,7 +45,7 @@ MARKS, SWEEPS, TOMBSTONES = "x/", "x/sweep/", "x/m/"
 COLLECTOR = "l/gc"
 PROBES = "probe/"
 """Of tries whether conditional writes work, which a publisher leaves behind that may not delete."""
-CATALOGS, SPANS, POINTERS, PROFILES, WRAPS, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "k/", "o/", "g/"
+CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o/", "g/"
 
 MAX_NOTE_BYTES = 8 << 20
 DELETED_AT_ONCE = 1000
