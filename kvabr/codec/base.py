@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from kvabr.codec.profile import Profile
 
 
-OLDEST_VERSION = 3
-"""Version of most frames. Version 1 stored a payload tensor by tensor, not token by token; 2 had another AC."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupContext:
     """What a codec may know about a group besides its bytes."""
@@ -85,10 +81,6 @@ class Codec(ABC):
     def outliers(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
         """Return the number of tokens that the encoder found too unusual to code like the others."""
         return 0
-
-    def frame_version(self, payload: bytes | memoryview) -> int:  # noqa: ARG002
-        """Return the oldest version of frames whose readers understand a payload, see `kvabr.codec.container`."""
-        return OLDEST_VERSION
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
         """Return the largest magnitude of numbers of a layer class that a payload keeps within this codec's loss.

@@ -21,19 +21,15 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvabr.codec.base import OLDEST_VERSION, payload_layout
+from kvabr.codec.base import payload_layout
 from kvabr.types import digests
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
 
 MAGIC = b"KVAB"
-VERSION = 8
-"""Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
-`kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), 5 if tokens
-refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), 6 if the group is coded about
-medians (`kvabr.codec.centred`), 7 if the coded part is cut into streams (`kvabr.codec.native.reference`), and 8 if
-tokens that are stored separately are in parts (`kvabr.codec.stored`)."""
+VERSION = 1
+"""Of frames and payloads."""
 MAX_PAYLOAD = 1 << 40
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -59,11 +55,8 @@ class FrameHeader:
     payload_bytes: int = 0
 
 
-def pack(payload: bytes | memoryview, header: FrameHeader, version: int = OLDEST_VERSION) -> bytes:
-    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range.
-
-    ``version`` is that of the frame, see `kvabr.codec.base.Codec.frame_version`.
-    """
+def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
+    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range."""
     name, it, size = check_track_name(header.track).encode(), header, len(payload)
     if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
@@ -73,7 +66,7 @@ def pack(payload: bytes | memoryview, header: FrameHeader, version: int = OLDEST
         or size > MAX_PAYLOAD
     ):
         raise FormatError(f"no frame can hold group {it.group}: {it.tokens} tokens from {it.first_token}, {size} bytes")
-    fixed = MAGIC, version, len(name), it.spec_digest, bytes.fromhex(it.chunk)
+    fixed = MAGIC, VERSION, len(name), it.spec_digest, bytes.fromhex(it.chunk)
     head = _FIXED.pack(*fixed, *numbers, zlib.crc32(payload)) + name
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
@@ -133,9 +126,8 @@ def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
         raise FormatError(f"frame: starts with {bytes(magic)!r} instead of {MAGIC!r}; this is not a kvabr group")
-    if not OLDEST_VERSION <= version <= VERSION:
-        hint = "upgrade kvabr" if version > VERSION else "an older kvabr wrote it: encode the asset again"
-        raise FormatError(f"frame: version {version}, this kvabr reads versions {OLDEST_VERSION} to {VERSION}; {hint}")
+    if version != VERSION:
+        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; upgrade kvabr")
     begin = _FIXED.size + name_length + _CRC.size
     if len(view) < begin:
         raise FormatError("frame: truncated within its header")

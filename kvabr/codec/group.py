@@ -119,8 +119,7 @@ def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: S
 
 def framed(payload: bytes, track: str, context: GroupContext, chunk: str, group: int) -> bytes:
     """Frame what `encode_payload` returned."""
-    header = frame_header(track, context, chunk, group)
-    return pack(payload, header, codec(track).frame_version(payload))
+    return pack(payload, frame_header(track, context, chunk, group))
 
 
 def decode_group(
