@@ -26,7 +26,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import BLAKE3, SHA256, kind_of
+from kvabr.types.digests import kind_of
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
@@ -39,7 +39,7 @@ from kvabr.types.records import (
     check,
     fields_of,
     own_state,
-    read_members,
+    read,
     to_json,
 )
 from kvabr.types.tails import (
@@ -56,7 +56,7 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 T = TypeVar("T")
 
 _TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "bytes", "loss", "digests")
-"""Fields of a track in the order in which they have always been written; others come before them."""
+"""Fields of a track in the order in which they are written; others come before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Quality:
     top1: Number
     """Share of continuation tokens where the most likely next token is the same."""
     kl8: Number | None = None
-    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer, or of an older asset."""
+    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer."""
     kl32: Number | None = None
     """The same over the first 32 tokens."""
 
@@ -195,19 +195,14 @@ MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
-SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
-"""Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
-PASSAGE_SCHEMA = "kvabr.catalog/3"
-"""Schema of catalogs of passages, with digests of either kind: older versions would take them for prompts."""
+SCHEMA = "kvabr.catalog/1"
 _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
 )
-"""Fields in the order in which they have always been written; others come before them."""
+"""Fields in the order in which they are written; others come before them."""
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
 """Fields that are written even if they are the default."""
-_NOT_MEASURED = "not measured"
-"""Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -636,16 +631,11 @@ class Catalog(CommonFacts):
             chosen=units,
         )
 
-    @property
-    def schema(self) -> str:
-        """Schema of its JSON."""
-        return SCHEMAS[self.digest_kind] if self.passage is None else PASSAGE_SCHEMA
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
-        return {"schema": self.schema, **to_json(self, *_ALWAYS, last=_ORDER)}
+        return {"schema": SCHEMA, **to_json(self, *_ALWAYS, last=_ORDER)}
 
     def dumps(self) -> str:
         """Return the catalog as JSON text."""
@@ -655,16 +645,12 @@ class Catalog(CommonFacts):
     def loads(cls, text: str | bytes) -> Catalog:
         """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
 
-        Other threads run meanwhile (`kvabr.types.records.read_members`).
+        Other threads run meanwhile (`kvabr.types.records.read`).
         """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         data = text.encode(errors="replace") if isinstance(text, str) else text
-        members, schema = read_members(data, cls, "catalog", *SCHEMAS.values(), PASSAGE_SCHEMA)
-        catalog = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
-        if schema != catalog.schema:
-            what = "a passage" if catalog.passage is not None else f"{catalog.digest_kind} digests"
-            raise FormatError(f"catalog: with {what} it has the schema {catalog.schema!r}")
+        catalog = read(data, cls, "catalog", SCHEMA)
         if catalog.passage is not None and catalog.position:
             raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
         return catalog
@@ -685,8 +671,3 @@ class Catalog(CommonFacts):
 
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:
     return replace(track, loss=losses)
-
-
-def is_estimated(said: bool | None, loss_method: str) -> bool:
-    """Return `CommonFacts.estimated` of a catalog or an offer; older ones do not say it (None), but in words."""
-    return loss_method.startswith(_NOT_MEASURED) if said is None else said

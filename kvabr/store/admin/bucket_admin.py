@@ -29,7 +29,7 @@ from kvabr.store.objects.layout import (
 from kvabr.store.objects.leases import CATALOGS, OFFERS, Runtime
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import encode_pointer, head_bytes, parse_head, parse_pointer
-from kvabr.types.catalog import MAX_GROUPS, is_estimated
+from kvabr.types.catalog import MAX_GROUPS
 from kvabr.types.errors import FormatError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.records import decode
@@ -51,8 +51,7 @@ class _Outline(Struct):
     chunks: Annotated[tuple[str, ...], Meta(min_length=1)]
     tracks: tuple[_Sizes, ...]
     profile: str | None = None
-    loss_method: str = ""
-    estimated: bool | None = None
+    estimated: bool = False
 
 
 class BucketLayout:
@@ -74,7 +73,7 @@ class BucketLayout:
             tracks={track.name: sum(track.bytes) for track in found.tracks},
             span_tokens=spec.group_tokens * stored.span_groups,
             span_groups=stored.span_groups,
-            measured=not is_estimated(found.estimated, found.loss_method),
+            measured=not found.estimated,
         )
 
     def head_bytes(self, data: bytes | memoryview) -> int:

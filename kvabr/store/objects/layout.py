@@ -37,14 +37,13 @@ from kvabr.types.catalog import (
     CommonFacts,
     Level,
     check_tracks,
-    is_estimated,
     level_of,
 )
 from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN
-from kvabr.types.records import check, decode, fields_of, read_members, read_schema, to_json
+from kvabr.types.records import check, decode, fields_of, read, read_schema, to_json
 
 SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""
@@ -64,7 +63,7 @@ SPAN_NAME = r"[0-9a-f]{16}(\.end)?"
 """Pattern of a span's name."""
 _OFFER_KEY = re.compile(r"o/(0|[1-9][0-9]{0,2})(?:\.([1-9][0-9]{0,8}))?")
 _ORDER = "id", "span_groups", "digest", "spec", "tracks", "profile", "profile_bytes", "prefill", "loss_method"
-"""Fields of an offer in the order in which they have always been written; others come before them."""
+"""Fields of an offer in the order in which they are written; others come before them."""
 
 
 # ------------------------------------------------------- names
@@ -182,8 +181,7 @@ class StoreOffer(CommonFacts):
         """Parse what `dumps` returned, from an untrusted source."""
         if len(data) > MAX_OFFER_BYTES:
             raise FormatError(f"offer: {len(data)} bytes, more than the {MAX_OFFER_BYTES} allowed")
-        members, _ = read_members(bytes(data), cls, "offer", OFFER_SCHEMA)
-        made = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
+        made = read(bytes(data), cls, "offer", OFFER_SCHEMA)
         if made.spec.part_of is not None or made.id != decode(data, _Named, "offer").id:
             raise FormatError("offer: its id is not that of its spec and tracks")
         return made
