@@ -194,10 +194,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
     """Print the tracks, and write them as JSON."""
-    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_result
 
     result = {
-        "schema": "kvabr.encode/1",
         "asset": location,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
@@ -207,7 +206,7 @@ def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: 
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
     }
-    write_json(args.json, result)
+    write_result(args.json, "encode", result)
     out = output()
     out.print(
         track_table(

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask the node, and print what it has then."""
     from rich.console import Console
 
-    from kvabr.cli.display import write_json
+    from kvabr.cli.display import write_result
     from kvabr.cli.fetch import read_prompt
     from kvabr.client.origins import asset_of, dialling, parse_namespace
     from kvabr.types.hints import MAX_WITHIN_S
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     _, model, tokens = (None, None, ()) if name is not None else read_prompt(args, Console(stderr=True))
     result = run_async(_hint(args, name, model, tokens))
-    write_json(args.json, result)
+    write_result(args.json, "hint", result)
     if not result["tokens"]:
         raise PlayError("nothing of this prompt is cached where the node fetches, or nothing came in time")
     print(f"{result['tokens']:,} tokens are in the node's store, {result['bytes'] / 1e6:,.2f} MB")
@@ -106,4 +106,4 @@ async def _hint(
             hinted = await client.hint_asset(name, **how)
         else:
             hinted = await client.hint(tokens, **how)
-    return {"schema": "kvabr.hint/1", "tokens": hinted.tokens, "bytes": hinted.bytes, "loss": hinted.loss}
+    return {"tokens": hinted.tokens, "bytes": hinted.bytes, "loss": hinted.loss}

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         tail_table,
         track_rows,
         track_table,
-        write_json,
+        write_result,
     )
 
     catalog, asset = _open(args)
@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         out.print(mix_table(catalog))
     bad = _check(asset) if args.check and asset is not None else None
     result: dict[str, Any] = {
-        "schema": "kvabr.inspect/1",
         "model": catalog.spec.model,
         "source": catalog.source,
         "tokens": catalog.tokens,
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
     if bad is not None:
         result["bad"] = bad
-    write_json(args.json, result)
+    write_result(args.json, "inspect", result)
     if bad:
         raise FormatError(
             f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"

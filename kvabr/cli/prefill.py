@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     yield_processors()
     from rich.console import Console
 
-    from kvabr.cli.display import plain, write_json
+    from kvabr.cli.display import plain, write_result
     from kvabr.engines.transformers.publish import cache_publisher, find_profile
     from kvabr.publish.live_publisher import LivePublisher
     from kvabr.store.asset_folder import asset_version
@@ -130,7 +130,6 @@ def run(args: argparse.Namespace) -> int:
     if outcome.verdict not in ("published", "known"):
         raise AssetError(f"{args.out}: not published ({outcome.why}){_left(outcome)}")
     result = {
-        "schema": "kvabr.prefill/1",
         "asset": str(args.out / name),
         "model": spec.model,
         "tokens": len(ids),
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         "prefill_s": round(prefill_s, 3),
         "seconds": round(seconds, 3),
     }
-    write_json(args.json, result)
+    write_result(args.json, "prefill", result)
     if outcome.verdict == "known":
         plain(f"another process is publishing this cache: {args.out / name}")
         return 0

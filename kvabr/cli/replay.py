@@ -13,7 +13,6 @@ from kvabr.cli.commands import part
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
-    add_old_name,
     add_patience_option,
     add_time_price_option,
     check_writable,
@@ -80,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_time_price_option(parser)
     link = parser.add_argument_group("the link")
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
-    add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
+    link.add_argument("--load", type=float, metavar="X", help=load)
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument(
         "--link",
@@ -125,11 +124,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     mode = "suffix: all behind the first miss; prefix: the same by itself, as vLLM; hole: any group (default: hole)"
-    add_old_name(
-        engine,
-        "--engine-mode",
-        engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode),
-    )
+    engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode)
     add_gpu_price_option(engine)
     engine.add_argument(
         "--question",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_json
+from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
 from kvabr.store.admin import rules
@@ -64,10 +64,10 @@ def ls(args: argparse.Namespace) -> int:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
     plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{admin.location}: no assets")
-    write_json(
+    write_result(
         args.json,
+        "store ls",
         {
-            "schema": "kvabr.store-ls/1",
             "store": admin.location,
             "tenant": admin.tenant,
             "now_s": found.now_s,
@@ -87,7 +87,7 @@ def du(args: argparse.Namespace) -> int:
         with StageBar(_STAGES) as bar:
             found: Inventory = run_async(admin.inventory(bar))
         tenants.append(_du(admin.tenant, found))
-    write_json(args.json, {"schema": "kvabr.store-du/1", "store": args.store, "tenants": tenants})
+    write_result(args.json, "store du", {"store": args.store, "tenants": tenants})
     return 0
 
 
@@ -209,10 +209,10 @@ def verify(args: argparse.Namespace) -> int:
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
-    write_json(
+    write_result(
         args.json,
+        "store verify",
         {
-            "schema": "kvabr.store-verify/1",
             "store": admin.location,
             "deep": args.deep,
             "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
@@ -257,10 +257,10 @@ def copy(args: argparse.Namespace) -> int:
         plain(f"{name}: not copied: {why}")
     were = "was" if len(done.kept) == 1 else "were"
     plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} there already")
-    write_json(
+    write_result(
         args.json,
+        "store copy",
         {
-            "schema": "kvabr.store-copy/1",
             "copied": done.assets,
             "kept": done.kept,
             "expired": done.expired,
@@ -300,7 +300,6 @@ def _report(admin: StoreAdmin, done: Collected, args: argparse.Namespace) -> Non
     """Say what was collected, and write it as JSON."""
     _say_gone(done, dry_run=args.dry_run)
     value: dict[str, Any] = {
-        "schema": "kvabr.store-gc/1",
         "store": admin.location,
         "tenant": admin.tenant,
         "dry_run": args.dry_run,
@@ -309,7 +308,7 @@ def _report(admin: StoreAdmin, done: Collected, args: argparse.Namespace) -> Non
     }
     removed = ("spans", "pointers", "offers", "profiles", "groups", "bytes")
     counts = ("kept", *removed, "waiting", "busy", "excess", "swept")
-    write_json(args.json, value | {name: getattr(done, name) for name in counts})
+    write_result(args.json, "store gc", value | {name: getattr(done, name) for name in counts})
 
 
 def _say_gone(done: Collected, *, dry_run: bool) -> None:

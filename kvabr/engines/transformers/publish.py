@@ -299,8 +299,8 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
     """Return the codec profile in a file; without one, the profile that kvabr ships for caches of this shape, if any.
 
-    One of the same model before it was tuned further, with other adapters, or named by an earlier version of kvabr, is
-    taken for the model: it codes numbers, whose statistics have hardly changed.
+    One of the same model before it was tuned further, or with other adapters, is taken for the model: it codes numbers,
+    whose statistics have hardly changed.
 
     Raises:
         AssetError: the file cannot be read.
