@@ -5,13 +5,10 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import secrets
-import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -103,17 +100,6 @@ def _no_profiles() -> None:
     """Forget the codec profiles that other tests fetched: with one at hand, a play has more tracks to choose from."""
     if (profiles := sys.modules.get("kvabr.client.profiles")) is not None:
         profiles._profiles.clear()
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """Path of a folder in shared memory that does not exist yet; it is removed at the end."""
-    memory = Path("/dev/shm")  # noqa: S108
-    if not memory.is_dir():
-        pytest.skip("no /dev/shm here")
-    path = memory / f"kvabr-test-{secrets.token_hex(6)}"
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

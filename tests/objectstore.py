@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import threading
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, LoadedFrame
@@ -134,16 +133,10 @@ class ObjectAssetStore:
             raise AssetError(f"{self.location}/{name}: no such asset")
         return ObjectAsset(self, name, version)
 
-    def writer(self, name=".", *, force=False, computed_s=math.inf):
+    def writer(self, name=".", *, force=False):
         if self.version(name) is not None and not force:
             raise UsageError(f"{self.location}/{name}: this asset exists; add --force to replace it")
         return ObjectAssetWriter(self.bucket, self.key(name))
-
-    def touch(self, name):
-        pass
-
-    def quota(self, max_bytes, order="value"):
-        raise UsageError(f"{self.location}: has no quota of {max_bytes} bytes")
 
     def close(self):
         pass

@@ -22,7 +22,7 @@ ROOTS = tuple(Path(package.__file__).parent for package in (kvabr, kvabr_lab))
 LAB = ("lab.policies", "lab.route", "lab.day", "lab.live", "lab", "lab.report", "lab.bench", "lab.cli")
 FLOORS = (
     *("types", "codec", "abr", "blend", "player", "moqt", "qmux", "store", "transfer", "link", "telemetry"),
-    *("client", "publish", "server", "node", "engines", "replay", "cli", *LAB),
+    *("client", "publish", "server", "engines", "replay", "cli", *LAB),
 )
 """From the ground up."""
 BASEMENT = ("data",)

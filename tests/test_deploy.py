@@ -61,7 +61,7 @@ def test_commands_parse():
     found = list(kvabr_commands())
     for arguments in found:
         parse(arguments)
-    assert {arguments[0] for arguments in found} >= {"serve", "relay", "store"}
+    assert {arguments[0] for arguments in found} >= {"serve", "relay"}
 
 
 def test_engines_are_configured_with_settings_that_exist():

@@ -41,7 +41,6 @@ NAMES = {
     "kvabr.selectors",
     "kvabr.catalog",
     "kvabr.changes",
-    "kvabr.hint",
     "kvabr.edge",
     "kvabr.live",
     "kvabr.models",
@@ -167,7 +166,7 @@ def test_tools_outside_the_environment_say_how_to_make_it():
         assert "tools/setup-venv" in done.stderr, path.name
         assert "Traceback" not in done.stderr, path.name
         count += 1
-    assert count > 50
+    assert count > 8
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -233,14 +232,23 @@ FIGURES = {
         ),
         (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| ([\d.]+) \|"),
         (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\)"),
-        (r"In ([\d,]+) of the [\d,]+ simulated plays", r"and ([\d,]+) came within 5 %"),
-        (r"of the ([\d,]+) simulated plays", r"All ([\d,]+) plays met their deadline"),
+        (r"In ([\d,]+) of the [\d,]+\s+simulated plays", r"and ([\d,]+) came within 5 %"),
+        (r"of the ([\d,]+)\s+simulated plays", r"All ([\d,]+) plays met their deadline"),
         (r"runs at ([\d.]+) Gbit/s over QUIC", r"\| qh3 \| [\d.]+ \|[^|]*\| 1 \| ([\d.]+) \|"),
         (r"over QUIC and ([\d.]+) over TLS", r"\| TCP with TLS \| [\d.]+ \|[^|]*\|[^|]*\| ([\d.]+) \|"),
-        (r"elements per second with AVX-512, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+) / \d+ \|"),
-        (r"encodes at \d+ to (\d+)", r"\| AC-5x \| (\d+) / \d+ \|"),
-        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
-        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+ / \d+ \| \d+ / \d+ \| (\d+) /"),
+        (r"elements per second with AVX2, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+); \d+ \|"),
+        (r"encodes at \d+ to (\d+)", r"\| AC-L0 \| (\d+); \d+ \|"),
+        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+; \d+ \| (\d+);"),
+        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+; \d+ \| (\d+);"),
+        (
+            r"comes after ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s\s+over 10, 50, 200 and 1,000",
+            r"\| kvabr, defaults \(deadline 2 s\) \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
+        ),
+        (
+            r"exact caches take ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s",
+            r"\| LMCache 0.5.6, its remote store \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
+        ),
+        (r"computing ([\d.]+)\. In", r"\| vLLM computes the prompt \| ([\d.]+) "),
         (r"and prefills them in (\d+)", r"\| prefill, ms \| \d+ \| \d+ \| (\d+) \|"),
     ),
     "docs/design/codec.md": (

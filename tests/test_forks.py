@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -14,6 +16,7 @@ import pytest
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.blocking import Client
 from kvabr.data import default_catalog
+from kvabr.engines.settings import TroubleLog
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.metrics import Metrics
@@ -56,6 +59,27 @@ def in_child(work: Callable[[], object]) -> str:
 
 
 FORKED = "ForkedError True True"
+
+
+def test_troubles_can_be_logged_in_a_child_that_was_forked_meanwhile(monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+
+    class SlowTimer(threading.Timer):
+        def start(self):
+            entered.set()
+            go_on.wait()
+            super().start()
+
+    monkeypatch.setattr(threading, "Timer", SlowTimer)
+    trouble = TroubleLog(logging.getLogger("kvabr.engines"), every_s=3600.0)
+    logging_thread = threading.Thread(target=trouble.tell, args=("a play failed", "gone"))
+    logging_thread.start()
+    entered.wait()
+    later = threading.Thread(target=lambda: (time.sleep(0.2), go_on.set()))
+    later.start()
+    assert in_child(lambda: trouble.tell("a play failed", "again")) == "none"
+    later.join()
+    logging_thread.join()
 
 
 def test_a_publisher(tmp_path):

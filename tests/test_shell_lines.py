@@ -1,7 +1,7 @@
 """The shell lines of README, quickstart and tutorials, run in order as a reader runs them, but in this process.
 
 They run with a model of a few thousand weights in place of SmolLM2, over two of the traces, and with a deadline that
-every machine meets. Lines that install something are left to `tools/first-hour`.
+every machine meets. Lines that install something are left out.
 """
 
 from __future__ import annotations

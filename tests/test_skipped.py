@@ -17,7 +17,6 @@ ELSEWHERE = {
     "AC is not published",
     "answers at once",
     "another libc",
-    "no /dev/shm here",
     "plays into blocks, which vLLM bounds",
     "random weights have no text that small changes leave alone",
     "this processor has AMX",

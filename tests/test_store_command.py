@@ -56,44 +56,26 @@ def test_du_of_all_tenants(tmp_path, capsys):
     assert store("du", _other(tmp_path), "--all-tenants") == 0
 
 
-def test_pins_and_gc(place, tmp_path, capsys):
+def test_rm(place, tmp_path, capsys):
     name = min(open_store(place).list().versions, key=lambda each: open_store(place).open(each).catalog.tokens)
+    publish(place, LONG[:20], model="test/other")
     out = tmp_path / "out.json"
-    assert store("pin", place, name[:10], "--for", "3d") == 0
-    assert "pinned until 20" in capsys.readouterr().out
-    options = ("--ttl", "0", "--grace", "0", "--measured", "--json", out)
-    assert store("gc", place, *options, "--dry-run") == 0
-    assert "1 asset would be removed, 1 stays" in capsys.readouterr().out
-    assert store("gc", place, *options) == 0
-    shown = capsys.readouterr().out
-    assert "1 asset removed, 1 stays" in shown
-    assert ": removed, unused" in shown
+    assert store("rm", place, name[:10], "--json", out) == 0
+    assert "1 asset removed" in capsys.readouterr().out
     value = json.loads(out.read_text())
-    assert [each["reason"] for each in value["evicted"]] == ["unused"]
-    assert value["kept"] == 1
-    assert store("ls", place) == 0
-    assert "for 3d" in capsys.readouterr().out
-    assert store("unpin", place, name) == 0
-    assert store("unpin", place, name) == 1
-    assert "is not pinned" in capsys.readouterr().err
-
-
-def test_measured_assets_stay(place, capsys):
-    assert store("gc", place, "--ttl", "0", "--grace", "0") == 0
-    assert "1 asset removed, 1 stays" in capsys.readouterr().out
-
-
-def test_expire(place, tmp_path, capsys):
-    words = ("expire", place, "--model", MODEL, "--before", "2199-01-01")
-    assert store(*words, "--dry-run") == 0
-    assert "2 assets would be removed, 0 stay" in capsys.readouterr().out
-    assert store(*words, "--json", tmp_path / "out.json") == 0
-    shown = capsys.readouterr().out
-    assert "everything from before 2199-01-01 00:00:00 UTC has expired" in shown
-    assert "2 assets removed, 0 stay" in shown
-    assert not open_store(place).list().versions
-    assert store("copy", _other(tmp_path), place) == 0
-    assert "not copied, its model has expired" in capsys.readouterr().out
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "store rm")
+    assert value["removed"] == [name]
+    assert value["bytes"] > 0
+    assert len(open_store(place).list().versions) == 2
+    assert store("rm", place, name) == 1
+    assert "no asset of that name" in capsys.readouterr().err
+    assert store("rm", place, "--model", MODEL) == 0
+    (left,) = open_store(place).list().versions
+    assert open_store(place).open(left).catalog.spec.model == "test/other"
+    assert store("rm", place, "--model", MODEL) == 0
+    assert "0 assets removed" in capsys.readouterr().out
+    assert store("rm", place) == 2
+    assert "--unnamed" in capsys.readouterr().err
 
 
 def _other(tmp_path):
@@ -130,11 +112,6 @@ def test_verify_and_copy(place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("gc", "--ttl", "soon"), "is not a time"),
-        (("gc", "--max-bytes", "lots"), "is not a number of bytes"),
-        (("gc", "--model-ttl", "1d"), "write MODEL=TIME"),
-        (("pin", "0", "--until", "never"), "is not a date"),
-        (("pin", "", "--for", "0"), "must end in the future"),
         (("copy", "xyz://nowhere"), "stores are folders or"),
         (("ls", "--json", "/nowhere/out.json"), "there is no folder"),
     ],
@@ -148,5 +125,5 @@ def test_what_is_wrong_is_said(tmp_path, capsys, words, message):
 def test_a_store_that_is_not_there(tmp_path, capsys):
     assert store("ls", tmp_path / "nowhere") == 2
     assert "no such folder" in capsys.readouterr().err
-    assert store("pin", _other(tmp_path), "f", "--for", "1d") == 1
+    assert store("rm", _other(tmp_path), "f") == 1
     assert "no asset of that name" in capsys.readouterr().err

@@ -87,10 +87,7 @@ def right(folder, port):
         "traces synth": ["markov", "--mean-mbps", "3", "--duration", "3", "--out", out],
         "store ls": [store],
         "store du": [store],
-        "store pin": [store, name, "--for", "1d"],
-        "store unpin": [store, name],
-        "store expire": [store, "--model", "m"],
-        "store gc": [store],
+        "store rm": [store, name],
         "store verify": [store],
         "store copy": [store, str(folder / "copy")],
         "bench quality": ["--text", text, "--model", model],
@@ -104,7 +101,7 @@ def right(folder, port):
 NAMES = (
     *(name for name in names() if name not in {"traces", "store", "bench"}),
     *(f"traces {name}" for name in ("info", "import", "synth")),
-    *(f"store {name}" for name in ("ls", "du", "pin", "unpin", "expire", "gc", "verify", "copy")),
+    *(f"store {name}" for name in ("ls", "du", "rm", "verify", "copy")),
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),
 )
 _turn = count()

@@ -30,7 +30,6 @@ COMMANDS = {
     "relay": ("relay:add", "cache an origin's assets for the players near by"),
     "player": ("player:add", "play for the serving engines of this node, in a process of its own"),
     "fetch": ("fetch:add", "play a cache from an origin"),
-    "hint": ("hint:add", "have a node fetch a cache before it is played there"),
     "replay": ("replay:add", "play an asset over network traces"),
     "policies": ("listings:add_policies", "list the ABR policies"),
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     from kvabr.cli.display import output, say, write_json
 
-    findings = [*_base(), _configuration(), *_codec(), _shared_memory(), *_extras(), *_engines()]
+    findings = [*_base(), _configuration(), *_codec(), *_extras(), *_engines()]
     if args.url is not None:
         findings += _origin(args)
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -192,26 +192,6 @@ def _gpu() -> Finding:
     batch_s = found.get(f"{BATCH}AC", 0.0)
     times = [f"{name} {1e3 * (batch_s + 64 * rows * found[name]):.1f}" for name in catalog.by_name if name in found]
     return Finding("GPU", "ok", what + (f"; ms for 64 groups: {', '.join(times)}" if times else ""))
-
-
-def _shared_memory() -> Finding:
-    """Say how much room there is for groups that processes share, and what is there."""
-    from kvabr.store.shared_folder import MEMORY, SHARE, counted
-    from kvabr.store.shared_groups import shared_path
-
-    what, path = "shared memory", shared_path("shm://")
-    if not MEMORY.is_dir():
-        return Finding(what, "missing", f"no {MEMORY}", "Docker: --shm-size 16g; Kubernetes: emptyDir, medium: Memory")
-    room = shutil.disk_usage(MEMORY)
-    groups, nbytes = counted(path)
-    least = 1 << 30
-    detail = (
-        f"{MEMORY}: {room.free / 1e9:,.1f} of {room.total / 1e9:,.1f} GB free; shm:// takes up to "
-        f"{room.total / SHARE / 1e9:,.1f} GB, and has {groups:,} groups, {nbytes / 1e9:,.1f} GB"
-    )
-    if room.total // SHARE < least:
-        return Finding(what, "missing", detail, "more memory there (Docker: --shm-size 16g), if processes are to share")
-    return Finding(what, "ok", detail)
 
 
 def _extras() -> Iterator[Finding]:

@@ -54,8 +54,8 @@ examples:
 
 Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
 the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
-where its time is worth it (--gpu-price). A cache that is still being prefilled is played, too: its groups come as they
-are published. The deadline starts once the connection is up.
+where its time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still being
+prefilled is played, too: its groups come as they are published. The deadline starts once the connection is up.
 
 At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then, the
 command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three deadlines.
@@ -149,11 +149,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--disk",
         metavar="DIR|URL",
-        help="keep groups in this folder, or in shared memory (shm://), where all processes of this user on the host "
-        "find them, and have each downloaded once",
+        help="keep groups in this folder, or in an object store, for later plays",
     )
     how.add_argument(
-        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder or memory in GiB (default: 16)"
+        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
     )
     network.add_options(parser)
     out = parser.add_argument_group("what comes out")
@@ -268,7 +267,7 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
     text = None if args.text is None else prompt_text(args.text)
     engine: Engine | None = None
     if args.recompute is not None:
-        run_async(_reach(args))
+        run_async(_reach(args, console))
         loaded = load(wanted, console)
         engine, name, tokenizer = loaded.engine, loaded.engine.spec.model, loaded.tokenizer
     else:
@@ -284,19 +283,35 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
     return engine, name, tokens
 
 
-async def _reach(args: argparse.Namespace) -> None:
-    """Connect once, so that what keeps the peers out of reach is told before anything takes long."""
-    from kvabr.client.origins import dialling
+async def _reach(args: argparse.Namespace, console: Console) -> None:
+    """Connect once, so that an origin that cannot be reached is reported before the model is loaded.
+
+    An engine then computes the whole prompt; it is an error for a cache that is named.
+    """
+    from kvabr.cli.display import printable, say
+    from kvabr.client.origins import asset_of, dialling
     from kvabr.types.errors import TransportError
 
+    named = args.name is not None or asset_of(args.url) is not None
     urls = [url.partition("#")[0] for url in (args.url, *args.source)]
     for number, url in enumerate(urls):
         try:
             async with dialling(url, **network.options(args)):
                 return
-        except TransportError:
-            if number == len(urls) - 1:
+        except TransportError as error:
+            if number < len(urls) - 1:
+                continue
+            if named or not _is_silent(error):
                 raise
+            say(console, printable(f"{error}; nothing is fetched, everything is computed here"), highlight=False)
+
+
+def _is_silent(error: BaseException) -> bool:
+    """Return whether nobody answered; a refused token and an untrusted certificate have to be mended."""
+    from kvabr.link.moqt.connect import NoAnswerError
+    from kvabr.types.errors import ConnectionLostError, UnauthorizedError
+
+    return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -324,6 +339,7 @@ async def _fetch(
     from kvabr.client.options import PlayOptions
     from kvabr.client.result import IncompleteError, NothingCached, save
     from kvabr.store.files import read_salt
+    from kvabr.types.errors import TransportError
 
     if args.tail and not args.question:
         raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
@@ -354,9 +370,15 @@ async def _fetch(
     )
     async with client:
         start = time.monotonic()
-        origin = await client.connect()
+        origin: Connection | None = None
+        try:
+            origin = await client.connect()
+        except TransportError as error:
+            if engine is None or namespace is not None or not _is_silent(error):
+                raise
         connect_s = time.monotonic() - start
-        title = f"{args.url.partition('#')[0]} by {origin.backend}, {origin.protocol}"
+        how = "not reached" if origin is None else f"by {origin.backend}, {origin.protocol}"
+        title = f"{args.url.partition('#')[0]} {how}"
         with Overlay(title, console, lambda: _trouble(client, args)) as overlay:
             options = replace(options, watch=overlay.show)
             played: Played | NothingCached
@@ -508,19 +530,19 @@ def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
 
 
 def _result(
-    args: argparse.Namespace, origin: Connection, played: Played | NothingCached | None, connect_s: float
+    args: argparse.Namespace, origin: Connection | None, played: Played | NothingCached | None, connect_s: float
 ) -> dict[str, Any]:
     from kvabr.client.result import NothingCached
 
     result = {
         "url": args.url.partition("#")[0],
-        "backend": origin.backend,
-        "protocol": origin.protocol,
+        "backend": origin and origin.backend,
+        "protocol": origin and origin.protocol,
         "policy": args.policy,
         "deadline_s": args.deadline,
         "connect_s": connect_s,
         "lookup_s": None if played is None else played.lookup_s,
-        "rtt_s": origin.stats().rtt_s,
+        "rtt_s": origin and origin.stats().rtt_s,
         "missing": [],
     }
     if played is None or isinstance(played, NothingCached):

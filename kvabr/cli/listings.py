@@ -56,7 +56,7 @@ kvabr.estimators.
 _ENGINES_EPILOG = """\
 mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
 the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
-passages: whether prompts made of passages are joined, with the tokens that matter recomputed or not.
+passages: whether prompts made of passages are played, with the tokens that matter recomputed.
 
 An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
 """

@@ -1,6 +1,6 @@
 """Shows a play on the terminal like a video player's statistics overlay: track strip, rate, slack, bytes.
 
-If standard error is not a terminal, it prints a plain line every half second instead.
+If standard error is not a terminal, it prints a plain line every five seconds instead, and when trouble begins or ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_ROWS = 6
 _UNPUBLISHED = "-"
 """Stands for a group that its producer has not published yet."""
 _RATE_OVER_S = 0.5
-_PLAIN_EVERY_S = 0.5
+_PLAIN_EVERY_S = 5.0
 
 
 class Overlay:
@@ -48,6 +48,8 @@ class Overlay:
         self._shot: Snapshot | None = None
         self._received: deque[tuple[float, int]] = deque()
         self._next_line_s = 0.0
+        self._troubled = False
+        """Whether the last plain line named a trouble."""
         self._rate_said = "rate not known yet"
         self._live = Live(console=self._console, transient=True, auto_refresh=False, get_renderable=self._render)
 
@@ -64,14 +66,15 @@ class Overlay:
 
     def show(self, shot: Snapshot) -> None:
         """Show a snapshot."""
+        troubled = self._trouble() is not None
         self._shot, self._order = shot, shot.offers
         self._received.append((shot.now, shot.bytes_fetched))
         while len(self._received) > 2 and shot.now - self._received[0][0] > _RATE_OVER_S:
             self._received.popleft()
         if self._console.is_terminal:
             self._live.refresh()
-        elif shot.now >= self._next_line_s:
-            self._next_line_s = shot.now + _PLAIN_EVERY_S
+        elif shot.now >= self._next_line_s or troubled != self._troubled:
+            self._next_line_s, self._troubled = shot.now + _PLAIN_EVERY_S, troubled
             say(self._console, self.line(shot), highlight=False)
 
     def line(self, shot: Snapshot) -> str:

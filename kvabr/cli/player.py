@@ -8,20 +8,11 @@ import contextlib
 import os
 import signal
 import socket
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvabr.cli import kv_events
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import parse_address
 from kvabr.types.errors import UsageError
-
-if TYPE_CHECKING:
-    from structlog.typing import FilteringBoundLogger
-
-    from kvabr.engines.player_process.process import ServesOn
-    from kvabr.server.seen_prompts import SeenPrompts
 
 _EPILOG = """\
 Engines whose setting is "player": "process" start one by themselves, and share it. Run it yourself to have it
@@ -47,20 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--idle", type=float, metavar="S", help="end after this many seconds without an engine (default: never)"
     )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics of all plays")
-    rack = parser.add_argument_group("neighbours", "Serve on what was fetched: the rack's other nodes fetch from here.")
-    rack.add_argument("--serve", metavar="HOST:PORT", help="UDP and TCP address for neighbours (default: none)")
-    rack.add_argument("--cert", type=Path, metavar="F", help="certificate chain, PEM")
-    rack.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
-    token = "token that neighbours must show: they read what the first engine's own token opens"  # noqa: S105
-    rack.add_argument("--neighbour-token-file", type=Path, metavar="F", help=token)
-    rack.add_argument(
-        "--hint-keep",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="longest time for which caches are kept that neighbours want fetched ahead (`kvabr hint`; default: 3600)",
-    )
-    kv_events.add_options(parser)
     parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
     parser.set_defaults(run=run)
@@ -72,13 +49,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.idle is not None and not 0 < args.idle < 1 << 30:
         raise UsageError(f"--idle {args.idle:g}: must be a positive number of seconds")
-    if not 0 <= args.hint_keep < 1 << 30:
-        raise UsageError(f"--hint-keep {args.hint_keep:g}: must be a number of seconds, 0 or more")
-    if len({option is None for option in (args.serve, args.cert, args.key, args.neighbour_token_file)}) > 1:
-        raise UsageError("give --serve together with --cert, --key and --neighbour-token-file, or none of them")
-    if args.kv_events is not None and args.serve is None:
-        raise UsageError("--kv-events tells what neighbours can have: it needs --serve")
-    kv_events.check(args)
     path = own_socket() if args.socket is None else args.socket.absolute()
     try:
         taken = listening(path)
@@ -102,20 +72,16 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) -> int:
     from kvabr.cli.serving import captured, keep_memory_flat, logger
     from kvabr.engines.player_process.process import PlayerProcess
-    from kvabr.server.seen_prompts import SeenPrompts, seen_prompt
     from kvabr.telemetry.client_metrics import ClientMetrics
     from kvabr.telemetry.prometheus import ScrapeServer
     from kvabr.transfer.work import cancel_all
 
     metrics, log = ClientMetrics(), logger(json=args.log_json or None, verbose=args.verbose)
-    prompts = SeenPrompts()
-    process = PlayerProcess(listener, log, metrics, None if args.serve is None else _neighbours(args, prompts, log))
+    process = PlayerProcess(listener, log, metrics)
     serving = asyncio.create_task(process.serve(args.idle))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     with contextlib.ExitStack() as stack:
         stack.enter_context(captured(log))
-        telling = kv_events.telling(args, seen_prompt, prompts.assets, prompts.listen, log, metrics.registry)
-        stack.enter_context(telling)
         if args.metrics is not None:
             scrape = stack.enter_context(ScrapeServer(metrics, *parse_address(args.metrics, "--metrics")))
             log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
@@ -128,16 +94,3 @@ async def _serve(args: argparse.Namespace, path: Path, listener: socket.socket) 
         if not serving.cancelled():  # by SIGTERM
             serving.result()
     return 0
-
-
-def _neighbours(args: argparse.Namespace, prompts: SeenPrompts, log: FilteringBoundLogger) -> ServesOn:
-    from kvabr.cli import network
-    from kvabr.node.serving import serving
-    from kvabr.server import certificates
-
-    tls = certificates.ServerTls(args.cert, args.key)
-    certificates.check(tls)
-    token = network.read_token(args.neighbour_token_file, "--neighbour-token-file", least=16)
-    host, port = parse_address(args.serve, "--serve")
-    keep_s: float = args.hint_keep
-    return partial(serving, host=host, port=port, tls=tls, token=token, log=log, prompts=prompts, most_keep_s=keep_s)

@@ -13,6 +13,7 @@ from kvabr.cli.options import (
     add_model_option,
     add_salt_option,
     add_text_option,
+    check_text,
     check_writable,
     load,
     prompt_text,
@@ -111,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
     salt = read_salt(args.salt_file)
     check_kind(args.digest)
     prior = None if args.prior is None else open_catalog(args.prior)[0]
+    if args.tokens is not None:
+        check_text(args.model, text, args.tokens)
     console = Console(stderr=True)
     loaded = load(args.model, console)
     engine, ids = loaded.engine, _prompt(loaded, text, args.tokens)
@@ -230,13 +233,12 @@ def _left(outcome: PublishOutcome) -> str:
 def _prompt(loaded: LoadedModel, text: str, tokens: int | None) -> list[int]:
     """Return the token ids of the prompt; raise `UsageError` if the text or the model is too short."""
     from kvabr.publish.model import opened
+    from kvabr.publish.texts import too_short
 
     ids, context = list(opened(loaded, loaded.encode(text))), loaded.engine.context
     wanted = len(ids) if tokens is None else tokens
     if len(ids) < wanted:
-        raise UsageError(
-            f"the text has {len(ids)} tokens, --tokens {wanted}: give a longer text, or --tokens {len(ids)}"
-        )
+        raise too_short(len(ids), wanted)
     if wanted > context:
         raise UsageError(
             f"{wanted} tokens do not fit {loaded.engine.spec.model}, which sees {context} at most: --tokens {context}"

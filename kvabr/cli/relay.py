@@ -62,8 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--disk",
         "--cache",
         metavar="DIR|URL",
-        help="also keep groups in this folder, which survives a restart; in shared memory (shm://), with the players "
-        "of this host; or in an object store, which relays can share",
+        help="also keep groups in this folder, which survives a restart, or in an object store, which relays can share",
     )
     parser.add_argument(
         "--disk-gib",

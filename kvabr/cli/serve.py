@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvabr.server.limits import ServerLimits
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server
-    from kvabr.store.tiers import TieredAssetStore
 
 _EXPIRES_SOON_DAYS = 14
 _MAX_DAYS = 36_500
@@ -62,10 +61,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
     parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
     serving.add_options(parser, "server")
-    cold = (
-        "store behind the folder, such as s3://BUCKET/PREFIX: what the folder drops goes there, what is used comes back"
-    )
-    parser.add_argument("--cold", metavar="URL", help=cold)
     parser.add_argument(
         "--processes",
         type=int,
@@ -74,8 +69,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="processes that share the address, where one core is too slow (default: 1): each has the limits for "
         "itself, and its metrics on a port of its own, from that of --metrics on",
     )
-    warm = "with --cold: MiB of engines' caches that the folder keeps"
-    parser.add_argument("--warm-mib", type=int, metavar="MIB", help=warm)
     grants = "who may read what, JSON (default: all read all)"
     parser.add_argument("--grants", type=Path, metavar="F", help=grants)
     kv_events.add_options(parser)
@@ -95,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--expires is for --new-token; tokens that exist have it in the file of --grants")
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
-    if (args.cold is None) != (args.warm_mib is None):
-        raise UsageError("--cold and --warm-mib belong together: a store behind the folder, and the folder's size")
     limits = serving.parse_limits(args.limit)
     if args.processes == 1:
         return run_async(_serve(args, args.root, limits))
@@ -112,8 +103,8 @@ def _check_processes(args: argparse.Namespace) -> None:
         raise UsageError(f"--processes {args.processes}: give 1 to {MOST_PROCESSES}")
     if args.dev:
         raise UsageError("--processes: give --cert and --key, as all of them need the same certificate")
-    if args.cold is not None or args.kv_events is not None:
-        raise UsageError("--processes: --cold and --kv-events are for one process")
+    if args.kv_events is not None:
+        raise UsageError("--processes: --kv-events is for one process")
     for what, address in (("--bind", args.bind), ("--metrics", args.metrics)):
         if address is not None and parse_address(address, what)[1] == 0:
             raise UsageError(f"--processes: give a port with {what}, which they share or count from")
@@ -153,7 +144,6 @@ def _new_token(days: float | None, file: Path | None) -> int:
 
 async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> int:
     from kvabr.server.grants import Grants
-    from kvabr.server.moving import moving
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
     from kvabr.telemetry.kv_events.told import everything, prompt_of
@@ -167,7 +157,7 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         log, metrics = setup.log, setup.metrics
         if grants is not None and not len(grants):
             log.warning("no grants", grants=str(args.grants), hint="no client can connect; see kvabr serve --new-token")
-        library = PublishedAssets(root if args.cold is None else _tiered(root, args), grants, log)
+        library = PublishedAssets(root, grants, log)
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
             quic=args.quic, tcp=args.tcp, shared=args.processes > 1,
@@ -179,23 +169,9 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
                 args, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
             )
             with tokens:
-                async with moving(library.tiers, log):
-                    return await run_until_signal(
-                        server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
-                    )
-
-
-def _tiered(root: str, args: argparse.Namespace) -> TieredAssetStore:
-    from kvabr.store.asset_folder import FolderAssetStore
-    from kvabr.store.locations import open_store
-    from kvabr.store.tiers import TieredAssetStore
-
-    warm = open_store(root, must_exist=True)
-    if not isinstance(warm, FolderAssetStore):
-        raise UsageError(f"{root}: --cold is for a folder; an object store may be served without one")
-    store = TieredAssetStore(warm, open_store(args.cold), args.warm_mib << 20)
-    store.prepare()
-    return store
+                return await run_until_signal(
+                    server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
+                )
 
 
 def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSetup, args: argparse.Namespace) -> None:

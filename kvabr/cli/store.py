@@ -8,14 +8,13 @@ from pathlib import Path
 
 _Action = Callable[[argparse.Namespace], int]
 
-_TIMES = "A time is a number of seconds, or 90m, 12h, 7d, 4w; a date is 2026-11-30 or 2026-11-30T12:00, UTC.\n"
 _LS = """\
 examples:
   kvabr store ls assets
   kvabr store ls 's3://kv-caches/prod?tenant=team-a' --model meta-llama/Llama-3.1-8B
 
-own: bytes that only this asset has, which are freed when it goes. used: time since it was published, or looked for by a
-publisher; plays are not seen. measured: made by kvabr encode; gc keeps such assets unless --measured.
+own: bytes that only this asset has, which are freed when it goes. measured: its losses were measured by kvabr encode;
+engines never remove such assets.
 """
 _DU = """\
 examples:
@@ -24,30 +23,15 @@ examples:
 
 Bytes that assets share count once.
 """
-_PIN = f"""\
+_RM = """\
 examples:
-  kvabr store pin s3://kv-caches/prod 3f9c2a17 --for 30d
+  kvabr store rm assets 3f9c2a17
+  kvabr store rm s3://kv-caches/prod --model meta-llama/Llama-3.1-8B
+  kvabr store rm s3://kv-caches/prod --unnamed
 
-{_TIMES}The end is the store's time. A pin never lasts for ever: pin again. The beginning of a name is enough.
+The beginning of a name is enough. What other assets share stays. An HTTP cache in front of a bucket must be purged.
+Old assets of a bucket are best removed by its lifecycle rules, and those of engines in a folder by their publish_mib.
 """
-_EXPIRE = f"""\
-examples:
-  kvabr store expire s3://kv-caches/prod --model meta-llama/Llama-3.1-8B
-  kvabr store expire assets --model my-model --before 2026-11-30 --dry-run
-
-For a model, tokenizer or profile that changed under its old name. What was published before is removed, pinned or not,
-and publishers do not bring it back. Origins over this store notice at their next look, and tell their relays. An HTTP
-cache in front of a bucket must be purged.
-{_TIMES}"""
-_GC = f"""\
-examples:
-  kvabr store gc s3://kv-caches/prod                         only what nothing names any more
-  kvabr store gc s3://kv-caches/prod --ttl 14d --max-age 90d --max-bytes 2T
-  kvabr store gc assets --max-bytes 200G --evict lru --dry-run
-
-Run it from cron, next to publishers and players, as often as you like. Pinned assets stay, and so do measured ones
-unless --measured. What an evicted asset had in a bucket is deleted by a later run, when the grace is over.
-{_TIMES}"""
 _VERIFY = """\
 examples:
   kvabr store verify assets
@@ -87,30 +71,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     du.add_argument("--all-tenants", action="store_true", help="of all tenants of the bucket, not only the URL's")
     _add_json(du)
 
-    pin = action("pin", "pin", "keep an asset for a time", _PIN)
-    _add_store(pin)
-    pin.add_argument("name", metavar="NAME", help="the asset, or the beginning of its name")
-    end = pin.add_mutually_exclusive_group(required=True)
-    end.add_argument("--for", dest="time", metavar="TIME", help="how long")
-    end.add_argument("--until", metavar="DATE", help="until when")
-
-    unpin = action("unpin", "unpin", "end the pin of an asset", "")
-    _add_store(unpin)
-    unpin.add_argument("name", metavar="NAME", help="the asset, or the beginning of its name")
-
-    expire = action("expire", "expire", "remove all caches of a model that has changed", _EXPIRE)
-    _add_store(expire)
-    expire.add_argument("--model", required=True, metavar="M", help="the model's name")
-    expire.add_argument("--before", metavar="DATE", help="only what was published before (default: now)")
-    expire.add_argument("--dry-run", action="store_true", help="only show what would go")
-    _add_json(expire)
-
-    _add_gc(action("gc", "gc", "remove what is not used, and what nothing names any more", _GC))
+    rm = action("rm", "rm", "remove assets", _RM)
+    _add_store(rm)
+    rm.add_argument("names", nargs="*", metavar="NAME", help="an asset, or the beginning of its name")
+    rm.add_argument("--model", metavar="M", help="all assets of this model")
+    rm.add_argument(
+        "--unnamed",
+        action="store_true",
+        help="also what no asset names, as publishers leave that were killed, once it is an hour old",
+    )
+    _add_json(rm)
 
     verify = action("verify", "verify", "check that everything is there and undamaged", _VERIFY)
     _add_store(verify)
     verify.add_argument("--deep", action="store_true", help="also read all frames, and compare their digests")
-    verify.add_argument("--repair", action="store_true", help="remove what is damaged, pinned or not")
+    verify.add_argument("--repair", action="store_true", help="remove what is damaged")
     _add_json(verify)
 
     copy = action("copy", "copy", "copy assets to another store", _COPY)
@@ -125,44 +100,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     copy.add_argument("--model", metavar="M", help="only assets of this model")
     _add_json(copy)
-
-
-def _add_gc(gc: argparse.ArgumentParser) -> None:
-    from kvabr.store.eviction import DEFAULT_ORDER, ORDERS
-
-    _add_store(gc)
-    gc.add_argument("--ttl", metavar="TIME", help="remove assets this long after their last use (default: never)")
-    gc.add_argument(
-        "--model-ttl", action="append", default=[], metavar="M=TIME", help="the same for one model; may be repeated"
-    )
-    gc.add_argument("--max-age", metavar="TIME", help="remove assets at this age, used or not (default: never)")
-    gc.add_argument("--max-bytes", metavar="SIZE", help="remove assets until the tenant's rest has at most these bytes")
-    gc.add_argument(
-        "--evict",
-        choices=ORDERS,
-        default=DEFAULT_ORDER,
-        help=f"which go first: least valuable, least recently or least often used (default: {DEFAULT_ORDER})",
-    )
-    gc.add_argument(
-        "--grace",
-        default="1h",
-        metavar="TIME",
-        help="keep new assets, and what nothing names any more, for this long: plays may still read it (default: 1h)",
-    )
-    gc.add_argument(
-        "--deep", action="store_true", help="before, read all frames, and remove assets that are damaged, pinned or not"
-    )
-    gc.add_argument("--measured", action="store_true", help="measured assets, those of kvabr encode, may go too")
-    gc.add_argument(
-        "--cache-ttl", metavar="TIME", help="remove single groups that relays and clients cached this long ago"
-    )
-    gc.add_argument(
-        "--take-over",
-        action="store_true",
-        help="do not wait for another collector, which may have been killed; two at once do no harm",
-    )
-    gc.add_argument("--dry-run", action="store_true", help="only show what would go")
-    _add_json(gc)
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,6 @@ import torch
 from kvabr.abr.tail import TailOffer
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
-from kvabr.client.hinting import hint_node
-from kvabr.client.joined_prefix import find_joined
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
     Limits,
@@ -43,7 +41,7 @@ from kvabr.client.options import (
 )
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.peers import ClientPeer, PeerLike, PeersLike, first_found
+from kvabr.client.peers import ClientPeer, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
@@ -51,7 +49,6 @@ from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
-from kvabr.client.transports import IDLE_S, TransportComparison
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -79,9 +76,8 @@ from kvabr.types.errors import (
 from kvabr.types.events import LookupFailed
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
-from kvabr.types.media import MediaTokens
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.passage import Part, Passage
+from kvabr.types.passage import Part
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -144,9 +140,6 @@ class AsyncClient:
         """
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
-        self.on_found: Callable[[TrackNamespace, Sequence[int]], object] | None = None
-        """Hears of each asset that a lookup without salt has found, and the tokens that it shares with the prompt.
-        Prompts with media are left out."""
         self._model = model
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
@@ -181,8 +174,6 @@ class AsyncClient:
             transport=transport, timeout_s=timeout_s, lanes=lanes,
         )  # fmt: skip
         self._home = HomeProcess("the client")
-        self._transports = TransportComparison(self._history)
-        self._measuring: asyncio.Task[None] | None = None
         named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
         self._origins = tuple(dict.fromkeys(named))
 
@@ -468,7 +459,6 @@ class AsyncClient:
         model: KVSpec | str | None = None,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        node: PeerLike = None,
         owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
@@ -486,9 +476,6 @@ class AsyncClient:
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            node: another node, in whose store the cache is wanted (`kvabr player --serve`): from `peer`, with a token,
-                or its URL. It is asked what there is, and fetches as its own plays do; it may keep the cache for less
-                than ``keep_s``.
             owner: for whom they are kept: who keeps most is the first to keep less.
             time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
                 in the best quality.
@@ -500,13 +487,12 @@ class AsyncClient:
         """
         check_deadline(within_s)
         options, ends_s = options or self.options, asyncio.get_running_loop().time() + within_s
-        asked = peer if node is None else node
-        found = await self.find(tokens, model=model, salt=options.salt, peer=asked, live=False, within_s=within_s)
+        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
         if found is None:
             return Hinted(0, 0, 0.0)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
         return await self.hint_asset(
-            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, node=node, owner=owner,
+            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, owner=owner,
             time_price=time_price,
         )  # fmt: skip
 
@@ -518,7 +504,6 @@ class AsyncClient:
         keep_s: float = 0.0,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        node: PeerLike = None,
         owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
@@ -530,7 +515,6 @@ class AsyncClient:
             keep_s: seconds for which it is kept.
             options: how it is fetched.
             peer: from whom.
-            node: in whose store, if it is another node's.
             owner: for whom it is kept.
             time_price: price of a second of fetching.
 
@@ -543,8 +527,6 @@ class AsyncClient:
             raise UsageError(f"keep_s is {keep_s:g}; it must be a number of seconds, 0 or more")
         options = replace(options or self.options, time_price=time_price, live=False, out=None, after=None)
         name = parse_namespace(asset) if isinstance(asset, str) else asset
-        if node is not None:
-            return await hint_node(self.connect(node), name, within_s, keep_s)
         ends_s = asyncio.get_running_loop().time() + within_s
         if not isinstance(name, Found):
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
@@ -676,27 +658,6 @@ class AsyncClient:
             found, _ = await self._find(connection, peer, tokens, wanted, within_s, live=live, **how)
             return found if isinstance(found, Found) else None
 
-    async def find_joined(
-        self,
-        parts: Sequence[Part],
-        model: KVSpec,
-        *,
-        salt: bytes = b"",
-        max_loss: float = math.inf,
-        any_dtype: bool = False,
-        peer: PeersLike = None,
-    ) -> tuple[Found | None, Sequence[tuple[Passage, str]]]:
-        """Return what there is of a prompt made of passages for `play_prefix`, and which of them are left out, and why.
-
-        See `kvabr.client.joined_prefix.find_joined`, also for the errors.
-        """
-        refused: list[tuple[Passage, str]] = []
-        found = await find_joined(
-            await self.connect(peer), parts, model, salt=salt, max_loss=max_loss, any_dtype=any_dtype,
-            refused=lambda *why: refused.append(why),
-        )  # fmt: skip
-        return found, refused
-
     async def find_asset(
         self,
         asset: TrackNamespace | str,
@@ -746,7 +707,6 @@ class AsyncClient:
         if not self._home.here:
             return
         await self._runner.close()
-        await cancel_all([] if self._measuring is None else [self._measuring])
         for peer in list(self._peers.values()):  # somebody may still ask for another one
             await peer.close()
         await self.store.close()
@@ -837,10 +797,6 @@ class AsyncClient:
         pairs = zip(self._some(peers), connection.sources, strict=True)
         lookups = [one.find(source, tokens, model, **how) for one, source in pairs]
         found, spec = await first_found(connection, lookups, len(tokens), within_s)
-        if self.on_found is not None and isinstance(found, Found) and found.live is None and not how.get("salt"):
-            catalog, shared = found.catalog, tokens[: found.catalog.tokens]
-            if not isinstance(shared, MediaTokens):
-                self.on_found(catalog.namespace, shared)
         return found, spec
 
     async def _catalog(
@@ -855,7 +811,7 @@ class AsyncClient:
         return found
 
     def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
-        return ClientPeer(url, dialling(url, known=self._history.rate, **how), self.store, self.metrics)
+        return ClientPeer(url, dialling(url, **how), self.store, self.metrics)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:
@@ -884,24 +840,8 @@ class AsyncClient:
         purpose: Purpose = "play",
     ) -> AsyncIterator[Play]:
         check_deadline(deadline)
-        if self._measuring is not None:
-            self._measuring.cancel()  # plays come first
-        some = self._some(peer)
-        try:
-            async with self._runner.play(some, deadline, options, purpose) as turn:
-                yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
-        finally:
-            if any(map(self._transports.due, some)):
-                if self._measuring is not None:
-                    self._measuring.cancel()  # after another play
-                self._measuring = asyncio.get_running_loop().create_task(self._measure(some))
-
-    async def _measure(self, peers: Sequence[ClientPeer]) -> None:
-        """Compare the transports to some peers once nothing is played."""
-        await asyncio.sleep(IDLE_S)
-        for peer in filter(self._transports.due, peers):
-            if self._runner.idle:
-                await self._transports.measure(peer)
+        async with self._runner.play(self._some(peer), deadline, options, purpose) as turn:
+            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:

@@ -375,7 +375,7 @@ class Driver:
             if download.stats.first_byte_s is None:
                 await self._pause(error)
             self._ended(action.request)
-            busy = isinstance(error, RequestError) and error.reason == Reason.BUSY
+            busy = isinstance(error, RequestError) and error.reason in (Reason.BUSY, Reason.AWAY)
             lost = self._sources[action.source].closed
             self._tell(partial(self.session.failed, busy=busy, lost=lost), action.request, said(error))
         else:

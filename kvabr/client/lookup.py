@@ -216,6 +216,10 @@ class _Answer(NamedTuple):
     """See `Found.limited_by`."""
 
 
+def _answer_of(lookup: asyncio.Task[_Answer | None]) -> _Answer | None:
+    return None if lookup.cancelled() or lookup.exception() is not None else lookup.result()
+
+
 @dataclass(frozen=True)
 class _Lookup:
     """A lookup of the longest prefix of a prompt, whose chained digests are given."""
@@ -229,8 +233,14 @@ class _Lookup:
 
     async def any(self) -> _Answer | None:
         """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
-        live = self._closest(LIVE_PREFIX_TRACK)
-        answers = await asyncio.gather(self.complete(), live, return_exceptions=True)
+        tasks = [asyncio.ensure_future(self.complete()), asyncio.ensure_future(self._closest(LIVE_PREFIX_TRACK))]
+        try:
+            await asyncio.wait(tasks[:1])
+            if (found := _answer_of(tasks[0])) is not None and found.groups >= len(self.digests):
+                return found  # nothing live could be better
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            await cancel_all(tasks)
         best = max((one for one in answers if isinstance(one, _Answer)), key=lambda one: one.groups, default=None)
         if best is None:
             for answer in answers:

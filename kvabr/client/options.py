@@ -137,12 +137,10 @@ class Limits:
     memory_bytes: int = 1 << 30
     """Encoded groups kept in memory, bytes; 0: none."""
     disk: str | os.PathLike[str] | None = None
-    """Folder for encoded groups, which belongs to one client at a time; ``shm://``, shared memory, in which all
-    processes of this user on a host have each group downloaded once (`kvabr.store.shared_groups`); or the URL of an
-    object store, which many may share (`kvabr.store.objects`). None: memory only."""
+    """Folder for encoded groups, which belongs to one client at a time; or the URL of an object store, which many may
+    share (`kvabr.store.objects`). None: memory only."""
     disk_bytes: int = 16 << 30
-    """Encoded groups kept in that folder, or in shared memory by all processes, bytes. An object store is not cleared
-    up by those who use it so."""
+    """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
     keep_bytes: int | None = None
     """Groups that hints keep (`AsyncClient.hint`), in memory and in the other tier each, bytes. Beyond, those for whom
     most is kept keep less. None: half of each tier."""

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Unpack
 
-from kvabr.link.moqt.connect import Connecting, KnownRate, asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.connect import Connecting, asset_of, connect, parse_namespace, parse_url
 from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.link.objects.index import StrangeAnswers
@@ -42,9 +42,7 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(
-    url: str, *, needed: bool = True, known: KnownRate = lambda _: 0.0, **how: Unpack[DialArguments]
-) -> Connecting | StoreDialling:
+def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Connecting | StoreDialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
@@ -52,7 +50,7 @@ def dialling(
         TransportError: nothing can be played from there.
     """
     if not is_object_store(url):
-        return connect(url, needed=needed, known=known, **how)
+        return connect(url, needed=needed, **how)
     how = with_defaults(how)
     token, timeout_s = how["token"], how["timeout_s"]
     if not 0 < timeout_s < float("inf"):

@@ -38,7 +38,6 @@ from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, n
 from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating
 from kvabr.client.token_recompute import TokenRecompute
-from kvabr.client.transports import measured
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
 from kvabr.codec.profile import Profile
@@ -467,7 +466,7 @@ class Play:
             options.log(
                 opening(
                     ladder,
-                    trace=connection.backend + measured(self.history, connection.shared[0].source),
+                    trace=connection.backend,
                     policy=options.policy,
                     estimator=options.estimator or load_policy(options.policy)().estimator,
                     deadline_s=wanted_s,

@@ -9,25 +9,22 @@ are connected, and goes on with those that are later.
 
 The transfers of one connection are shared by all plays that want the same group. Once a group whose digest is known is
 complete, it is checked and put into the local store. What was asked for before its digest was known is put there once a
-reader has checked it. If the store is shared memory, all processes share the transfer (`HostCarrier`).
+reader has checked it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-from kvabr.client.host_carrier import HostCarrier
 from kvabr.client.origins import Dialling
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.player.sources import NOT_KNOWN, Offer
 from kvabr.store.group_store import TieredGroupStore
-from kvabr.store.shared_groups import SharedGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder, read_view
 from kvabr.transfer.redial import UnreachedConnection
@@ -42,10 +39,6 @@ TURN_S = 0.25
 _HASHING = tuple(threading.Lock() for _ in range(64))
 """Locks for computing digests. A transfer has one of them, as one of its own for each would cost more than waiting."""
 _CLOSED = "the client was closed"
-_RECENT = 32
-"""Requests that a peer's transfers remember."""
-_VOUCH_S = 0.05
-"""Seconds after which other processes are told again that a transfer waits for its turn."""
 
 
 class SharedTransfer(GroupTransfer):
@@ -53,8 +46,6 @@ class SharedTransfer(GroupTransfer):
 
     def __init__(self, request: GroupRequest, owner: SharedTransfers) -> None:
         super().__init__(request)
-        self.host: HostCarrier | None = None
-        """What shares it with other processes."""
         self.heard_s = 0.0
         self.unwanted = False
         """Whether it was ended since nobody reads it."""
@@ -63,11 +54,6 @@ class SharedTransfer(GroupTransfer):
         self._owner = owner
         self._hashing = _HASHING[hash(request) % len(_HASHING)]
         self._hashed: dict[str, bool] = {}
-
-    @property
-    def from_host(self) -> bool:
-        """Whether its last bytes came from another process of this host."""
-        return self.host is not None and self.host.from_host
 
     def has_digest(self, digest: str) -> bool:
         """See `GroupTransfer.has_digest`; it is computed once."""
@@ -117,8 +103,6 @@ class SharedTransfers:
         checked.
         """
         self.store, self.metrics = store, metrics
-        self.recent: deque[GroupRequest] = deque(maxlen=_RECENT)
-        """What has come over its connection last."""
         self.connection: PeerConnection = source if isinstance(source, PeerConnection) else UnreachedConnection()
         self._source = None if isinstance(source, PeerConnection) else source
         named = self.connection.peer if self._source is None else self._source.peers[0]
@@ -131,7 +115,6 @@ class SharedTransfers:
         self._transfers: dict[GroupRequest, SharedTransfer] = {}
         self._heard_s: dict[int, float] = {}
         """When bytes of each priority came last."""
-        self._vouched_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         """What checks and stores groups."""
         self._closed = False
@@ -148,7 +131,7 @@ class SharedTransfers:
         transfer = self._transfers[request] = SharedTransfer(request, self)
         transfer.join(reader)
         if self.reached or self._closed:
-            self._begin(transfer)
+            transfer.begin(self.connection)
         else:
             self._waiting[transfer] = None
             self._dial()
@@ -220,35 +203,21 @@ class SharedTransfers:
         transfer.heard_s = self._heard_s[transfer.priority] = asyncio.get_running_loop().time()
         if transfer.limit != "kept":
             self.link.received(count)
-        if not transfer.from_host:
-            self.metrics.downloaded_bytes_total.inc(count)
-            if transfer.host is not None:
-                transfer.host.share(transfer.data)
-        self._vouch(transfer)
+        self.metrics.downloaded_bytes_total.inc(count)
 
     def settled(self, transfer: SharedTransfer) -> None:
         """Note that a transfer is over; check what has come if its digest is known."""
         if transfer.complete and transfer.request.digest is not None:
-            if transfer.limit != "kept" and transfer.request.exact and not transfer.from_host:
-                self.recent.append(transfer.request)
             loop = asyncio.get_running_loop()
             transfer.checked = loop.create_future()
             self._track(loop.create_task(self._check(transfer, transfer.request.digest, transfer.checked)))
             return
         self._forget(transfer)
         self._waiting.pop(transfer, None)
-        if transfer.host is not None:
-            transfer.host.give_up()
         result = "done" if transfer.complete else "cancelled" if transfer.unwanted else "failed"
         self.metrics.downloads_total.labels(result).inc()
 
     # -------------------------------------------------------------- internals
-
-    def _begin(self, transfer: SharedTransfer) -> None:
-        shared, request = self.store.disk, transfer.request
-        if isinstance(shared, SharedGroupStore) and request.digest and request.exact:
-            transfer.host = HostCarrier(self.connection, shared)
-        transfer.begin(transfer.host or self.connection)
 
     def _dial(self) -> asyncio.Task[None]:
         if self._dialling is None:
@@ -277,24 +246,21 @@ class SharedTransfers:
         self._waiting.clear()
         for transfer in waiting:
             if error is None:
-                self._begin(transfer)
+                transfer.begin(self.connection)
             else:
                 transfer.fail(error if isinstance(error, Exception) else ConnectionLostError(repr(error)))
 
     async def _check(self, transfer: SharedTransfer, digest: str, checked: asyncio.Future[bool]) -> None:
-        good, host = False, transfer.host
+        good = False
         try:
             # A reader that decodes the group at the same time waits for the same computation.
             if transfer.request.limit <= SMALL_BYTES:
                 good = transfer.has_digest(digest)
             else:
                 good = await asyncio.get_running_loop().run_in_executor(decoders(), transfer.has_digest, digest)
-            shared = host is not None and await host.settle(good=good)
-            if good and not shared:
+            if good:
                 await self.store.put(digest, transfer.data)
         finally:
-            if host is not None:
-                host.give_up()
             self._forget(transfer)
             checked.set_result(good)
         self.metrics.downloads_total.labels("done" if good else "damaged").inc()
@@ -302,15 +268,6 @@ class SharedTransfers:
     def _put(self, data: memoryview, digest: str) -> None:
         if not self._closed and digest not in self.store:
             self._track(asyncio.get_running_loop().create_task(_stored(self.store, digest, data)))
-
-    def _vouch(self, heard: SharedTransfer) -> None:
-        """Tell other processes of transfers that nothing comes of because something as urgent does."""
-        if heard.heard_s < self._vouched_s + _VOUCH_S:
-            return
-        self._vouched_s = heard.heard_s
-        for transfer in self._transfers.values():
-            if transfer.priority >= heard.priority and transfer.host is not None:
-                transfer.host.vouch()
 
     def _forget(self, transfer: SharedTransfer) -> None:
         if self.find(transfer.request) is transfer:
@@ -430,7 +387,7 @@ class PlayReader(GroupReader):
         """See `GroupReader.on_more`."""
         super().on_more()
         if self.transfer is not None and self.transfer.data:
-            self._count("host" if self.transfer.from_host else "network")
+            self._count("network")
 
     # -------------------------------------------------------------- internals
 

@@ -323,11 +323,6 @@ class PlayRunner:
 
     # -------------------------------------------------------------- internals
 
-    @property
-    def idle(self) -> bool:
-        """Whether there are neither plays nor upgrades or hints."""
-        return not len(self._schedule)
-
     def _under_way(self) -> int:
         """Return how many plays there are; hints, and upgrades of caches in use, take what these leave."""
         return max(1, len(self._schedule) - len(self._upgrades) - len(self._hints))

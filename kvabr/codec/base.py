@@ -64,8 +64,8 @@ class Codec(ABC):
     has_kernel: ClassVar[bool] = False
     """Whether `kvabr.codec.gpu` expands its payloads. Each class says it for itself: derived ones may decode others."""
     takes_codes: ClassVar[bool] = False
-    """Whether `encode` and `decode` take tensors in float8 or uint8, an engine's own codes and bytes; all others are
-    given the numbers that codes stand for, and no bytes (`kvabr.codec.quantised`)."""
+    """Whether `encode` and `decode` take tensors in float8, an engine's own codes; all others are given the numbers
+    that codes stand for (`kvabr.codec.quantised`)."""
 
     def layout(self, spec: KVSpec, tokens: int) -> PayloadLayout | None:
         """Return where each token lies in a payload of ``tokens`` tokens; None if it cannot be cut by tokens.

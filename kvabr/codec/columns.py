@@ -33,9 +33,7 @@ def coded_spec(part: KVSpec) -> KVSpec:
 
 
 def has_ac(spec: KVSpec) -> bool:
-    """Return whether there are AC tracks of all layer classes; packed ones have none, states may be too wide."""
-    if any(each.packing for each in spec.classes):
-        return False
+    """Return whether there are AC tracks of all layer classes; states may be too wide."""
     try:
         return all(coded_spec(part) is not None for part in spec.parts)
     except FormatError:
@@ -45,8 +43,6 @@ def has_ac(spec: KVSpec) -> bool:
 def check_class(spec: KVSpec, track: str) -> None:
     """Raise a `FormatError` that names the tracks that work, unless `has_ac`."""
     if not has_ac(spec):
-        if any(each.packing for each in spec.classes):
-            raise FormatError(f"{track}: the cache of {spec.model} is packed ({spec.summary}); only Raw carries it")
         raise FormatError(
             f"{track}: there is no AC for the states of {spec.model} ({spec.summary}), whose columns are too long; "
             "FP16, BF16, FP8, Int8, FP4 and Int4 work"

@@ -14,7 +14,7 @@ from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
-from kvabr.codec.quantised import all_finite, check_type, codes_of, is_kept, is_quantised, numbers_of, special
+from kvabr.codec.quantised import all_finite, check_type, codes_of, is_quantised, numbers_of, special
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec
@@ -22,15 +22,15 @@ from kvabr.types.units import Unit
 
 
 def largest(kv: torch.Tensor, spec: KVSpec, first_token: int = 0) -> float:
-    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 of codes and bytes.
+    """Return the largest magnitude in a tensor [layer, K/V, head, token, dim] of a layer class; 0 of codes.
 
-    Codes stand for numbers that the engine has rounded, and only Raw carries bytes. ``first_token`` is the position of
+    Codes stand for numbers that the engine has rounded. ``first_token`` is the position of
     its first token (row of a state), for the error.
 
     Raises:
-        NotFiniteError: a number is NaN or infinite. Packed bytes are not looked at.
+        NotFiniteError: a number is NaN or infinite.
     """
-    if not kv.numel() or kv.dtype == torch.uint8:
+    if not kv.numel():
         return 0.0
     if is_quantised(kv.dtype):
         if all_finite(kv):
@@ -91,7 +91,7 @@ def encode_group(
     """Compress and frame one group.
 
     Args:
-        kv: [layer, K/V, head, token, dim], any float dtype, float8 or uint8 if the class is kept in it.
+        kv: [layer, K/V, head, token, dim], any float dtype; float8 if the class is kept in it.
         track: name of the codec.
         context: which group it is.
         chunk: its chained prompt digest.
@@ -111,7 +111,6 @@ def encode_group(
 def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: Sequence[bytes] = ()) -> bytes:
     """Compress a group as `encode_group` does; the caller has called `largest` and `check_holds`."""
     made = codec(track)
-    _check_carried(made, context.spec)
     if is_quantised(kv.dtype) and not made.takes_codes:
         kv = numbers_of(kv, context.spec)
     return made.encode(kv, context, below)
@@ -169,7 +168,6 @@ def decode_by(
 ) -> None:
     """Do what `decode_payload` does with a codec that need not be a track's."""
     check_shape(out, context, f"group {group}: cannot decode into")
-    _check_carried(made, context.spec)
     rotated = context.free and context.at is not None and not made.rotates
     if not rotated and (made.takes_codes or not is_quantised(out.dtype)):
         if has_kernel(made, out.device):
@@ -187,13 +185,6 @@ def decode_by(
         place(out, numbers)
 
 
-def _check_carried(made: Codec, spec: KVSpec) -> None:
-    if spec.only.packing and not made.takes_codes:
-        raise FormatError(
-            f"{made.name} codes numbers, and {spec.only.title} of {spec.model} is packed: only Raw carries it"
-        )
-
-
 def has_kernel(made: Codec, device: torch.device) -> bool:
     """Return whether `gpu.expand` decodes what a codec encoded, on this device."""
     return bool(vars(type(made)).get("has_kernel")) and gpu.runs_on(device)
@@ -202,7 +193,7 @@ def has_kernel(made: Codec, device: torch.device) -> bool:
 def check_shape(kv: torch.Tensor, context: GroupContext, what: str) -> None:
     """Raise a `FormatError` unless a tensor has the shape and type of a group; ``what`` begins the message."""
     wanted = context.spec.shape(context.tokens)
-    if tuple(kv.shape) != wanted or not is_kept(kv.dtype):
+    if tuple(kv.shape) != wanted or not kv.dtype.is_floating_point:
         raise FormatError(f"{what} {kv.dtype} of {tuple(kv.shape)}; floats of {wanted} are needed")
     check_type(kv, context.spec, what)
     if context.free and context.spec.rope is None:

@@ -2,8 +2,6 @@
 
 A tensor in float8 holds the engine's own codes. The numbers are the codes times the class's scales
 (`kvabr.types.kv.LayerClass.scales`). The level Raw carries the codes; all other levels carry the numbers.
-
-What an engine packs (`kvabr.types.kv.LayerClass.packing`) is bytes, in tensors of uint8. Only Raw carries it.
 """
 
 from __future__ import annotations
@@ -25,31 +23,22 @@ def is_quantised(dtype: torch.dtype) -> bool:
     return dtype in _TYPES
 
 
-def is_kept(dtype: torch.dtype) -> bool:
-    """Return whether a cache can be in tensors of this type: of numbers, codes or packed bytes."""
-    return dtype.is_floating_point or dtype == torch.uint8
-
-
 def _foreign(dtype: torch.dtype, spec: KVSpec) -> bool:
-    """Return whether a type holds codes or bytes, or the spec's only class does, and they are not the same."""
-    return dtype != spec.torch_dtype and (dtype in _TYPES or torch.uint8 in (dtype, spec.torch_dtype))
+    """Return whether a type holds codes that are not of the type of the spec's only class."""
+    return dtype != spec.torch_dtype and dtype in _TYPES
 
 
 def check_type(kv: torch.Tensor, spec: KVSpec, what: str) -> None:
-    """Raise a `FormatError` if a tensor holds codes or bytes that are not of the type of the spec's only class."""
+    """Raise a `FormatError` if a tensor holds codes that are not of the type of the spec's only class."""
     if _foreign(kv.dtype, spec):
         raise FormatError(f"{what} {kv.dtype}: the class {spec.only.title} of {spec.model} is kept in {spec.dtype}")
 
 
 def check_wanted(dtype: torch.dtype, spec: KVSpec) -> None:
     """Raise a `UsageError` if a cache is wanted in a type that that of the spec's only class cannot become."""
-    if not is_kept(dtype):
+    if not dtype.is_floating_point:
         raise UsageError(f"a cache in {dtype}: its numbers are floats")
     if _foreign(dtype, spec):
-        if spec.only.packing:
-            raise UsageError(
-                f"only the engine that packed a cache as {spec.only.packing} can read it: leave the dtype out"
-            )
         raise UsageError(f"a cache in {dtype} has scales of its own, and the asset's is in {spec.dtype}")
 
 
@@ -65,8 +54,8 @@ def any_special(codes: torch.Tensor) -> bool:
 
 
 def all_finite(kv: torch.Tensor) -> bool:
-    """Return whether a tensor of any dtype has neither NaN nor infinity."""
-    if kv.numel() == 0 or kv.dtype == torch.uint8:
+    """Return whether a tensor of any float dtype has neither NaN nor infinity."""
+    if kv.numel() == 0:
         return True
     if is_quantised(kv.dtype):
         return not bool(special(kv).any())

@@ -29,7 +29,7 @@ class Raw(Separable):
     def largest(self, spec: KVSpec) -> float:
         """Return the largest number of the class's type; numbers that become codes saturate, as in the engine."""
         own = spec.torch_dtype
-        return float(torch.finfo(own if own.is_floating_point and not is_quantised(own) else torch.float32).max)
+        return float(torch.finfo(torch.float32 if is_quantised(own) else own).max)
 
     def encode_units(self, run: torch.Tensor, head: torch.Tensor, unit_tokens: int, spec: KVSpec) -> torch.Tensor:  # noqa: ARG002
         """Take the elements, token by token."""
@@ -44,9 +44,6 @@ class Raw(Separable):
     def decode_units(self, units: torch.Tensor, head: torch.Tensor, out: torch.Tensor, spec: KVSpec) -> None:  # noqa: ARG002
         """Place them, or the numbers that they stand for."""
         own = spec.torch_dtype
-        if own == torch.uint8:
-            _copy(_codes(units, out[:, :, :, :, 0]), out[:, :, :, :, 0])
-            return
         if not is_quantised(own):
             place_numbers(units, own, out, self.name)
             return

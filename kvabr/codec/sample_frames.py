@@ -47,7 +47,6 @@ class SampleFrames:
         if track not in (*LAYERS, SINGLE):
             shape = context.spec.shape(context.tokens)
             row = torch.linspace(-4.0, 4.0, shape[-1])
-            row = row.abs().byte() if context.spec.only.packing else row
             return encode_group(row.expand(shape), track, context, CHUNK, 0)
         if context.profile is None:
             raise FormatError(f"{track} needs the model's profile")

@@ -134,7 +134,7 @@ def shipped_bytes(sha256: str, size: int, spec: KVSpec) -> bytes | None:
 
 def _shape(spec: KVSpec) -> list[LayerClass]:
     """Return the layer classes, without what a profile does not depend on."""
-    kept = ((each, each.scales is not None or each.packing) for each in spec.classes)
+    kept = ((each, each.scales is not None) for each in spec.classes)
     return [each if own else replace(each, dtype="float16", interval=None) for each, own in kept]
 
 

@@ -51,7 +51,7 @@ class Adapter:
     publishes: bool = True
     """Whether it can publish what the engine computes."""
     passages: str = "no"
-    """How it plays prompts made of passages, in words: ``no``, ``joined``, or ``recomputed`` where tokens matter."""
+    """How it plays prompts made of passages: ``no``, or ``recomputed`` where tokens matter."""
     also: tuple[str, ...] = ()
     """Other distributions that hold the engine."""
 

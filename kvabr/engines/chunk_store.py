@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat, takewhile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import Field
@@ -37,6 +37,7 @@ from kvabr.engines.keyed_tails import KeyedTails
 from kvabr.engines.origin_pause import OriginPause, answers
 from kvabr.engines.settings import Count, EngineSettings, Seconds, TroubleLog
 from kvabr.engines.weights import weights_digest
+from kvabr.player.session_types import TIME_PRICE
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
 from kvabr.store.lru import ByteLru
 from kvabr.types.catalog import Catalog
@@ -67,19 +68,10 @@ _USUAL_DIMS = (128, 64)
 
 STEP_TOKENS = 2048
 """Tokens that an engine computes in a step, if nothing else is known: the least of the usual."""
-_NO_PASSAGES = (
-    "this engine asks for caches by keys that stand for one place in one prompt, so it cannot play passages; "
-    "transformers models and vLLM's own connector can"
-)
 
 
 class KeyedSettings(EngineSettings):
     """Keys of LMCache's and SGLang's adapters."""
-
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        **EngineSettings.elsewhere,
-        **dict.fromkeys(("passages", "max_loss", "fusion"), _NO_PASSAGES),
-    }
 
     patience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Deadlines after which an incomplete cache counts as lost, and the engine computes it."""
@@ -321,9 +313,7 @@ class ChunkStore:
                 profile=profile,
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
-                evict=settings.publish_evict,
                 source=source,
-                digest=settings.digest,
             )
         self._any_heads = any_heads
         self._origin = origin or KeyedOrigin(settings)
@@ -361,7 +351,7 @@ class ChunkStore:
 
     async def _kept(self, keys: Sequence[str], catalogs: Sequence[Catalog], *, goes_on: bool) -> int:
         if not catalogs or (goes_on and len(catalogs) == len(keys)):
-            return self._tails.at_most(catalogs)
+            return len(catalogs)
         # Of what follows the last key, which is not a whole cache, nothing is known but that it is not empty.
         size = catalogs[0].tokens
         rest = max(1, size // 2) if self._min_tokens == self._max_tokens else 1
@@ -466,7 +456,7 @@ class ChunkStore:
                 deadline=max(left_s, 1e-3),
                 options=PlayOptions(
                     policy=settings.policy,
-                    time_price=settings.time_price / place.beside,
+                    time_price=TIME_PRICE / place.beside,
                     patience=settings.patience,
                     question_tokens=place.following,
                 ),

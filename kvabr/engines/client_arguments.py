@@ -12,7 +12,6 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits
 from kvabr.engines.settings import EngineSettings
 from kvabr.link.moqt.options import TransportChoice
-from kvabr.link.quic.backend import Quic
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import KvabrError
 
@@ -31,10 +30,7 @@ class ClientArguments:
     token_file: Path | None
     ca: Path | None
     fingerprint: str | None
-    insecure: bool
-    quic: Quic
     transport: TransportChoice
-    lanes: int
     limits: Limits
     cache: Path | None
 
@@ -44,7 +40,6 @@ class ClientArguments:
         token = None if settings.token_file is not None else os.environ.get("KVABR_TOKEN") or None
         limits = Limits(
             memory_bytes=settings.store_mib << 20,
-            keep_bytes=settings.keep_bytes,
             plays=settings.plays,
             waiting=_MAX_WAITING,
         )
@@ -56,10 +51,7 @@ class ClientArguments:
             _absolute(settings.token_file),
             _absolute(settings.ca),
             settings.fingerprint,
-            settings.insecure,
-            settings.quic,
             settings.transport,
-            settings.lanes,
             limits,
             _absolute(settings.cache),
         )
@@ -72,7 +64,7 @@ class ClientArguments:
             if self.limits.disk is None:
                 raise
             # Each rank is a process, and only one of them can have the folder.
-            LOG.warning("fetched groups are kept in memory only (ranks can share shm://): %s", error)
+            LOG.warning("fetched groups are kept in memory only: %s", error)
         return self._client(replace(self.limits, disk=None), metrics)
 
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
@@ -82,10 +74,7 @@ class ClientArguments:
             token_file=self.token_file,
             ca=self.ca,
             fingerprint=self.fingerprint,
-            insecure=self.insecure,
-            quic=self.quic,
             transport=self.transport,
-            lanes=self.lanes,
             limits=limits,
             cache=self.cache,
             metrics=metrics,

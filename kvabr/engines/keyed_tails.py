@@ -8,11 +8,9 @@ must have room for the tails of all requests that are under way.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from cachetools import TTLCache
@@ -41,7 +39,7 @@ class KeyedTails:
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
         """Start; the engine computes at most ``step_tokens`` in a step, and fetches none of fewer than ``least``."""
-        self._settings, self._step_tokens, self._least = settings, step_tokens, max(least, settings.min_load_tokens)
+        self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Tails under way: when they should be computed at the latest, and their tokens."""
         self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
@@ -64,7 +62,7 @@ class KeyedTails:
         Raises:
             TransportError, PolicyError: as `AsyncClient.tail_of`.
         """
-        kept = self._loadable(found)
+        kept = len(found)
         again = kept == len(keys) and kept > 0 and keys[-1] in self._promised
         if not again and kept > 1 and (whole := as_one(found[:kept])) is not None:
             tail = await self._tail(client, whole, following)
@@ -79,16 +77,6 @@ class KeyedTails:
                 following += one.tokens
         return kept
 
-    def _loadable(self, found: Sequence[Catalog]) -> int:
-        """Return how many of the first caches are loaded by the settings' limits."""
-        kept = self.at_most(found)
-        return kept if sum(one.tokens for one in found[:kept]) >= self._settings.min_load_tokens else 0
-
-    def at_most(self, found: Sequence[Catalog]) -> int:
-        """Return how many of the first caches have ``max_load_tokens`` tokens at most."""
-        most = self._settings.max_load_tokens
-        return len(found) if most is None else bisect_right(list(accumulate(one.tokens for one in found)), most)
-
     async def _tail(self, client: EngineClient, whole: Catalog, following: int) -> int:
         settings, now = self._settings, time.monotonic()
         while self._recent and self._recent[0][0] <= now:
@@ -99,7 +87,7 @@ class KeyedTails:
             cost = settings.prefill_cost.scaled(1 + len(self._recent))
         if cost is None or room <= 0:
             return 0
-        options = PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=min(settings.tail, room))
+        options = PlayOptions(policy=settings.policy, tail=min(settings.tail, room))
         return await client.tail_of(whole, deadline=settings.deadline_s, cost=cost, behind=following, options=options)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,21 +31,22 @@ from pydantic_core import ErrorDetails
 
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MAX_TAIL, MOST_TAIL
+from kvabr.abr.tail import MOST_TAIL
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
 from kvabr.link.moqt.options import TransportChoice
-from kvabr.link.quic.backend import Quic
-from kvabr.player.session_types import TIME_PRICE
-from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.transfer.lanes import MOST_LANES
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import SHA256, check_kind
 from kvabr.types.errors import KvabrError, UsageError
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
 
 _TROUBLE_EVERY_S = 60.0
+_TROUBLE_LOCK = threading.Lock()
+"""Of all `TroubleLog`s. It is held while the process forks, so that no child inherits it locked."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
+    )
 INSIDE, OWN = "inside", "process"
 """Where plays run: in the engine's process, or in one that the engines of this user share, and start."""
 
@@ -134,6 +136,15 @@ class SettingsTable(BaseModel):
 class EngineSettings(SettingsTable):
     """Keys that every adapter understands."""
 
+    plays: ClassVar[int] = 256
+    """Caches that may be fetched at once."""
+    queue: ClassVar[int] = 64
+    """Caches that may wait to be published; more are dropped and counted."""
+    tail: ClassVar[int] = MOST_TAIL
+    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
+    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
+    has room for, shared by the requests that wait."""
+
     url: Url | None = None
     """Where caches are fetched: ``moqt://host:port/`` of an origin or a relay, or an object store, ``s3://bucket/prefix``
     and the like. None: nothing is fetched."""
@@ -150,20 +161,9 @@ class EngineSettings(SettingsTable):
     """Tokens per second that the engine prefills, for deciding what to leave to it. None: what vLLM's prefills cost is
     measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not there is no
     ``tail``."""
-    tail: Annotated[int, Field(ge=0, le=MAX_TAIL)] = MOST_TAIL
-    """Most tokens at the end of what is cached that the engine computes with the question, on the coded cache, where
-    that is worth its time: most of the loss sits there. They are whole blocks, pages or chunks, and at most what a step
-    has room for, shared by the requests that wait. 0: none."""
-    min_load_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens of a request that must be cached, besides those that the engine has, for any of them to be loaded; of
-    fewer, all are computed."""
-    max_load_tokens: Count | None = None
-    """Most tokens of a request that are loaded; the engine computes those behind. None: all that are cached."""
     keep_loss: Annotated[float, Field(ge=0)] = math.inf
     """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
     keeps it for all later requests. AC-L3 loses about 0.001."""
-    time_price: Annotated[float, Field(ge=0, allow_inf_nan=False)] = TIME_PRICE
-    """Price of a second before the first token, nats per generated token. 0: only the deadline counts."""
     model: ModelName | None = None
     """Name of the model in the track namespace. None: derived from the engine's model."""
     version: Text | None = None
@@ -182,9 +182,6 @@ class EngineSettings(SettingsTable):
     ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
-    digest: Annotated[Text, _checked(check_kind)] = SHA256
-    """Digests of the groups that are published: ``sha256``, or ``blake3``, which takes less than half of the
-    processor's time and which readers need the extra ``fast`` for."""
     token_file: FilePath | None = None
     """File with the token for the origin; read again for each connection, so that it may be replaced. None: the
     environment variable ``KVABR_TOKEN``, if set."""
@@ -192,37 +189,23 @@ class EngineSettings(SettingsTable):
     """PEM file with the certificates to trust instead of the system's."""
     fingerprint: Text | None = None
     """SHA-256 of the only certificate to trust."""
-    insecure: bool = False
-    """Do not verify the origin's certificate (exposes the token and the caches)."""
-    quic: Quic = "auto"
-    """QUIC library."""
     transport: TransportChoice = "auto"
     """``quic``, ``tcp`` or ``auto``, as of `kvabr.AsyncClient`."""
-    lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] = 1
-    """Most connections to an origin: further ones are opened where one connection, or one core, carries less than the
-    path."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
-    """Folder for the same, of one process: other ranks use memory only. Or ``shm://``, shared memory in which all ranks
-    and engines of this user on a host have each group downloaded once; or the URL of an object store, which all hosts
+    """Folder for the same, of one process: other ranks use memory only. Or the URL of an object store, which all hosts
     may share. None: memory only."""
     disk_mib: Annotated[int, Field(ge=0)] = 16384
-    """Size of the folder or the shared memory ``disk``, MiB."""
+    """Size of the folder ``disk``, MiB."""
     cache: FilePath | None = Field(default_factory=lambda: user_cache_path("kvabr", appauthor=False))
     """Folder that keeps codec profiles, the speed of the origin's link and prefill times from one process to the next,
     as `kvabr fetch` does. By default the user's cache folder, such as ``~/.cache/kvabr``; null keeps nothing."""
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
-    plays: Count = 256
-    """Caches that may be fetched at once."""
-    queue: Count = 64
-    """Caches that may wait to be published; more are dropped and counted."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, MiB: see ``publish_evict``. None: unlimited."""
-    publish_evict: Order = DEFAULT_ORDER
-    """Which caches are removed first: the least valuable (``value``: cost to recompute times measured reuse, per byte),
-    the least recently used (``lru``), or the least often used (``lfu``)."""
+    """Size limit of what engines publish in ``publish``, a folder, MiB: caches that a longer one continues are removed
+    first, then the least recently used. None: unlimited."""
 
     @field_validator("sources")
     @classmethod
@@ -230,13 +213,6 @@ class EngineSettings(SettingsTable):
         if sources and info.data.get("url") is None:
             raise ValueError("further sources need a first one, url")
         return sources
-
-    @field_validator("max_load_tokens")
-    @classmethod
-    def _check_load_tokens(cls, most: int | None, info: ValidationInfo) -> int | None:
-        if most is not None and most < (least := info.data.get("min_load_tokens", 0)):
-            raise ValueError(f"it must be at least min_load_tokens, {least}")
-        return most
 
     def grouped(self, spec: KVSpec) -> KVSpec:
         """Return ``spec`` with the group size that the user set."""
@@ -255,11 +231,6 @@ class EngineSettings(SettingsTable):
         return None if self.prefill_rate is None else PrefillCost.from_rate(self.prefill_rate)
 
     @property
-    def keep_bytes(self) -> int | None:
-        """Bound on the groups that hints have kept, see `kvabr.client.options.Limits`."""
-        return None
-
-    @property
     def publish_bytes(self) -> int | None:
         """``publish_mib`` in bytes."""
         return None if self.publish_mib is None else self.publish_mib << 20
@@ -274,7 +245,6 @@ class TroubleLog:
     def __init__(self, log: logging.Logger, every_s: float = _TROUBLE_EVERY_S) -> None:
         """Start without trouble; repeated troubles are summed up ``every_s`` seconds after the first of them."""
         self._log, self._every_s = log, every_s
-        self._lock = threading.Lock()
         self._again: dict[str, tuple[int, str]] = {}
         """Per kind of trouble, repetitions since the last line and the latest reason."""
         self._timer: threading.Timer | None = None
@@ -287,7 +257,7 @@ class TroubleLog:
             why: the reason, an exception or a text.
         """
         text = str(why) or repr(why)
-        with self._lock:
+        with _TROUBLE_LOCK:
             first = what not in self._again
             self._again[what] = (0 if first else self._again[what][0] + 1, text)
             # A timer does not survive a fork, and its thread is not alive in the child.
@@ -303,7 +273,7 @@ class TroubleLog:
 
     def flush(self) -> None:
         """Write the line with the troubles that were repeated, and forget the others: the next one is news again."""
-        with self._lock:
+        with _TROUBLE_LOCK:
             again = [f"{kind}: {n} more, the last: {last}" for kind, (n, last) in self._again.items() if n]
             self._again = {kind: (0, last) for kind, (n, last) in self._again.items() if n}
             self._timer = None  # this thread is still alive

@@ -25,7 +25,7 @@ from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import frame_header
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
-from kvabr.codec.quantised import all_finite, check_wanted, convert, is_kept
+from kvabr.codec.quantised import all_finite, check_wanted, convert
 from kvabr.player.prefixes import PlacedPrefix, longest_prefix
 from kvabr.types.catalog import RECOMPUTED, Catalog, Track
 from kvabr.types.errors import FormatError, HoleError, UsageError
@@ -56,7 +56,7 @@ class Tensors:
             self.parts = tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, types, strict=True))
         elif len(shapes) > 1:
             raise UsageError(f"a cache of several layer classes ({', '.join(spec.names)}) is not one tensor")
-        elif tuple(out.shape) != shapes[0] or not is_kept(out.dtype):
+        elif tuple(out.shape) != shapes[0] or not out.dtype.is_floating_point:
             raise UsageError(f"`out` is {tuple(out.shape)} {out.dtype}, expected floats of {shapes[0]}")
         else:
             self.parts = (out,)
@@ -163,7 +163,7 @@ class Assembler:
 
         Raises:
             ForeignError: the profile is of another model.
-            UsageError: ``out`` has another shape, or is not a float tensor, or is of a quantised or packed type that is
+            UsageError: ``out`` has another shape, or is not a float tensor, or is of a quantised type that is
                 not the asset's; or there are several layer classes, whose tensors are always new.
         """
         if profile is not None:

@@ -322,17 +322,12 @@ def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int 
 
 
 def needs_raw(spec: KVSpec) -> bool:
-    """Return whether only `RAW` keeps a cache as it is: one that is quantised or packed, or has states in float32."""
-    return any(
-        each.scales is not None or each.packing or (each.kind == "state" and each.dtype == "float32")
-        for each in spec.classes
-    )
+    """Return whether only `RAW` keeps a cache as it is: one that is quantised, or has states in float32."""
+    return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
 def pointless(spec: KVSpec | None) -> tuple[str, ...]:
     """Return the tracks that add nothing to others for these layer classes; None: for those of 16 bits."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
-    if any(each.packing for each in spec.classes):
-        return tuple(name for name in names() if name != RAW)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

@@ -60,8 +60,6 @@ class TrackOffer:
             plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
             tracks = [track for track in plain if track not in pointless(spec)]
         self.tracks = ordered_tracks(tracks)
-        if self.tracks != (RAW,) and any(each.packing for each in spec.classes):
-            raise UsageError(f"the cache of {spec.model} is packed ({spec.summary}): its only track is {RAW}")
         for track in self.tracks:
             if codec(track).needs_profile:
                 check_class(spec, track)

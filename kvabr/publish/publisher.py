@@ -26,9 +26,9 @@ from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
 from kvabr.store.asset import Asset, Prompt
 from kvabr.store.asset_folder import FolderAssetStore
-from kvabr.store.eviction import DEFAULT_ORDER, Order
+from kvabr.store.files import remove_folder
 from kvabr.store.locations import Location, open_store
-from kvabr.store.quota import remove_asset
+from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
@@ -61,7 +61,6 @@ class Publisher:
         profile: Profile | None = None,
         queue: int = 4,
         max_bytes: int | None = None,
-        evict: Order = DEFAULT_ORDER,
         source: str = "",
         digest: str = SHA256,
         keep_tokens: bool = False,
@@ -77,8 +76,7 @@ class Publisher:
                 with states in float32, Raw.
             profile: codec profile of the model, for tracks that need it; `ForeignError` if it is of another.
             queue: caches that may wait or be worked on; each is held in memory.
-            max_bytes: bound on what engines publish there, see `kvabr.store.quota`; None: no bound.
-            evict: which of it goes first, see `kvabr.store.eviction`.
+            max_bytes: bound on what engines publish in a folder, see `kvabr.store.quota`; None: no bound.
             source: what the caches are, in words, for the catalogs.
             digest: kind of the groups' digests, see `kvabr.types.digests`.
             keep_tokens: keep the token ids of prompts without salt beside their assets, for KV events
@@ -98,10 +96,18 @@ class Publisher:
             if not may_pass(error):
                 raise
             _log.warning("kvabr: %s; nothing is published until it answers", error)  # each asset's writer tries again
-        self._quota = None if max_bytes is None else self.store.quota(max_bytes, evict)
-        touch = (self.store if self._quota is None else self._quota).touch
+        self._quota: FolderQuota | None = None
+        if max_bytes is not None:
+            if self._folder is None:
+                raise UsageError(
+                    f"{location}: an engine cannot keep an object store within {max_bytes:,} bytes, since many publish "
+                    "there; leave the bound out, and give the bucket a lifecycle rule"
+                )
+            self._quota = FolderQuota(self._folder, max_bytes)
         self._sound = SoundAssets(self.store)
-        self._lookup = PublishedLookup(lambda name: self.store.version(name) is not None, touch, sound=self._sound.look)
+        self._lookup = PublishedLookup(
+            lambda name: self.store.version(name) is not None, self._touch, sound=self._sound.look
+        )
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
@@ -191,6 +197,11 @@ class Publisher:
         self._patient_thread.shutdown(wait=True)
         self.store.close()
 
+    def _touch(self, name: str) -> None:
+        """Note that an asset was computed again."""
+        if self._quota is not None:
+            self._quota.touch(name)
+
     def _give_back(self, name: str) -> None:
         with self._lock:
             self._known.discard(name)
@@ -243,14 +254,14 @@ class Publisher:
                 gone.append((name, self._longest.get(name, name)))
         for name, longer in gone:
             assert self._folder is not None  # noqa: S101  # nothing else is taken over
-            with contextlib.suppress(KvabrError):  # it is gone, or cannot be read
+            with contextlib.suppress(KvabrError, OSError):  # it is gone, or cannot be read
                 # The longer one may have been removed since, and the name be that of an asset that was measured.
                 if (
                     name != longer
                     and self.store.version(longer) is not None
                     and self.store.open(name).catalog.estimated
                 ):
-                    remove_asset(self._folder, name, time.time())
+                    remove_folder(self._folder / name)
 
     def wake(self, production: Production) -> None:
         """Have an encoding thread go on with a cache, if there is anything to do."""

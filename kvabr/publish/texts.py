@@ -20,6 +20,7 @@ SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "g
 _RECORDS = 600
 _FRONT = 4
 """More tokens than a model puts in front of a text."""
+_LEAST_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: how much of a long text is tokenised at first."""
 
@@ -105,13 +106,16 @@ def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int,
     """
     wanted = tokens + continuation
     if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
-        raise _too_short(found, tokens, continuation)
+        raise too_short(found, tokens, continuation)
 
 
-def _too_short(found: int, tokens: int, continuation: int) -> UsageError:
+def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
+    """Return an error about a text of ``found`` tokens that is too short for a prompt and its continuation."""
+    more = f" and {continuation} of continuation" if continuation else ""
+    advice = _shorter(found, tokens, continuation)
     return UsageError(
-        f"the text has {found} tokens, but {tokens} and {continuation} of continuation were asked for: give a longer "
-        f"text, or {_shorter(found, continuation)}"
+        f"the text has {found} tokens, but {tokens}{more} were asked for: give a longer text"
+        + (f", or {advice}" if advice else "")
     )
 
 
@@ -122,13 +126,13 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, p
 
     Raises `UsageError` if the text is too short, or the model cannot see that many tokens.
     """
-    if tokens < 1 or continuation < 2:
+    if tokens < 1 or continuation < _LEAST_CONTINUATION:
         raise UsageError("a prompt takes at least 1 token, and a continuation at least 2 to measure the loss on")
     wanted, context = tokens + continuation, model.engine.context
     if wanted > context:
         raise UsageError(
             f"{tokens} tokens and {continuation} of continuation do not fit {model.engine.spec.model}, which sees "
-            f"{context} at most: give {_shorter(context, continuation)}"
+            f"{context} at most: give at most {_shorter(context, tokens, continuation)}"
         )
     head = text[: wanted * _CHARACTERS_PER_TOKEN]
     ids = _cut_ids(model, head, passage=passage)
@@ -136,7 +140,7 @@ def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, p
     if len(head) < len(text) and len(ids) < wanted + 16:
         ids = _cut_ids(model, text, passage=passage)
     if len(ids) < wanted:
-        raise _too_short(len(ids), tokens, continuation)
+        raise too_short(len(ids), tokens, continuation)
     return Prompt(tuple(ids[:tokens]), tuple(ids[tokens:wanted]))
 
 
@@ -145,7 +149,16 @@ def _cut_ids(model: TextModel, text: str, *, passage: bool) -> tuple[int, ...]:
     return tuple(ids) if passage else opened(model, ids)
 
 
-def _shorter(total: int, continuation: int) -> str:
-    """Return which options leave room for both parts in ``total`` tokens."""
-    left = total - continuation
-    return f"at most --tokens {left}" if left > 0 else "a smaller --continuation"
+def _shorter(total: int, tokens: int, continuation: int) -> str:
+    """Return options with which both parts fit in ``total`` tokens; empty if nothing fits.
+
+    The continuation is shortened only if it would take more than half of the tokens.
+    """
+    if not continuation:
+        return f"--tokens {total}" if total else ""
+    if total >= 2 * continuation:
+        return f"--tokens {total - continuation}"
+    if total <= _LEAST_CONTINUATION:
+        return ""
+    prompt = min(tokens, total - max(_LEAST_CONTINUATION, total // 4))
+    return f"--tokens {prompt} --continuation {min(continuation, total - prompt)}"

@@ -20,7 +20,6 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.asset_index import AssetIndex, AssetView
 from kvabr.store.locations import Location, open_store
 from kvabr.store.lru import ByteLru
-from kvabr.store.tiers import TieredAsset, TieredAssetStore
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.naming import (
     CATALOG_TRACK,
@@ -51,15 +50,14 @@ class PublishedAssets:
 
     def __init__(
         self,
-        location: Location | TieredAssetStore,
+        location: Location,
         grants: Grants | None = None,
         log: FilteringBoundLogger | None = None,
     ) -> None:
         """Look for the assets of a store.
 
         Args:
-            location: as for `open_store`, which may raise: an asset, or a folder with assets in it. Or a folder over a
-                colder store, which hears what is looked up.
+            location: as for `open_store`, which may raise: an asset, or a folder with assets in it.
             grants: who may read what; None: everyone may read everything.
             log: takes the events; None: structlog's own logger.
         """
@@ -79,17 +77,14 @@ class PublishedAssets:
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Catalogs and profiles that were read lately, by their SHA-256."""
         self._cache_lock = threading.Lock()
-        self.tiers = location if isinstance(location, TieredAssetStore) else None
-        """The store, if it is a folder over a colder one."""
-        store = location if isinstance(location, TieredAssetStore) else open_store(location, must_exist=True)
+        store = open_store(location, must_exist=True)
         self.look_every_s = store.look_every_s
         """See `AssetStore.look_every_s`."""
         self._index = AssetIndex(store, log, self._changed)
         self.live: LiveAssets | None = None
         """Those that are being prefilled, once somebody follows them; only folders can have such."""
-        folder = store.warm if isinstance(store, TieredAssetStore) else store
-        if isinstance(folder, FolderAssetStore):
-            self.live = LiveAssets(folder.root, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
+        if isinstance(store, FolderAssetStore):
+            self.live = LiveAssets(store.root, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
         self._opened: dict[str, Grant] = {}
         """The grants at the last look, by the digest of their token."""
         self._changed()
@@ -176,19 +171,12 @@ class PublishedAssets:
             if track == PROFILE_TRACK:
                 return self._read(asset.catalog.profile or "", lambda: asset.profile_bytes() or b"", at_once)
             if track == CATALOG_TRACK or track.startswith(PREFIX_TRACK):
-                return self._catalog(asset, at_once=at_once)
+                return self._read(asset.catalog_sha256, asset.catalog_bytes, at_once)
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", asset=asset.name, error=str(error))
             return None
         # A level that was left out somewhere is none of the complete asset's, but of the one that grew.
         return self._levels.get(asset, {}).get(track) or self._find_live(grant, namespace, track)
-
-    def _catalog(self, asset: Asset, *, at_once: bool) -> Publication:
-        """Return an asset's catalog, with which plays begin."""
-        found = self._read(asset.catalog_sha256, asset.catalog_bytes, at_once)
-        if self.tiers is not None:
-            self.tiers.use(asset.name)
-        return found
 
     def _find_live(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """Return a track of an asset that grows, or has become an asset a moment ago."""
@@ -197,7 +185,6 @@ class PublishedAssets:
             return None
         asset, publication = found
         same = self._view(grant).assets.get(asset.namespace)
-        same = same.folder if isinstance(same, TieredAsset) else same
         # An asset of that name which is not what the growing one has become has other groups under the same names.
         other = isinstance(same, FolderAsset) and not asset.folder.is_at(same.path)
         return None if other else publication

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Self
 
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
@@ -36,7 +36,6 @@ from kvabr.types.errors import (
     TransportError,
     UnauthorizedError,
 )
-from kvabr.types.hints import HINT_TRACK, HintRequest
 from kvabr.types.naming import (
     CATALOG_TRACK,
     CHANGES_TRACK,
@@ -60,8 +59,6 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _BREATH_S = 0.01
 """Pause after an answer, so that an origin cannot keep the relay busy with answers."""
 _REFUSED = "the origin refuses the relay's token"
-_NO_NODE = "a relay fetches nothing ahead; hints are for nodes, which play what they fetch (`kvabr player --serve`)"
-FetchAhead = Callable[[TrackNamespace, HintRequest], Awaitable[bytes]]
 _NO_CHANGES_S = 60.0
 """Pause after an answer of a peer that tells of none."""
 _NOT_TOLD = (Reason.UNSUPPORTED, Reason.WRONG)
@@ -80,9 +77,7 @@ class Relay:
         disk: Location | None = None,
         disk_bytes: int = 0,
         token: str | None = None,
-        store: TieredGroupStore | None = None,
         prompts: SeenPrompts | None = None,
-        fetch_ahead: FetchAhead | None = None,
     ) -> None:
         """Prepare an empty cache, or open the one on disk.
 
@@ -96,10 +91,7 @@ class Relay:
             disk: folder or object store for groups that memory has no room for, see `open_groups`; None: there is none.
             disk_bytes: bound on that.
             token: token that players must show; None: everyone may enter.
-            store: keeps groups instead, and stays open: that of a client in this process. ``memory_bytes`` then bounds
-                what is on its way.
             prompts: hears which assets are looked up and taken back, for KV events.
-            fetch_ahead: does what players ask for with a `HintRequest`, and returns the answer; None: it is refused.
         """
         self._log, self._metrics, self._upstream = log, metrics, upstream
         self._grants = None if token is None else _players(token)
@@ -107,15 +99,12 @@ class Relay:
         self._changes = ChangeLog()
         self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
-        self._fetch_ahead = fetch_ahead
-        self._own, self.prompts = store is None, prompts or SeenPrompts(0)
-        if store is None:
-            folder = None
-            if disk is not None:
-                folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
-            memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
-            store = TieredGroupStore(memory, folder, on_change=self._show)
-        self.store = store
+        self.prompts = prompts or SeenPrompts(0)
+        folder = None
+        if disk is not None:
+            folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
+        memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
+        self.store = TieredGroupStore(memory, folder, on_change=self._show)
         """Groups that are kept."""
         self._client_metrics = ClientMetrics(metrics.registry)
         self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)
@@ -148,8 +137,7 @@ class Relay:
         await self.groups.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._own:
-            await self.store.close()
+        await self.store.close()
 
     def admit(self, token: bytes | None) -> Grant | None:
         return EVERYTHING if self._grants is None else self._grants.check(token)
@@ -177,7 +165,7 @@ class Relay:
     def find(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool = False) -> Publication | None:
         """See `Source.find`; a relay can only answer at once what it was told a moment ago."""
         del grant, at_once
-        if track.startswith((CHANGES_TRACK, HINT_TRACK)):
+        if track.startswith(CHANGES_TRACK):
             raise BlockingIOError(f"{track}: must be waited for")
         asset = self.live.find(namespace)
         if asset is not None and (found := asset.track(track)) is not None and (track == EDGE_TRACK or not asset.over):
@@ -194,10 +182,6 @@ class Relay:
             if self.catalogs.revoked:
                 raise RequestError(_REFUSED, reason=Reason.UNAUTHORIZED)
             return BytesPublication((await self._changes.after(position)).dumps())
-        if (wanted := HintRequest.of(track)) is not None:
-            if self._fetch_ahead is None:
-                raise RequestError(_NO_NODE, reason=Reason.UNSUPPORTED)
-            return BytesPublication(await self._fetch_ahead(namespace, wanted))
         try:
             complete, live = (self.catalogs.last(namespace, name) for name in (CATALOG_TRACK, LIVE_TRACK))
             if track == EDGE_TRACK or (live is not None and complete is None and not is_small(track)):

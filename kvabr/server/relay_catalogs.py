@@ -174,6 +174,8 @@ class Catalogs:
     """Seconds for which an answer is repeated without asking the origin."""
     PATIENCE_S = 0.5
     """Seconds that the origin may take to answer again, before its last answer is repeated."""
+    AWAY_S = 1.0
+    """Seconds that a first answer may take while the connection to the origin is known to be lost."""
 
     def __init__(
         self,
@@ -235,22 +237,48 @@ class Catalogs:
 
         Raises:
             NotFoundError: there is none.
-            TransportError: the origin does not answer, or refuses.
+            RequestError: the origin is away (`Reason.AWAY`) and has never answered this, or it refuses.
+            TransportError: the origin does not answer.
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
         name = namespace, track
         last = self._answers.get(name)
+        if last is None:
+            return await self._first(name)
         task = self._asking.get(name) or self._ask(name)
-        if last is not None:
-            # A doubted answer is not worth repeating while the origin may still answer.
-            away = self._away or self._upstream.trouble is not None
-            patience_s = None if last.doubted else 0 if away else self.PATIENCE_S
-            await asyncio.wait({task}, timeout=patience_s)
-            if not task.done() or _is_away(task.exception()):
-                self._missed(name, last)
-                return last
+        # A doubted answer is not worth repeating while the origin may still answer.
+        away = self._away or self._upstream.trouble is not None
+        patience_s = None if last.doubted else 0 if away else self.PATIENCE_S
+        await asyncio.wait({task}, timeout=patience_s)
+        if not task.done() or _is_away(task.exception()):
+            self._missed(name, last)
+            return last
         return await asyncio.shield(task)
+
+    async def _first(self, name: _Name) -> Answer:
+        """Return what the origin has not answered before; fail soon while the connection to it is lost.
+
+        Nothing grows then, so that live tracks fail at once; they ask only if nothing else does.
+        """
+        patience_s = 0.0 if is_live(name[1]) else self.AWAY_S
+        if not patience_s and self._upstream.trouble is not None and self._asking:
+            raise self._unknown(name)
+        task = self._asking.get(name) or self._ask(name)
+        while not task.done():
+            lost = self._upstream.trouble is not None
+            await asyncio.wait({task}, timeout=patience_s if lost else self.PATIENCE_S)
+            if lost and not task.done() and self._upstream.trouble is not None:
+                raise self._unknown(name)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError):
+            raise self._unknown(name) from error
+        return await asyncio.shield(task)
+
+    def _unknown(self, name: _Name) -> RequestError:
+        self._missed(name, None)
+        why = f"{name[1][:80]}: the relay's origin is away, and the relay does not have this yet"
+        return RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S)
 
     def doubt(self, namespace: TrackNamespace) -> None:
         """Ask again for an asset whose groups are not what was said of it; until then it is the best there is."""
@@ -413,9 +441,9 @@ class Catalogs:
         found = [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]
         return [(name, one) for name, one in found if one.facts is not None and one.facts.namespace == namespace]
 
-    def _missed(self, name: _Name, last: Answer) -> None:
+    def _missed(self, name: _Name, last: Answer | None) -> None:
         if not self._away:
-            age_s = round(asyncio.get_running_loop().time() - last.asked_s, 1)
+            age_s = None if last is None else round(asyncio.get_running_loop().time() - last.asked_s, 1)
             why = self._upstream.trouble or "it does not answer"
             hint = "players get what the relay has kept"
             self._log.warning("origin away", why=why, track=name[1][:80], model=name[0].model, age_s=age_s, hint=hint)

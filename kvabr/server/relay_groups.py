@@ -26,7 +26,9 @@ from kvabr.types.errors import ConnectionLostError, Reason, RequestError, Transp
 from kvabr.types.naming import TrackNamespace
 
 PATIENCE_S = 10.0
-"""Seconds without progress after which those who wait for a group are told that the origin is away."""
+"""Seconds without progress after which a group fails because the origin is away."""
+AWAY_S = 1.0
+"""The same if the connection to the origin is known to be lost: players can then say so within their deadlines."""
 SILENCE_S = 2.0
 """Seconds without a byte on the whole connection after which a group is asked for again."""
 IDLE_READ_S = 10.0
@@ -319,7 +321,7 @@ class RelayGroups:
     async def _from_origin(self, transfer: RelayTransfer) -> memoryview:
         """Download a group, again if the connection is lost: groups do not change."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + PATIENCE_S
+        heard_s = loop.time()
         refused: set[TrackNamespace] = set()
         while True:
             before = len(transfer.data)
@@ -336,10 +338,11 @@ class RelayGroups:
                 transfer.begin_again(other, error)
             except (ConnectionLostError, TimeoutError) as error:
                 if len(transfer.data) > before:
-                    end_s = loop.time() + PATIENCE_S
-                if self._upstream.closed or loop.time() > end_s:
-                    why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the origin is away"
-                    raise RequestError(why, reason=Reason.TIMEOUT, retry_after_s=_BUSY_S) from error
+                    heard_s = loop.time()
+                patience_s = PATIENCE_S if self._upstream.trouble is None else AWAY_S
+                if self._upstream.closed or loop.time() > heard_s + patience_s:
+                    why = f"{transfer.request.track[:80]}, group {transfer.request.group}: the relay's origin is away"
+                    raise RequestError(why, reason=Reason.AWAY, retry_after_s=_BUSY_S) from error
                 await asyncio.sleep(_PAUSE_S)
 
     async def _download(self, transfer: RelayTransfer) -> memoryview:
@@ -400,7 +403,8 @@ class RelayGroups:
         try:
             while True:
                 before = self._upstream.stats().bytes_received
-                await asyncio.wait({reading}, timeout=SILENCE_S)
+                silence_s = SILENCE_S if self._upstream.trouble is None else min(SILENCE_S, AWAY_S)
+                await asyncio.wait({reading}, timeout=silence_s)
                 if reading.done():
                     return reading.result()
                 if self._upstream.stats().bytes_received == before:

@@ -1,6 +1,6 @@
-"""The prompts that a relay or a node can tell routers of: those that were looked up through it.
+"""The prompts that a relay can tell routers of: those that were looked up through it.
 
-A relay learns their tokens from its origin's KV events, a node from its own lookups. What is told can be had through
+It learns their tokens from its origin's KV events. What is told can be had through
 here as long as the origin has it; groups that were dropped since come from the origin again.
 """
 
@@ -80,14 +80,6 @@ class SeenPrompts:
             self._seen.move_to_end(mark)
             while len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
-        if new:
-            self._tell()
-
-    def played(self, namespace: TrackNamespace, tokens: Sequence[int]) -> None:
-        """Note an asset that was looked up, with its tokens."""
-        with self._lock:
-            new = self._learn(namespace.prompt, array("I", tokens))
-        self.saw(namespace)
         if new:
             self._tell()
 

@@ -1,1 +1,1 @@
-"""Where encoded groups and assets are kept: folders, memory, index, quota and eviction."""
+"""Where encoded groups and assets are kept: folders, memory, index and quota."""

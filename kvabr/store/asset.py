@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from typing import Annotated, Protocol, Self
 
 from msgspec import Meta
 
-from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import TITLES, digest_of, has_digest
 from kvabr.types.errors import (
@@ -325,16 +323,6 @@ class AssetWriter(FrameStore, Protocol):
         """Write the catalog, and publish the asset in one step; if this raises, an older one is untouched."""
 
 
-class AssetQuota(Protocol):
-    """Keeps what engines publish into a store within a number of bytes."""
-
-    def touch(self, name: str) -> None:
-        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
-
-    def make_room(self, name: str) -> int:
-        """Count a newly published asset, remove others if they no longer fit, and return how many were removed."""
-
-
 @dataclass(frozen=True, slots=True)
 class AssetListing:
     """The assets of a store."""
@@ -376,22 +364,10 @@ class AssetStore(Protocol):
         Raises `AssetError` if there is no such asset.
         """
 
-    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> AssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
         """Return a writer for an asset, which replaces what is there only by ``force``; nothing is created yet.
 
-        A copy says when the cache was computed, in seconds since 1970: `AssetWriter.commit` refuses it if the model has
-        expired since then.
-
         Raises `AssetError` if something else than an asset is there, `UsageError` if an asset needs ``force``.
-        """
-
-    def touch(self, name: str) -> None:
-        """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
-
-    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> AssetQuota:
-        """Return a quota for what engines publish here; ``order`` says what goes first, see `kvabr.store.eviction`.
-
-        Raises `UsageError` if this kind of store cannot limit it.
         """
 
     def close(self) -> None:

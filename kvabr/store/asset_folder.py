@@ -10,11 +10,9 @@ with a group, the group can read it too, except for `prompt.json`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
-import math
 import os
 import shutil
 import stat
@@ -35,8 +33,8 @@ from kvabr.store.asset import (
     LoadedFrame,
     Prompt,
 )
-from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.store.files import (
+    PARTIAL,
     PRIVATE,
     PRIVATE_FOLDER,
     FileVersion,
@@ -46,9 +44,7 @@ from kvabr.store.files import (
     sweep,
     write_file,
 )
-from kvabr.store.folder_notes import check_expiry, remove_folder_asset
 from kvabr.store.memory import GROUPS as POOL
-from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMA, Catalog
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
 from kvabr.types.naming import check_track_name
@@ -173,16 +169,8 @@ class FolderAssetStore:
         """See `AssetStore.open`; refuses links unless they may be followed."""
         return FolderAsset.open(self.root / name, name, follow_links=follow_links)
 
-    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> FolderAssetWriter:
-        return FolderAssetWriter(self.root / name, force=force, computed_s=computed_s, shares_profile=name != ".")
-
-    def touch(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            # Not the catalog's own time: by that an origin sees that an asset was replaced.
-            os.utime(self.root / name)
-
-    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> FolderQuota:
-        return FolderQuota(self.root, max_bytes, order)
+    def writer(self, name: str = ".", *, force: bool = False) -> FolderAssetWriter:
+        return FolderAssetWriter(self.root / name, force=force, shares_profile=name != ".")
 
     def close(self) -> None:
         """See `AssetStore.close`; a folder has none."""
@@ -346,17 +334,13 @@ class FolderAssetWriter:
     syncs = True
     """Whether each file reaches the disk when it is written; otherwise all of them do at the end."""
 
-    def __init__(
-        self, path: Path, *, force: bool = False, computed_s: float = math.inf, shares_profile: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, force: bool = False, shares_profile: bool = False) -> None:
         """Check that the folder ``path`` may be made or replaced; see `AssetStore.writer`.
 
         With ``shares_profile``, all assets in the folder above are hard links to one copy of their codec profile.
         """
         self._path, self._shares_profile = path, shares_profile
         self._partial: PartialFolder | None = None
-        self._begun_s = computed_s
-        """When the cache was computed: at the latest when writing began, by the file system's clock."""
         self._mode, self._folder_mode = PRIVATE, PRIVATE_FOLDER
         if not path.name:
             raise UsageError(f"{path}: an asset takes the place of its folder; name one in it, such as {path / 'NAME'}")
@@ -378,7 +362,6 @@ class FolderAssetWriter:
             if parent.stat().st_mode & stat.S_ISGID:
                 self._mode, self._folder_mode = PRIVATE | stat.S_IRGRP, PRIVATE_FOLDER | stat.S_IRGRP | stat.S_IXGRP
             self._partial = PartialFolder(self._path, self._folder_mode)
-            self._begun_s = min(self._begun_s, self._partial.path.stat().st_mtime)
         except OSError as error:
             raise AssetError(f"{self._path}: cannot be made ({error.strerror})") from error
         return self
@@ -416,17 +399,11 @@ class FolderAssetWriter:
     def commit(self, catalog: Catalog) -> None:
         self._write(Path(CATALOG), catalog.dumps().encode())
         partial = self._open_partial()
-        check_expiry(self._path, catalog.spec.model, self._begun_s)
         try:
             sync_asset(partial, files=not self.syncs)
             if not (self._path.exists() and _exchange(partial, self._path)):
                 partial.rename(self._path)
             _sync(self._path.parent)
-            try:
-                check_expiry(self._path, catalog.spec.model, self._begun_s)
-            except AssetError:  # it expired meanwhile, and may have been looked for before it was there
-                remove_folder_asset(self._path)
-                raise
         except OSError as error:
             raise self._failure(self._path, error) from error
 
@@ -484,7 +461,7 @@ def _exchange(new: Path, old: Path) -> bool:
     if not old.exists():  # removed meanwhile
         return False
     # Not Linux, or a file system that cannot swap: two renames, the first of which is undone if the second fails.
-    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", suffix=".old", dir=old.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".{old.name}.", suffix=PARTIAL, dir=old.parent))
     old.rename(aside)
     try:
         new.rename(old)

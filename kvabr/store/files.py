@@ -243,6 +243,13 @@ def folder_bytes(path: Path) -> int:
     return round(total)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder: by a rename first, so that readers find it whole or not at all. Raises `OSError`."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
 

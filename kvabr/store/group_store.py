@@ -1,6 +1,6 @@
 """Stores of encoded groups, addressed by content: what each offers, in memory, in a folder, and memory over a folder.
 
-`kvabr.store.shared_groups` has the folder in shared memory, `kvabr.store.objects.group_store` object stores.
+`kvabr.store.objects.group_store` has object stores.
 
 A group's digest (`kvabr.types.digests`) identifies its prompt, codec and level, so it is also the permission to read
 it: plays learn digests from catalogs, which an origin shows only to those who may read them. Stores are bounded; the
@@ -73,9 +73,6 @@ class GroupStore(Protocol):
 
 class LocalGroupStore(GroupStore, Generic[V]):
     """A bounded store that knows what it holds without I/O: ``digest in store`` and counters need no await."""
-
-    in_memory = False
-    """Whether reading it is as good as reading memory, so that a copy of what is in it is of no use."""
 
     def __init__(self, kept: ByteLru[str, V], executor: Executor | None) -> None:
         """Keep ``kept``, by digest; compute digests in ``executor``, or in the event loop's threads."""
@@ -220,7 +217,7 @@ class TieredGroupStore(GroupStore):
         if data is not None:
             return data, "memory"
         data = None if self.disk is None else await self.disk.get(digest, verify=verify)
-        if data is not None and self.disk is not None and not self.disk.in_memory:
+        if data is not None and self.disk is not None:
             await self.memory.put(digest, data)
         self._on_change()
         return None if data is None else (data, "disk")

@@ -12,7 +12,6 @@ from kvabr.store.asset import Asset, AssetStore
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.objects import url
-from kvabr.store.shared_groups import SCHEME, SharedGroupStore, shared_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
 
@@ -71,16 +70,16 @@ def open_groups(
     on_failure: Callable[[str], object] = lambda _why: None,
     keep_bytes: int | None = None,
 ) -> LocalGroupStore[Any]:
-    """Return the store of single groups in a folder, in shared memory, or at the URL of an object store.
+    """Return the store of single groups in a folder, or at the URL of an object store.
 
     Args:
-        location: a folder, which is made if necessary; ``shm://``, see `kvabr.store.shared_groups`; or another URL.
-        max_bytes: bound, see `FolderGroupStore`, `SharedGroupStore` and `ObjectGroupStore`.
+        location: a folder, which is made if necessary, or another URL.
+        max_bytes: bound, see `FolderGroupStore` and `ObjectGroupStore`.
         executor: computes digests.
         on_failure: hears why a folder cannot be written, or an object store not be used for a while.
         keep_bytes: bound on what `LocalGroupStore.keep` keeps; None: there is none.
 
-    Raises as `FolderGroupStore` and `SharedFolder`, or `UsageError` for a URL of something else.
+    Raises as `FolderGroupStore`, or `UsageError` for a URL of something else.
     """
     if max_bytes < 0:
         raise UsageError(f"a store of {max_bytes} bytes; it must not be negative")
@@ -88,8 +87,6 @@ def open_groups(
         return FolderGroupStore(
             Path(location), max_bytes, executor=executor, on_failure=on_failure, keep_bytes=keep_bytes
         )
-    if str(location).startswith(f"{SCHEME}://"):
-        return SharedGroupStore(shared_path(str(location)), max_bytes, executor=executor, keep_bytes=keep_bytes)
     from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
 
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)

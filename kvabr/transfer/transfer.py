@@ -1,8 +1,7 @@
 """A `GroupTransfer` is one group on its way: a `Carrier` fills it, `GroupReader`s read it.
 
 It is as urgent as its most urgent reader, and ends when the last one has left. Its bytes are copied once, from what the
-carrier receives into one buffer; readers get views of that, which never change or move. A carrier that fails may be
-replaced by another: `restart` fills the group anew, and readers keep what they have.
+carrier receives into one buffer; readers get views of that, which never change or move.
 
 Only samples that the network limited say something about the link, so an estimator must know what limits a transfer
 (`LimitWatch`):
@@ -26,7 +25,6 @@ from kvabr.store.memory import GROUPS
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.hints import HINT_TRACK
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 
 _LEAST_URGENT = 255
@@ -59,7 +57,7 @@ class GroupRequest:
     @property
     def standing(self) -> bool:
         """Whether it stays open until there is something to tell, so that its silence says nothing about the path."""
-        return self.track.startswith((CHANGES_TRACK, HINT_TRACK))
+        return self.track.startswith(CHANGES_TRACK)
 
     def __str__(self) -> str:
         return f"{self.track[:80]}, group {self.group}"
@@ -288,10 +286,10 @@ class GroupTransfer:
             self._buffer.took(count)
             self.came(limit)
 
-    def show(self, data: memoryview, limit: Limit = "network") -> None:
+    def show(self, data: memoryview) -> None:
         """Take memory that holds all bytes so far, instead of bytes to be copied."""
         if not self.over and len(data) > len(self.data):
-            self._more(data, limit)
+            self._more(data, "network")
 
     def finish(self) -> None:
         """End: all of it has come."""
@@ -322,12 +320,6 @@ class GroupTransfer:
         self.data, self._buffer = memoryview(b""), ReceiveBuffer(0)
         longer = f"{self.request}: longer than the {self.request.limit} bytes expected"
         self.reject(RequestError(longer, reason=Reason.WRONG))
-
-    def restart(self, carrier: Carrier) -> None:
-        """Let another carrier bring it, again from its first byte; readers hear of what is beyond what they know."""
-        self._buffer = ReceiveBuffer(self.request.limit, exact=self.request.exact)
-        self._heard = False
-        self.begin(carrier)
 
     # -------------------------------------------------------------- internals
 

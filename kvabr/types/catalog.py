@@ -220,7 +220,7 @@ class CommonFacts:
     """How the losses were measured and attributed to groups, in words."""
     estimated: bool = field(default=False, kw_only=True)
     """Whether the losses are those of another asset, laid out over the groups, as engines publish them. Such an asset
-    costs no more than its prefill, so it may be evicted, moved, and replaced."""
+    costs no more than its prefill, so it may be removed and replaced."""
 
 
 @dataclass(frozen=True)
@@ -468,14 +468,6 @@ class Catalog(CommonFacts):
         if not self.sources:
             return place // self.spec.group_tokens
         return bisect_right(range(self.groups), place, key=self.tokens_before) - 1
-
-    def run(self, token: int) -> Catalog | None:
-        """Return the groups from that of a token of the prompt on, up to the first that no asset has; None: none."""
-        if not self.first_token <= token < self.first_token + self.tokens:
-            return None
-        first = self.group_at(token)
-        last = next((group for group in self.computed if group >= first), self.groups)
-        return None if first == last else self._slice(first, last)
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:

@@ -76,9 +76,7 @@ def joinable(
     return usable
 
 
-def join(
-    parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec, opening: Catalog | None = None
-) -> Catalog | None:
+def join(parts: Sequence[Part], found: Mapping[Passage, Catalog], spec: KVSpec) -> Catalog | None:
     """Return the catalog of a prompt, up to the end of the last passage that was found; None if there is none.
 
     A passage that begins the prompt is computed: it would have no attention sink before it, and is exact without.
@@ -87,7 +85,6 @@ def join(
         parts: the prompt.
         found: catalogs of passages, of the same spec, and with the same codec profile if any.
         spec: of the model.
-        opening: catalog of a prompt that begins as this one does, with no more than the text before the first passage.
 
     Raises `FormatError` if the passages have no track in common.
     """
@@ -95,13 +92,11 @@ def join(
     sources: list[Catalog] = []
     position, done = 0, 0
     for part in parts:
-        catalog = opening
-        if position:
-            catalog = found.get(part) if isinstance(part, Passage) else None
+        catalog = found.get(part) if position and isinstance(part, Passage) else None
         if catalog is not None:
             if done < position:
                 units.append(Unit(0, 0, len(units), done, position - done, None, COMPUTED))
-            own = catalog.at(position) if position else catalog
+            own = catalog.at(position)
             for group in range(own.groups):
                 units.append(own.unit(group)._replace(chunk=len(units), source=len(sources)))
             sources.append(catalog)

@@ -37,13 +37,10 @@ DTYPES = ("float16", "bfloat16", "float32")
 """Element types of caches that hold numbers."""
 QUANTISED = ("float8_e4m3fn", "float8_e5m2")
 """Element types whose numbers mean something only together with `LayerClass.scales`."""
-PACKED = "uint8"
-"""Element type of caches whose bytes only their engine can read (`LayerClass.packing`)."""
-ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED, PACKED), (2, 2, 4, 1, 1, 1), strict=True))
+ITEM_BYTES = dict(zip((*DTYPES, *QUANTISED), (2, 2, 4, 1, 1), strict=True))
 """Every element type that a cache may have, and the bytes of an element."""
 MAX_LAYERS, MAX_HEADS, MAX_DIM = 1024, 1024, 4096
 _ROLE = re.compile(r"[a-z]{0,16}")
-_PACKING = re.compile(r"[a-z0-9][A-Za-z0-9._:=+,-]{0,127}")
 _STEEPEST = 1024.0
 """Maximum of radians per token and of the factor of a rotation, whose minimum is the inverse. Real models are near
 1."""
@@ -144,7 +141,7 @@ class LayerClass:
     v_dim: int
     """Dimensions of a value: 0 if there is only one vector per token (K = V, or a latent). Columns of a state."""
     dtype: str
-    """Element type of the publisher's cache, one of `DTYPES` or of `QUANTISED`, or `PACKED`."""
+    """Element type of the publisher's cache, one of `DTYPES` or of `QUANTISED`."""
     rope: RopeSpec | None = None
     """How the keys are rotated; None if they are not, or not alike in all layers."""
     window: int | None = None
@@ -157,10 +154,6 @@ class LayerClass:
     role: str = ""
     """What the class holds of its layers if it is not their main cache, for example ``indexer``: lowercase letters. A
     layer may be in several classes if these differ in this."""
-    packing: str = ""
-    """How an engine packs a cache in `PACKED`: the name, version and parameters of its format. Caches that differ in
-    this are different caches. A head then has `k_dim` bytes per token, which are only carried: by themselves they need
-    not be those of the token, as long as the engine's blocks of tokens are carried whole."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -187,17 +180,6 @@ class LayerClass:
             raise FormatError(f"KV spec: a class's role must have at most 16 lowercase letters, not {self.role!r}")
         self._check_reach()
         self._check_scales()
-        self._check_packing()
-
-    def _check_packing(self) -> None:
-        if not isinstance(self.packing, str) or bool(self.packing) != (self.dtype == PACKED):
-            raise FormatError(f"KV spec: a class in {PACKED} must say how it is packed, and no other does")
-        if not self.packing:
-            return
-        if not _PACKING.fullmatch(self.packing):
-            raise FormatError(f"KV spec: a packing is named with at most 128 letters and digits, not {self.packing!r}")
-        if self.kind == "state" or self.v_dim or self.rope is not None:
-            raise FormatError("KV spec: a packed class has one vector of bytes per token and head, and no rotation")
 
     def _check_scales(self) -> None:
         if self.dtype not in QUANTISED:
@@ -236,8 +218,6 @@ class LayerClass:
         keys, values = self.k_dim, self.v_dim
         if self.kind == "state":
             kept = f"{_counted(self.heads, 'state')} of {keys} x {values}"
-        elif self.packing:
-            return f"{_counted(len(self.layers), 'layer')}, {self.heads} x {keys} bytes per token, {self.packing}"
         elif not values:
             kept = f"{_counted(self.heads, 'vector')} of {keys} per token"
         else:
@@ -309,9 +289,7 @@ class LayerClass:
         value |= {"k_dim": self.k_dim, "v_dim": self.v_dim, "dtype": self.dtype}
         if self.rope is not None:
             value["rope"] = self.rope.to_json()
-        value |= {
-            name: getattr(self, name) for name in ("window", "interval", "role", "packing") if getattr(self, name)
-        }
+        value |= {name: getattr(self, name) for name in ("window", "interval", "role") if getattr(self, name)}
         return value if self.scales is None else {**value, "scales": [float(scale) for scale in self.scales]}
 
     @classmethod
@@ -593,7 +571,7 @@ class KVSpec:
     def with_dtypes(self, other: KVSpec) -> KVSpec:
         """Return this spec with the element types of another that has as many classes; itself otherwise.
 
-        Quantised and packed classes keep theirs: an engine with such a cache takes nothing but its own.
+        Quantised classes keep theirs: an engine with such a cache takes nothing but its own.
         """
         if len(other.classes) != len(self.classes):
             return self
@@ -601,9 +579,7 @@ class KVSpec:
         return replace(
             self,
             classes=tuple(
-                mine
-                if mine.scales is not None or mine.packing or theirs.packing
-                else replace(mine, dtype=theirs.dtype, scales=theirs.scales)
+                mine if mine.scales is not None else replace(mine, dtype=theirs.dtype, scales=theirs.scales)
                 for mine, theirs in pairs
             ),
         )

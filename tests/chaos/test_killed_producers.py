@@ -1,4 +1,4 @@
-"""A short version of `tools/kill-producers`."""
+"""Producers of growing caches are killed at any moment."""
 
 from __future__ import annotations
 

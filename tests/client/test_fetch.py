@@ -287,6 +287,22 @@ def test_a_text_and_a_model_find_a_cache_of_another_group_size(tmp_path, capsys)
 
 
 @pytest.mark.model
+def test_an_engine_computes_everything_if_no_origin_answers(tmp_path, capsys):
+    text, result, out = tmp_path / "text", tmp_path / "result.json", tmp_path / "cache.safetensors"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+    how = ("moqt://127.0.0.1:9/", "--timeout", 0.3, "--deadline", 300, "--text", text)
+    model = tinymodels.save(tmp_path / "tiny-llama")
+    assert kvabr("fetch", *how, "--recompute", model, "--json", result, "--out", out) == 0
+    said, line = capsys.readouterr(), json.loads(result.read_text())
+    assert "everything is computed here" in said.err
+    assert (line["tokens"], line["tokens_recomputed"], line["backend"], line["bytes_fetched"]) == (352, 352, None, 0)
+    assert out.stat().st_size
+    for named in (("--name", "m/" + "0" * 64, "--recompute", model), ("--model", model)):
+        assert kvabr("fetch", *how, *named) == 1
+        assert "computed here" not in capsys.readouterr().err
+
+
+@pytest.mark.model
 def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_are_estimated(tmp_path, capsys):
     text, made, result = tmp_path / "text", tmp_path / "made.json", tmp_path / "result.json"
     text.write_text("the quick brown fox jumps over the lazy dog " * 8)
@@ -396,14 +412,26 @@ def test_lines_instead_where_there_is_no_terminal():
     with Overlay("plain", Console(file=screen)) as overlay:
         for step in range(20):
             overlay.show(shot(step / 10))
-        overlay.show(shot(2.5, rate=0.0, slack_s=None))
+        overlay.show(shot(9.5, rate=0.0, slack_s=None))
     lines = screen.getvalue().splitlines()
-    assert 4 <= len(lines) <= 6
+    assert len(lines) == 2
     assert "3 of 6 groups in place" in lines[0]
     assert "slack not known yet" in lines[-1]
     assert "rate not known yet" not in lines[-1], "it was known before"
     assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
+
+
+def test_lines_say_at_once_that_a_connection_is_lost_and_is_back():
+    screen, troubles = io.StringIO(), iter([None, "no answer (1st try)", "no answer (2nd try)", None, None])
+    now = [next(troubles)]
+    with Overlay("plain", Console(file=screen, width=200), lambda: now[0]) as overlay:
+        for step in range(5):
+            overlay.show(shot(step / 10))
+            now[0] = next(troubles, None)
+    lines = screen.getvalue().splitlines()
+    assert [line.partition("s:")[0] for line in lines] == ["0.00 ", "0.10 ", "0.30 "]
+    assert "1st try" in lines[1]
 
 
 def test_the_overlay_names_what_holds_a_play_up():

@@ -21,7 +21,7 @@ from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
 from kvabr.types.live import UNKNOWN, LiveCatalog
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import LIVE_PREFIX_TRACK, LIVE_TRACK, TrackNamespace
 from tests import assets, toymodel
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection
@@ -91,6 +91,23 @@ def test_an_exact_prompt_with_a_short_last_group_is_found_whole(tmp_path):
             assert (await find_prefix(link, range(11), SPEC)).catalog.tokens == 10
             assert (await find_prefix(link, [*range(9), 77, 78], SPEC)).catalog.tokens == 8
             assert (await find_prefix(link, range(4), SPEC)).catalog.tokens == 4
+
+    check()
+
+
+@pytest.mark.parametrize("silent", [LIVE_TRACK, LIVE_PREFIX_TRACK])
+def test_a_complete_asset_is_found_although_live_lookups_get_no_answer(tmp_path, silent):
+    """As at a relay that has it, and an origin behind the relay that is gone."""
+    made = assets.make_asset(tmp_path / "made", range(12))
+
+    def fault(ask):
+        return Fault(stall_after=0) if ask.track.startswith(silent) else None
+
+    @virtual
+    async def check():
+        async with connection(tmp_path, faults=fault) as link, asyncio.timeout(60.0):
+            assert (await fetch_catalog(link, made.catalog.namespace, live=True)).catalog == made.catalog
+            assert (await find_prefix(link, range(12), SPEC, live=True)).catalog.tokens == 12
 
     check()
 

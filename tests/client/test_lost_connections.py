@@ -13,7 +13,6 @@ from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, TransportError
-from kvabr.types.hints import HintRequest
 from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
 from tests.client.playing import play
 from tests.client.test_play import close
@@ -435,12 +434,11 @@ async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(ori
             assert loop.time() - begun_s < 0.1
 
 
-@pytest.mark.parametrize("track", [f"{CHANGES_TRACK}1", HintRequest(60.0, 0.0, 0).track])
 @virtual
-async def test_a_request_that_may_wait_for_long_is_no_reason_to_dial(origin, short, track):
+async def test_a_request_that_may_wait_for_long_is_no_reason_to_dial(origin, short):
     peer = Peer(origin, faults=lambda _: SILENT)
     async with await peer.connection() as link:
-        asked = link.request(GroupRequest(MODELS_NAMESPACE, track, 0, 1 << 20), 0)
+        asked = link.request(GroupRequest(MODELS_NAMESPACE, f"{CHANGES_TRACK}1", 0, 1 << 20), 0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asked.read(), 60.0)
         assert len(peer.made) == 1

@@ -112,7 +112,7 @@ async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadlin
         assert not (await client.connect())._wanted
 
 
-async def test_a_span_that_a_collector_took_is_computed_and_then_not_found(stored):
+async def test_a_span_that_was_removed_is_computed_and_then_not_found(stored):
     url, key = stored
     async with AsyncClient(url, engine=ToyModel(), options=PlayOptions(prefill_cost=COST)) as client:
         found = await client.find(TOKENS, model=SPEC)

@@ -10,9 +10,10 @@ import threading
 
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.store.objects.bucket import Bucket
-from kvabr.types.errors import PlayError, Reason, RequestError
+from kvabr.types.errors import PlayError, Reason, RequestError, StoreError
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +42,9 @@ class Gateway:
 
         keys = self.keys
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/bucket/p"
+        endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"{endpoint}/bucket/p"
+        self.bucket_url = f"s3://bucket/p?endpoint={endpoint}&anonymous=true"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self):
@@ -74,3 +77,34 @@ async def test_a_range_that_is_ignored_is_told(gateway):
     with pytest.raises(RequestError) as failed:
         await Bucket.open(gateway.url).get("s/a/b", 0, 100, limit=1000)
     assert failed.value.reason == Reason.WRONG
+
+
+@pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
+def test_a_web_server_is_no_empty_store(gateway):
+    bucket = Bucket.open(gateway.bucket_url)
+    for ask in (lambda: list(bucket.list_sync("a/")), bucket.tenants_sync, bucket.probe_sync):
+        with pytest.raises((StoreError, RequestError)) as failed:
+            ask()
+        assert "correct the URL or the endpoint" in str(failed.value)
+    with pytest.raises(RequestError) as failed:
+        bucket.put_sync("a/x", b"")
+    assert failed.value.reason == Reason.WRONG
+
+
+@pytest.mark.parametrize("gateway", [BODIES["page"]], indirect=True)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("store", "ls"),
+        ("store", "du", "--all-tenants"),
+        ("store", "verify"),
+        ("inspect",),
+        ("serve", ".", "--dev", "--warm-mib", "64", "--cold"),
+    ],
+)
+def test_commands_say_that_a_web_server_is_no_store(gateway, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, gateway.bucket_url]) == 1
+    said = capsys.readouterr()
+    assert "it is a page" in said.err
+    assert "no assets" not in said.out

@@ -26,7 +26,7 @@ class Origin:
         self.fingerprint = check(tls).fingerprint
         self.loop = LoopThread()
         self.holdings = PublishedAssets(self.root, None, LOG)
-        self.server = Server(self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), quic="aioquic")
+        self.server = Server(self.holdings, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
         self.loop.call(self.server.start())
         self.url = f"moqt://127.0.0.1:{self.server.address[1]}/"
 

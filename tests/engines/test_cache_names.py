@@ -109,7 +109,7 @@ VLLM = {
     "heads": (range(4), range(2), range(2, 4)),
     "layers": (range(4), range(2), range(2, 4)),
     "generation": (None, "1", "2"),
-    "cache_salt": (None, "tenant", "blended:tenant-2"),
+    "cache_salt": (None, "tenant", "tenant-2"),
     "group_tokens": (128, 64),
 }
 

@@ -36,7 +36,7 @@ def test_the_group_size_is_a_setting():
 
 
 def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     loop = LoopThread()
 
     async def put():
@@ -61,7 +61,7 @@ def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
 
 
 def test_what_loses_more_than_the_engine_may_keep_is_not_used(origin, loop, caplog):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
 
     async def put():
         settings = KeyedSettings(**reach, publish=origin.root, tracks=["Int4"])
@@ -123,7 +123,7 @@ def piece(first):
 
 
 def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile, loop, caplog):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     one = store(loop, publish=origin.root, profile=profile)
     assert one.put("later", piece(512), 512).result(300.0)
     assert one.put("first", piece(0), 0).result(300.0)
@@ -168,7 +168,7 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
     for asset in origin.holdings.assets:
         assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
     # The position of what needs none is nobody's concern, unless the key stands for several.
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     other = store(loop, policy="fixed:FP16", **reach)
     assert torch.equal(loop.call(other.play("b", range(512, 513))).kv, piece(512))
     assert loop.call(other.play("b", range(0))) is None
@@ -186,7 +186,7 @@ def test_caches_of_another_rotary_embedding_are_of_another_kind(origin, tmp_path
     shape = SHAPE.changed(rope=replace(SHAPE.rope, theta=500.0))
     foreign = tmp_path / "foreign.safetensors"
     foreign.write_bytes(kvdata.profile(shape).to_bytes())
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     one = store(loop, publish=origin.root, profile=profile)
     assert one.put("a", piece(0), 0).result(300.0)
     origin.look(1)
@@ -220,7 +220,7 @@ def test_the_profile_that_kvabr_ships_is_for_the_model_of_its_name(tmp_path):
 
 
 def test_an_instance_that_has_the_profile_does_not_fetch_it(origin, profile, loop):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     one = store(loop, publish=origin.root, profile=profile)
     assert one.put("a", piece(256), 256).result(300.0)
     loop.call(one.close())
@@ -233,7 +233,7 @@ def test_an_instance_that_has_the_profile_does_not_fetch_it(origin, profile, loo
 
 
 def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, loop, caplog):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     one = store(loop, publish=origin.root, profile=profile)
     assert one.put("a", piece(256), 256).result(300.0)
     loop.call(one.close())
@@ -250,7 +250,7 @@ def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, l
 
 
 def reach_of(origin):
-    return {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    return {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
 
 
 def test_after_a_signal_nothing_old_is_played_and_what_is_new_is_published(origin, loop):

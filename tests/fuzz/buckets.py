@@ -1,7 +1,7 @@
 """Whole buckets that strangers have written to: lookups in them, and the managing of what they hold.
 
-An input is a list of parts with `SEPARATOR` between them. The first byte of the first part says by which rules garbage
-is collected. Each other part is an object:
+An input is a list of parts with `SEPARATOR` between them. The first byte of the first part says what is
+removed. Each other part is an object:
 
     key | 0 | age 1 | data
 
@@ -13,28 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import TypeVar
 
-from kvabr.cli.store_actions import _pin, _row, _shared
+from kvabr.cli.store_actions import _row, _shared
 from kvabr.client import lookup
 from kvabr.link.objects.index import StoreIndex
 from kvabr.store.admin.bucket_admin import BucketAdmin
-from kvabr.store.admin.protocol import Inventory
-from kvabr.store.admin.rules import Rules, total_bytes
-from kvabr.store.eviction import ORDERS
-from kvabr.store.objects.blocking import blocked
-from kvabr.store.objects.layout import MovedOffer, catalog_key, offer_key, pointer_key, span_key
-from kvabr.store.objects.leases import LeaseTiming, Note, Runtime, tombstone_key, touch
+from kvabr.store.admin.protocol import Inventory, total_bytes
+from kvabr.store.objects.layout import catalog_key, offer_key, pointer_key, span_key
 from kvabr.store.objects.spans import encode_pointer
-from kvabr.store.objects.writer import PublishGuard
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import (
-    AssetError,
     ConnectionLostError,
     FormatError,
     KvabrError,
@@ -51,7 +44,6 @@ T = TypeVar("T")
 _NOW_S = 1e9
 _SILENT_AGE_S = 60.0 * 255
 """Reads of objects that are as old are never answered while a player looks for something."""
-_TIMING = LeaseTiming(wait_s=2.0, poll_s=1.0)
 _MOST_OBJECTS = 40
 
 
@@ -70,7 +62,6 @@ class _Objects:
 
     def __init__(self, objects: dict[str, tuple[bytes, float]]) -> None:
         self.objects = dict(objects)
-        self.now_s = _NOW_S
 
     async def get(
         self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float = 0.0
@@ -89,11 +80,11 @@ class _Objects:
 
     async def put_new(self, key: str, data: bytes) -> bool:
         new = key not in self.objects
-        self.objects.setdefault(key, (data, self.now_s))
+        self.objects.setdefault(key, (data, _NOW_S))
         return new
 
     async def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = data, self.now_s
+        self.objects[key] = data, _NOW_S
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -106,15 +97,6 @@ class _Objects:
 
     def below(self, key: str) -> str:
         return key
-
-    async def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def runtime(self) -> Runtime:
-        return Runtime(lambda: self.now_s, self.sleep)
-
-    def managed(self) -> BucketAdmin:
-        return BucketAdmin(self, self.runtime(), _TIMING)  # type: ignore[arg-type]  # all that it asks for
 
 
 def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
@@ -191,88 +173,47 @@ def _compare(index: StoreIndex, catalog: Catalog, namespace: TrackNamespace) -> 
 # ------------------------------------------------------- managing
 
 
-def _managed(work: Callable[[BucketAdmin], Awaitable[T]], objects: dict[str, tuple[bytes, float]]) -> T | None:
-    """Return what managing a copy of a bucket returns; None if it refuses."""
-    copy = _Objects(objects)
-    try:
-        return blocked(work(copy.managed()))  # type: ignore[arg-type]  # of a coroutine
-    except (AssetError, FormatError, NotFoundError, TransportError):
-        return None
-
-
 def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
-    found = _managed(lambda admin: admin.inventory(), objects)
+    found = _managed(BucketAdmin.inventory, _Objects(objects))
     if found is not None:
         _show(found)
-    copy = _Objects(objects)
-    rules = Rules(
-        grace_s=600.0, ttl_s=7200.0 if how & 1 else math.inf, max_bytes=5000 if how & 2 else None,
-        order=ORDERS[(how >> 2) % 3], keep_measured=not how & 16,
-    )  # fmt: skip
-    try:
-        done = blocked(copy.managed().collect(rules, dry_run=bool(how & 32), cache_ttl_s=7200.0))
-    except KvabrError:
-        done = None
-    _still_there(objects, copy.objects, found)
-    if done is not None and how & 32:
-        assert copy.objects.keys() >= objects.keys(), "a dry run removes nothing"
-    catalog = made().namespace.prompt
-    for work in (
-        lambda admin: admin.verify(deep=True, repair=bool(how & 64)),
-        lambda admin: admin.pin(catalog, 60.0),
-        lambda admin: admin.unpin(catalog),
-        lambda admin: admin.expire(made().spec.model),
-        lambda admin: admin.expired(),
-    ):
-        try:
-            blocked(work(_Objects(objects).managed()))  # type: ignore[arg-type]  # of a coroutine
-        except KvabrError:
-            continue
-    _publish(_Objects(objects), catalog)
+    after = _Objects(objects)
+    names = [made().namespace.prompt] if how & 1 else []
+    freed = _managed(lambda admin: admin.remove(names, unnamed=bool(how & 2)), after)
+    assert freed is None or freed >= 0
+    if found is not None:
+        _still_there(objects, after.objects, found, names)
+    _managed(lambda admin: admin.verify(deep=True, repair=bool(how & 4)), _Objects(objects))
     return found is not None and bool(found.holdings)
 
 
+def _managed(work: Callable[[BucketAdmin], Coroutine[None, None, T]], objects: _Objects) -> T | None:
+    """Return the result of managing a bucket; None if it is refused."""
+    try:
+        return _loop().run_until_complete(work(BucketAdmin(objects)))  # type: ignore[arg-type]  # all that it asks for
+    except KvabrError:
+        return None
+
+
 def _show(found: Inventory) -> None:
-    """What `kvabr store ls` makes of it."""
+    """Format it as `kvabr store ls` does."""
     shared = _shared(found.holdings)
     for each in found.holdings:
-        json.dumps([_row(each, shared), _pin(each, found.now_s)])
+        json.dumps(_row(each, shared))
     assert total_bytes(found.holdings) >= 0
 
 
 def _still_there(
-    before: dict[str, tuple[bytes, float]], after: dict[str, tuple[bytes, float]], found: Inventory | None
+    before: dict[str, tuple[bytes, float]],
+    after: dict[str, tuple[bytes, float]],
+    found: Inventory,
+    removed: Sequence[str],
 ) -> None:
-    """What is pinned and whole stays with all that it names, and so does what is none of kvabr's."""
-    ours = ("o/", "s/", "i/", "a/", "p/", "g/", "l/", "x/", "pin/")
-    counted = {key for key in before if key.startswith("o/") and "." not in key}
-    assert all(key in after for key in before if not key.startswith(ours) or key in counted)
-    if found is None:
-        return
+    """Assets that were not removed stay with all that they name, and so does what is none of kvabr's."""
+    assert all(key in after for key in before if not key.startswith(("s/", "i/", "a/", "p/", "k/")))
     for each in found.holdings:
-        named = [str(part.key) for part in each.parts]
-        if catalog_key(each.name) in after:
-            assert all(key in after for key in named if key in before), "what a catalog names went before it"
-        elif each.is_pinned(found.now_s) and all(key in before for key in named):
-            notes = [Note.loads(before[key][0]) for key in before if key.startswith("x/m/")]
-            assert any(note.model == each.model for note in notes), "a pinned asset went"
-
-
-def _publish(objects: _Objects, catalog: str) -> None:
-    async def publish() -> None:
-        guard = PublishGuard(
-            objects, model=made().spec.model, catalog=catalog, spans=stored().keys, timing=_TIMING,
-            runtime=objects.runtime(),
-        )  # fmt: skip
-        async with guard:
-            guard.may_reuse(_NOW_S)
-            await guard.check()
-        await touch(objects, catalog)
-
-    try:
-        blocked(publish())
-    except KvabrError:
-        return
+        if each.name not in removed:
+            assert all(key in after for key in (catalog_key(each.name), *each.parts)), "a part of another asset went"
 
 
 @cache
@@ -300,23 +241,13 @@ def _valid() -> list[bytes]:
         last = heads(hybrid=hybrid)[-1][0]
         pointer = part(pointer_key("@", catalog.chunks[-1]), known.spans[-1].encode() + b" " + last, 200)
         found.append(SEPARATOR.join((b"\0", *parts, pointer)))
-        moved = part(offer_key(0, 3), parts[0].partition(b"\0")[2][1:], 100)
-        again = part(offer_key(0), MovedOffer(3).dumps(), 150), moved
-        found.append(SEPARATOR.join((b"\x01", *again, *parts[1:], pointer)))
         strange = part("o/x", parts[0].partition(b"\0")[2][1:], 100)
         found.append(SEPARATOR.join((b"\x01", parts[0], strange, *parts[1:], pointer)))
         listed = part(catalog_key(catalog.namespace.prompt), known.dumps(), 90)
-        digest = catalog.namespace.prompt
-        notes = (
-            part(f"pin/{digest}/0", Note(until_s=_NOW_S + 60.0).dumps(), 70),
-            part(f"l/a/{digest}", Note(uses=3).dumps(), 80), part("l/i/0", Note(tuple(keys)).dumps()),
-            part("l/e/0", Note((f"s/{known.offer}/x",)).dumps(), 90), part("x/sweep/0", Note(("p/x",)).dumps()),
-            part(tombstone_key("m"), Note(model="m", until_s=_NOW_S).dumps()), part("g/ab/cd", b"group", 250),
-            part("l/gc", Note().dumps(), 9), part("p/ab", b"profile", 250), part("s/x/y", b"a span", 250),
-        )  # fmt: skip
+        others = part("g/ab/cd", b"group", 250), part("p/ab", b"profile", 250), part("s/x/y", b"a span", 250)
         found += [
             SEPARATOR.join((bytes([how]), *parts, pointer, listed, *some))
-            for how, some in ((0b10_1111, ()), (0b101_0011, notes), (0b1_0011, notes[1:2]))
+            for how, some in ((0b001, ()), (0b011, others), (0b110, others))
         ]
     assert offer().span_groups == SPAN_GROUPS
     return found

@@ -91,7 +91,6 @@ def _valid_models() -> list[bytes]:
         LayerClass("full", (0, 3), 2, 8, 8, "bfloat16", rope), LayerClass("window", (1,), 1, 8, 4, "float16", window=9),
         LayerClass("latent", (2,), 1, 12, 0, "float16"), LayerClass("state", (4,), 2, 6, 5, "float32", interval=32),
         LayerClass("full", (0, 3), 2, 4, 4, "float8_e4m3fn", role="indexer", scales=(0.5, 1.0, 2.0, 0.1)),
-        LayerClass("full", (1, 2), 3, 20, 0, "uint8", role="packed", packing="vllm-0.32:nvfp4,block=16"),
     )  # fmt: skip
     several = KVSpec("test/several", "tokenizer", classes, 16)
     specs = [SPEC, SPEC.changed(rope=rope), replace(SPEC.changed(rope=None), group_tokens=16), several, *several.parts]

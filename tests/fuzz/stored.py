@@ -1,10 +1,9 @@
-"""Objects of a store, one at a time: spans, pointers, offers, catalogs, notes; and the URLs of stores."""
+"""Objects of a store, one at a time: spans, pointers, offers, catalogs; and the URLs of stores."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 import zlib
 from dataclasses import replace
@@ -12,24 +11,15 @@ from functools import cache
 from typing import Any
 
 from kvabr.link.objects.index import _parsed_catalog
-from kvabr.store.admin.bucket_admin import BucketLayout
-from kvabr.store.folder_notes import (
-    check_expiry,
-    expire_folder_model,
-    expired_models,
-    pin_end_s,
-    pin_folder_asset,
-)
+from kvabr.store.admin.survey import Manifest
 from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
-from kvabr.store.objects.leases import Note
 from kvabr.store.objects.url import StoreUrl, split_asset
 from kvabr.types.catalog import Catalog, Level
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError
+from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec
 from tests.client.classes import HYBRID
-from tests.fuzz.files import folder
 from tests.fuzz.target import Target, family, refused
 from tests.store.objects.made import catalog_of, spans_of
 
@@ -125,7 +115,6 @@ def _span(data: bytes) -> bool:
     assert at == head.total
     for known in (offer(), offer(hybrid=True)):
         refused(lambda: spans.check_span(head, known), FormatError)  # noqa: B023
-    refused(lambda: BucketLayout().pointers_of(f"s/{offer().id}/x", data), FormatError)
     return True
 
 
@@ -137,9 +126,7 @@ def _pointer(data: bytes) -> bool:
     found = refused(lambda: spans.parse_pointer(data), FormatError)
     if found is None:
         return False
-    key = BucketLayout().target_of(f"i/{offer().id}/x", data)
-    assert key == span_key(offer().id, found[0])
-    assert key.count("/") == 2
+    assert span_key(offer().id, found[0]).count("/") == 2
     return True
 
 
@@ -148,16 +135,16 @@ def _offer(data: bytes) -> bool:
     if found is None:
         return False
     assert StoreOffer.loads(found.dumps()) == found
-    assert BucketLayout().offer(identified(data))[:2] == (found.id, found.spec.model)
     assert len(found.published) == len(found.tracks) * len(found.spec.parts)
     return True
 
 
 def _catalog(data: bytes) -> bool:
-    manifest = refused(lambda: BucketLayout().manifest("a/x", data), FormatError)
+    manifest = refused(lambda: Manifest.loads("a/x", data), FormatError)
     if manifest is not None:
         float(manifest.tokens), float(sum(manifest.tracks.values())), manifest.model.encode()
-        assert manifest.tokens > 0 < manifest.span_tokens
+        assert manifest.tokens > 0
+        assert manifest.names >= {*manifest.spans, *manifest.pointers.values()}
         assert all(size > 0 for size in manifest.tracks.values())
     found = refused(lambda: StoredCatalog.loads(data), FormatError)
     if found is None:
@@ -166,7 +153,7 @@ def _catalog(data: bytes) -> bool:
     placed = refused(lambda: _parsed_catalog(memoryview(data)), FormatError)
     if placed is None:
         return False
-    assert manifest is not None, "collectors must see what plays use"
+    assert manifest is not None, "administration must see what plays use"
     assert set(manifest.spans) == {span_key(found.offer, name) for name in placed[1].names}
     catalog = found.parsed()
     for name, track in catalog.published.items():
@@ -176,40 +163,6 @@ def _catalog(data: bytes) -> bool:
             assert place[2] - place[1] == size
             assert place[3] == track.digests[group]
     return True
-
-
-def _note(data: bytes) -> bool:
-    found = refused(lambda: Note.loads(data), FormatError)
-    if found is None:
-        return False
-    assert Note.loads(found.dumps()) == found
-    assert not math.isnan(found.until_s)
-    return True
-
-
-def _folder_notes(data: bytes) -> bool:
-    """A pin, or the expiry of a model, of a folder of assets."""
-    root = folder("notes")
-    pin_folder_asset(root, "a", 5.0)
-    expire_folder_model(root, "m", 5.0)
-    notes = list((root / ".kvabr").rglob("*.json"))
-    for path in notes:
-        path.write_bytes(data)
-    try:
-        end_s = pin_end_s(root, "a")
-        assert end_s is not None
-        assert not math.isnan(end_s)
-        expired = refused(lambda: expired_models(root), FormatError)
-        for before_s in (expired or {}).values():
-            assert not math.isnan(before_s)
-        allowed = refused(lambda: check_expiry(root / "a", "m", 10.0) or True, AssetError, FormatError)
-        assert expired is None or (allowed is None) == any(before_s > 10.0 for before_s in expired.values())
-        changed = refused(lambda: expire_folder_model(root, "m", 7.0), FormatError)
-        assert changed is None or changed >= 7.0
-        return expired is not None or end_s < math.inf
-    finally:
-        for path in notes:
-            path.unlink()
 
 
 def _url(data: bytes) -> bool:
@@ -248,11 +201,6 @@ STORED = family(
         lambda: [_json(json.loads(each.dumps())) for each in (offer(), offer(hybrid=True))],
     ),
     Target(_catalog, lambda: [stored().dumps(), stored(hybrid=True).dumps()], most_bytes=8192),
-    Target(
-        _note,
-        lambda: [Note(("a/x", "s/y/z")).dumps(), Note(model="m", until_s=9e9).dumps(), Note(uses=3).dumps()],
-    ),
-    Target(_folder_notes, lambda: [b'{"name": "a", "until_s": 7.5}', b'{"model": "m", "before_s": 20}']),
     Target(
         _url,
         lambda: [

@@ -71,7 +71,7 @@ def test_small_groups_cost_a_relay_more(table: PlayTable):
 
 
 def test_requests_are_those_that_players_were_seen_to_send():
-    """Real players sent 22 to 26 GETs for caches of 24 groups of 32 KiB (`tools/bench-crowd`)."""
+    """Real players sent 22 to 26 GETs for caches of 24 groups of 32 KiB."""
     table = PlayTable(catalog(24), CROWD)
     assert 20 <= table.plays[-1].requests <= 30
     assert table.plays[-1].groups >= 24

@@ -78,6 +78,24 @@ def test_info_prints_and_writes_what_it_measured(tmp_path, capsys):
     assert (row["file"], row["format"], row["mean_mbps"], row["duration_s"]) == (str(source), "pensieve", 8.0, 3.0)
 
 
+@pytest.mark.parametrize("action", ["info", "import"])
+def test_a_bad_file_in_a_folder_does_not_stop_the_others(tmp_path, capsys, action):
+    source, out = tmp_path / "set", tmp_path / "out"
+    source.mkdir()
+    for name, text in {"a.csv": "time_s,rx_bytes\n0,1\n1,2\n2,3\n", "b": "0 8\n1 8\n", "c": "0 8\n0 8\n"}.items():
+        (source / name).write_text(text)
+    assert run(action, source, *(["--out", out] if action == "import" else ["--json", out])) == 1
+    said = capsys.readouterr()
+    assert "a.csv" in said.err
+    assert "--counter" in said.err
+    assert str(source / "c") in said.err
+    if action == "info":
+        assert [row["file"] for row in json.loads(out.read_text())["traces"]] == [str(source / "b")]
+    else:
+        assert [path.name for path in out.rglob("*.csv")] == ["b.csv"]
+    assert run("info", source / "a.csv", "--counter", "rx_bytes", "--unit", "Mbyte/s") == 0
+
+
 @pytest.mark.usefixtures("wide")
 def test_info_by_family_weights_by_time(tmp_path, capsys):
     (tmp_path / "SOURCE.txt").write_text("by hand\n")

@@ -435,15 +435,16 @@ async def joined(server, tls, **how):
         yield connection
 
 
-async def test_a_short_path_is_for_tcp(asset, tls, monkeypatch):
-    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)  # a busy machine may take longer
+async def test_tcp_comes_first(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", LIMIT_S)  # a busy machine may take longer
+    monkeypatch.setattr("kvabr.link.moqt.connect._TCP_HEAD_START_S", LIMIT_S)
     async with served(asset, tls) as server, joined(server, tls) as connection:
         assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
         assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
 
 
-async def test_a_long_path_is_for_quic(asset, tls, monkeypatch):
-    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", 1e-9)
+async def test_where_tcp_takes_long_there_is_quic(asset, tls, monkeypatch):
+    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 1e-9)
     async with served(asset, tls) as server, joined(server, tls) as connection:
         assert connection.backend in ("qh3", "aioquic")
         assert connection.peer == f"localhost:{server.address[1]}"
@@ -461,7 +462,6 @@ async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
 
 async def test_a_peer_that_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
     """Another service may have the TCP port."""
-    monkeypatch.setattr("kvabr.link.moqt.connect.SHORT_S", LIMIT_S)
     async with served(asset, tls, tcp="off") as server:
         with socket.create_server(server.address), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60), joined(server, tls) as connection:
@@ -486,7 +486,7 @@ async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, mo
         return await dial_over(self, over, connect_s)
 
     monkeypatch.setattr(Connecting, "_dial_over", slow)
-    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 0.005)
+    monkeypatch.setattr("kvabr.link.moqt.connect._TCP_HEAD_START_S", 0.005)
     async with served(asset, tls) as server:
         async with joined(server, tls) as connection:
             assert connection.backend in ("qh3", "aioquic")
@@ -496,41 +496,11 @@ async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, mo
                 pass
 
 
-@pytest.mark.parametrize(("before", "taken"), [(1e9, ("tcp",)), (0.0, ("qh3", "aioquic"))])
-async def test_tcp_that_worked_before_is_waited_for(asset, tls, monkeypatch, before, taken):
-    """A packet of its handshake may be lost, and nothing is known of QUIC."""
-    dial_over, there = Connecting._dial_over, asyncio.Event()
-
-    async def slow(self, over, connect_s=None):
-        if over == "tcp":
-            await (asyncio.sleep(0.02) if before else there.wait())  # longer than the head start
-        made = await dial_over(self, over)
-        there.set()
-        return made
-
-    monkeypatch.setattr(Connecting, "_dial_over", slow)
-    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 0.005)
-    monkeypatch.setattr("kvabr.link.moqt.connect._MUCH_S", LIMIT_S)
-    known = {"known": lambda peer: before if peer.endswith("tcp") else 0.0}
-    async with served(asset, tls) as server, joined(server, tls, **known) as connection:
-        assert connection.backend in taken
-
-
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
-    """QUIC was better before, but nothing comes back now."""
     async with served(asset, tls) as server:
         server._transport.close()
-        async with joined(server, tls, known=lambda peer: 1e6 if peer.endswith("tcp") else 1e9) as connection:
+        async with joined(server, tls) as connection:
             assert connection.backend == "tcp"
-
-
-@pytest.mark.parametrize(("tcp", "quic", "taken"), [(2e9, 1e9, ("tcp",)), (1e9, 2e9, ("qh3", "aioquic"))])
-async def test_what_carried_more_before_is_taken(asset, tls, tcp, quic, taken):
-    def known(peer):
-        return tcp if peer.endswith("tcp") else quic
-
-    async with served(asset, tls) as server, joined(server, tls, known=known) as connection:
-        assert connection.backend in taken
 
 
 async def test_a_lost_connection_is_dialled_again(asset, tls):

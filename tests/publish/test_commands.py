@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.engines.transformers import model_loader
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset_folder import FolderAsset, frame_path
@@ -240,6 +241,22 @@ def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
     assert kvabr(*words, "--tokens", 600, "--continuation", 41) == 2
     assert "sees 640 at most: give at most --tokens 599" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("command", "advice"), [("encode", "--tokens 38 --continuation 12"), ("prefill", "--tokens 50")]
+)
+def test_a_short_text_is_refused_before_the_model_is_loaded(tmp_path, capsys, monkeypatch, command, advice):
+    model = tinymodels.save(tmp_path / "tiny")
+    text = tmp_path / "text"
+    text.write_text("x" * 50)
+    words = (command, "--text", text, "--model", model, "--out", tmp_path / "o")
+    with monkeypatch.context() as patch:
+        patch.setattr(model_loader, "load_model", None)
+        assert kvabr(*words, "--tokens", 512) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f"give a longer text, or {advice}")
+    assert kvabr(*words, *advice.split(), *(["--tracks", "Int4"] if command == "encode" else [])) == 0
 
 
 @pytest.mark.model

@@ -56,8 +56,13 @@ def test_what_is_clear_is_read(put, text):
     [
         (table("time_s,throughput,size_bytes", lambda s, r: f"{s},{r:.3f},1000000"), "--unit"),
         (table("time_s,MBPS", lambda s, r: f"{s},{r:.3f}"), "--unit"),
-        (table("time_s,rx_bytes", lambda s, _: f"{s},{int(5e6 * s)}"), "--rate-column"),
-        (table("time_s,cum_bits", lambda s, _: f"{s},{int(4e7 * s)}"), "--rate-column"),
+        (table("time_s,rx_bytes", lambda s, _: f"{s},{int(5e6 * s)}"), "--counter"),
+        (table("time_s,cum_bits", lambda s, _: f"{s},{int(4e7 * s)}"), "--counter"),
+        (table("time_s,rx", lambda s, _: f"{s},{int(4e7 * s)}"), "--counter"),
+        (table("time_s,tx_bytes,rx_bytes_total", lambda s, _: f"{s},{s},{5000000 * (s % 30)}"), "--counter"),
+        (table("time_s,bytes", lambda s, r: f"{s},{int(r * 125000)}"), "--rate-column"),
+        (table("time_min,mbps", lambda s, r: f"{s / 60:.6f},{r:.3f}"), "--time-unit"),
+        (table("date,time,mbps", lambda s, r: f"20240131,2359{s:02d},{r:.3f}"), "--time-unit"),
         (table("time_s,upload_mbps", lambda s, r: f"{s},{r:.3f}"), "--rate-column"),
         (table("time_s,lte_mbps,wifi_mbps", lambda s, r: f"{s},{r:.3f},{r:.3f}"), "--rate-column"),
         (table("Timestamp,Speed,State", lambda s, _: f"{s},60,D"), "--rate-column"),
@@ -98,6 +103,8 @@ def test_what_is_open_is_a_question(put, text, option):
         (table("at,Speed,x", lambda s, r: f"{s},60,{r:.3f}"), {"time": "at", "rate": "x", "unit": "Mbit/s"}),
         ("\n".join(f"{second * 1000} {rate:.3f}" for second, rate in ROWS), {"time_unit": "ms"}),
         ("\n".join(f"{second} {rate * 1000:.3f}" for second, rate in ROWS), {"unit": "kbit/s"}),
+        (table("time_min,mbps", lambda s, r: f"{s / 60:.12f},{r:.3f}"), {"time_unit": "min"}),
+        (table("time_s,rx", lambda s, r: f"{s},{r:.3f}"), {"rate": "rx", "unit": "Mbit/s"}),
         (table("note,x_mbps", lambda _, r: f"a,{r:.3f}"), {"step_s": 1.0}),
     ],
 )
@@ -116,6 +123,11 @@ def test_an_answer_confirms_what_seems_unlikely(put):
     assert trace.duration_s == 59 * 86_400
 
 
+def noon(second):
+    """Return a time of day that begins half a minute before twelve."""
+    return f"{'11:59' if second < 30 else '12:00'}:{(second + 30) % 60:02d}"
+
+
 KINDS = {
     "times of the UCC data sets": table(
         "Timestamp,Speed,DL_bitrate_kbps", lambda s, r: f"2020.02.14_09.{38 + s // 60}.{s % 60:02d},4,{r * 1000:.0f}"
@@ -127,6 +139,16 @@ KINDS = {
     "thousands": table("time_s;kbps", lambda s, r: f"{s};{r * 1000:,.2f}".translate(str.maketrans(",.", ".,"))),
     "binary prefixes": table("time_s,MiB/s", lambda s, r: f"{s},{r / 8.388608:.6f}"),
     "German dates": table("Zeit;time;mbps", lambda s, r: f"x;14.02.2020 09:38:{s:02d};{r:.3f}"),
+    "times of day": table("time,mbps", lambda s, r: f"{'00:00' if s >= 30 else '23:59'}:{(s + 30) % 60:02d},{r:.3f}"),
+    "12 hours": table("Time,mbps", lambda s, r: f"{noon(s)} {'AP'[s // 30]}M,{r:.3f}"),
+    "date and time apart": table(
+        "Date,Time,mbps", lambda s, r: f"{('31.01', '01.02')[s // 30]}.2024,{noon(s)} {'PA'[s // 30]}M,{r:.3f}"
+    ),
+    "ends as times of day": table(
+        "start,end,mbps",
+        lambda s, r: f"23:{s // 60:02d}:{s % 60:02d},23:{(s + 1) // 60:02d}:{(s + 1) % 60:02d},{r:.3f}",
+    ),
+    "short gaps between rows": table("start,end,mbps", lambda s, r: f"{s},{s + 0.25},{r:.3f}"),
     "a row for each neighbour": table("time_s,mbps", lambda s, r: f"{s},{r:.3f}\n{s},{r:.3f}"),
 }
 
@@ -134,6 +156,88 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_real_files(put, kind):
     assert is_right(put(KINDS[kind]))
+
+
+COUNTED = [
+    ("rx_bytes", 1.0, {}),
+    ("node_network_receive_bytes_total", 1.0, {}),
+    ("bytes received", 1.0, {}),
+    ("ifHCInOctets", 1.0, {}),
+    ("cum_bits", 8.0, {}),
+    ("rx", 1e-6, {"unit": "Mbyte/s"}),
+]
+
+
+@pytest.mark.parametrize(("name", "per_byte", "answer"), COUNTED)
+def test_a_counter_is_no_rate(put, name, per_byte, answer):
+    path = put(table(f"time_s,{name}", lambda s, _: f"{s},{(7e9 + 1e6 * s * s) * per_byte:.3f}"))
+    if not answer:
+        with pytest.raises(TraceQuestionError) as caught:
+            read(path, columns=Columns(rate=name, unit="byte/s"))
+        assert caught.value.option == "--counter"
+
+
+@pytest.mark.parametrize(("name", "per_byte", "answer"), COUNTED)
+def test_a_counter_is_differenced(put, name, per_byte, answer):
+    path = put(table(f"time_s,{name}", lambda s, _: f"{2 * s},{(7e9 + 1e6 * s * s) * per_byte:.6f}"))
+    (trace,) = read(path, columns=Columns(counter=name, **answer))
+    assert trace.times == tuple(range(0, 118, 2))
+    assert trace.duration_s == 118
+    assert trace.rates == pytest.approx([5e5 * (2 * second + 1) for second in range(59)])
+
+
+def test_a_counter_that_starts_again_and_one_that_pauses(put):
+    text = "time_s,rx_bytes\n0,5e6\n1,6e6\n2,-\n3,8e6\n4,0\n5,1e6\n5,1e6\n50,2e6\n51,3e6\n"
+    traces = read(put(text), columns=Columns(counter="rx_bytes"))
+    assert [trace.rates for trace in traces] == [(1e6, 1e6), (1e6,), (1e6,)]
+    assert [trace.duration_s for trace in traces] == [3.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "answer"),
+    [
+        ("0,1\n", {"counter": "rx_bytes"}),
+        ("0,1\n0,2\n1,3\n", {"counter": "rx_bytes"}),
+        ("0,1\n1,2\n", {"counter": "rx_bytes", "rate": "rx_bytes"}),
+        ("0,1\n1,2\n", {"counter": "tx_bytes"}),
+    ],
+)
+def test_counters_that_give_no_rate(put, rows, answer):
+    with pytest.raises(TraceError):
+        read(put("time_s,rx_bytes\n" + rows), columns=Columns(**answer))
+
+
+@pytest.mark.parametrize("name", ["speed (km/h)", "rtt_ms"])
+def test_a_column_in_another_unit_is_no_rate(put, name):
+    path = put(table(f"time_s,{name}", lambda s, r: f"{s},{r:.3f}"))
+    with pytest.raises(TraceQuestionError) as caught:
+        read(path, columns=Columns(rate=name))
+    assert caught.value.option == "--rate-column"
+    assert "not in its name" not in str(caught.value)
+    assert is_right(path, columns=Columns(rate=name, unit="Mbit/s"))
+
+
+@pytest.mark.parametrize("header", ["time,mbps,mbps", "time,time,mbps", "time,MBps,mbps"])
+@pytest.mark.parametrize("answer", [{}, {"rate": "mbps"}])
+def test_two_columns_of_one_name_are_refused(put, header, answer):
+    with pytest.raises(TraceError) as caught:
+        read(put(table(header, lambda s, r: f"{s},{s},{r:.3f}")), columns=Columns(**answer))
+    assert header == "time,MBps,mbps" or not isinstance(caught.value, TraceQuestionError)
+
+
+@pytest.mark.parametrize("time", ["23:59", "13:00:00 PM", "01/31/2024 23:59:30", "23:61:00"])
+def test_times_in_no_known_form_are_refused(put, time):
+    with pytest.raises(TraceError) as caught:
+        read(put(f"time,mbps\n{time},1\n"))
+    assert not isinstance(caught.value, TraceQuestionError)
+    assert time in str(caught.value)
+
+
+def test_an_empty_file_cannot_be_converted(put):
+    for text in ("", "\n \n", "# a note\n"):
+        with pytest.raises(TraceError) as caught:
+            read(put(text))
+        assert "import" not in str(caught.value)
 
 
 def test_text_of_powershell(put):

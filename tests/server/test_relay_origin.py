@@ -10,6 +10,7 @@ import pytest
 import structlog
 import structlog.testing
 
+from kvabr.client.lookup import fetch_catalog, find_prefix
 from kvabr.link.moqt import connect as dialling
 from kvabr.link.moqt.connect import connect, dial
 from kvabr.moqt.codes import RequestCode
@@ -18,14 +19,16 @@ from kvabr.server import server as closing_server
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
+from kvabr.server.relay_catalogs import Catalogs
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
+    ELSEWHERE,
     LOG,
     LONG_S,
     REFUSED,
@@ -90,7 +93,7 @@ async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
 
 
 async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
-    monkeypatch.setattr(relay_groups, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(relay_groups, "AWAY_S", 0.1)
     first = in_memory(asset)
 
     async def again():
@@ -103,12 +106,60 @@ async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
         first.lose("killed")
         with pytest.raises(RequestError) as away:
             await get(connection, namespace, "FP16", 1)
-        assert away.value.reason == Reason.TIMEOUT
+        assert away.value.reason == Reason.AWAY
         assert away.value.retry_after_s
+        assert "the relay's origin is away" in str(away.value)
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
 
 
-async def test_it_survives_the_origin(asset, tls):
+async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls):
+    """A player that does not have much time gets the reason, and what the relay has is there at once."""
+    first = in_memory(asset)
+
+    async def again():
+        raise TransportError("nobody there")
+
+    redialled = RedialledConnection(first, again, patience_s=LONG_S)
+    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
+        namespace = asset.catalog.namespace
+        await play(connection, asset)
+        first.lose("killed")
+        await until(lambda: upstream.trouble is not None)
+        for track in (CATALOG_TRACK, "FP16", LIVE_TRACK):
+            with pytest.raises(RequestError) as away:
+                await get(connection, ELSEWHERE, track)
+            assert away.value.reason == Reason.AWAY
+            assert "the relay's origin is away" in str(away.value)
+        found = await fetch_catalog(connection, namespace, live=True)
+        assert found.catalog == asset.catalog
+        tokens = list(range(asset.catalog.tokens))
+        with pytest.raises(RequestError) as away:
+            await find_prefix(connection, tokens[::-1], asset.catalog.spec, live=True)
+        assert away.value.reason == Reason.AWAY
+
+
+async def test_live_lookups_of_an_origin_that_is_away_ask_it_once(asset):
+    first = in_memory(asset)
+
+    async def again():
+        raise TransportError("nobody there")
+
+    async with RedialledConnection(first, again, patience_s=LONG_S) as upstream:
+        catalogs = Catalogs(upstream, LOG)
+        first.lose("killed")
+        asked = asyncio.create_task(catalogs.get(asset.catalog.namespace, CATALOG_TRACK))
+        await until(lambda: upstream.trouble is not None)
+        for number in range(20):
+            with pytest.raises(RequestError):
+                await catalogs.get(TrackNamespace("m", f"{number:064}"), LIVE_TRACK)
+        assert len(catalogs) == 1
+        with pytest.raises(RequestError):
+            await asked
+        catalogs.close()
+
+
+async def test_it_survives_the_origin(asset, tls, monkeypatch):
+    monkeypatch.setattr(relay_groups, "AWAY_S", LONG_S)
     async with restartable(asset.path, tls) as (server, relay, connection, again):
         namespace = asset.catalog.namespace
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvabr.client import host_carrier, live_feed, lookup
+from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.moqt import connection, endpoint
@@ -34,7 +34,7 @@ from kvabr.server import (
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
-from kvabr.store import asset_folder, shared_folder
+from kvabr.store import asset_folder
 from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
@@ -169,14 +169,6 @@ ROWS = {
     ],
     "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
     "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],
-    "shared memory: groups": [
-        f"{size(CLIENT.disk_bytes)}, but 1/{shared_folder.SHARE} of the tmpfs",
-        f"1/{shared_folder.RESERVE} of it; {shared_folder.TURNS}",
-    ],
-    "shared memory: the lock": [
-        f"{host_carrier.STILL_S} s, {host_carrier.STILL_RTTS:g} round trips, {share(host_carrier.STILL_SHARE)}",
-        f"downloaded {shared_folder.LOCK_S} s",
-    ],
     "metrics: names of tracks": [f"{prometheus.MAX_LABEL_VALUES}"],
     "metrics: connections": [f"{prometheus._MAX_CONNECTIONS}"],
 }  # fmt: skip

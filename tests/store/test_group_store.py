@@ -23,15 +23,13 @@ def group(size=100):
     return hashlib.sha256(data).hexdigest(), memoryview(data)
 
 
-@pytest.fixture(params=["memory", "folder", "tiered", "objects", "shared"])
-async def store(request, tmp_path, shm):
+@pytest.fixture(params=["memory", "folder", "tiered", "objects"])
+async def store(request, tmp_path):
     """A store of 350 bytes of each kind."""
     if request.param == "memory":
         made = MemoryGroupStore(350)
     elif request.param == "folder":
         made = FolderGroupStore(tmp_path, 350)
-    elif request.param == "shared":
-        made = open_groups(f"shm://{shm}", 350)
     elif request.param == "objects":
         made = open_groups(f"memory://groups-{DICE.randrange(1 << 60)}", 350)
     else:

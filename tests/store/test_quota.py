@@ -1,16 +1,14 @@
-"""What engines publish stays within a quota: the least recently computed asset is removed, and nothing else."""
+"""What engines publish stays within a quota: outgrown turns and the least recently computed assets go."""
 
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.folder_notes import locked, pin_folder_asset
 from kvabr.store.quota import FolderQuota
 from kvabr.types.naming import chain
 from tests import kvdata
@@ -18,29 +16,35 @@ from tests.toymodel import SPEC
 
 pytestmark = pytest.mark.slow
 
-KV = kvdata.related(SPEC, 48)
-
 
 def tokens(number):
     return [number, *range(47)]
 
 
 def name(number):
-    return chain(tokens(number), model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)[-1]
+    return named(tokens(number))
+
+
+def named(ids):
+    return chain(ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)[-1]
 
 
 def offer(root, number, max_bytes=None, age_s=0.0):
     """Publish one cache, and say that it was ``age_s`` ago."""
+    return offer_tokens(root, tokens(number), max_bytes, age_s)
+
+
+def offer_tokens(root, ids, max_bytes=None, age_s=0.0):
     made = Publisher(root, SPEC, prior=default_catalog(), max_bytes=max_bytes)
     try:
-        slot = made.reserve(tokens(number))
+        slot = made.reserve(ids)
         if isinstance(slot, Slot):
-            slot.fill(KV, lambda _outcome: None)
+            slot.fill(kvdata.related(SPEC, len(ids)), lambda _outcome: None)
     finally:
         made.close()
     if age_s:
-        stamp = (root / name(number)).stat().st_mtime - age_s
-        os.utime(root / name(number), (stamp, stamp))
+        stamp = (root / named(ids)).stat().st_mtime - age_s
+        os.utime(root / named(ids), (stamp, stamp))
     return slot
 
 
@@ -69,24 +73,34 @@ def test_what_is_computed_again_stays(tmp_path):
     assert there(tmp_path) == {name(1), name(3)}
 
 
-def test_what_is_pinned_stays(tmp_path):
-    for number, age_s in ((1, 300.0), (2, 200.0)):
-        offer(tmp_path, number, age_s=age_s)
-    with locked(tmp_path):
-        pin_folder_asset(tmp_path, name(1), time.time() + 3600)
-    offer(tmp_path, 3, max_bytes=22 * size(tmp_path / name(1)) // 10)
-    assert there(tmp_path) == {name(1), name(3)}
+def room_for_all(root):
+    """Bytes of a folder for what is there, and half of another asset."""
+    return size(root) + size(root / name(1)) // 2
 
 
-def test_the_order_can_be_chosen(tmp_path):
-    """Least recently used: the one that was touched stays, however old it is."""
+def test_the_outgrown_turn_of_a_conversation_goes_first(tmp_path):
+    """It was used after the other prompt, but the longer asset has a copy of it."""
     for number, age_s in ((1, 300.0), (2, 200.0)):
         offer(tmp_path, number, age_s=age_s)
-    quota = FolderQuota(tmp_path, 22 * size(tmp_path / name(1)) // 10, "lru")
-    quota.touch(name(1))
+    longer = [*tokens(2), *range(48)]
+    offer_tokens(tmp_path, longer, age_s=100.0)
+    quota = FolderQuota(tmp_path, room_for_all(tmp_path))
     offer(tmp_path, 3)
     assert quota.make_room(name(3)) == 1
-    assert there(tmp_path) == {name(1), name(3)}
+    assert there(tmp_path) == {name(1), name(3), named(longer)}
+
+
+@pytest.mark.parametrize(("more", "outgrown"), [(1, False), (60, True)])
+def test_a_turn_that_ends_within_a_group_is_outgrown_by_one_with_a_further_group(tmp_path, more, outgrown):
+    turn = [*tokens(2), 7, 8]
+    offer(tmp_path, 1, age_s=300.0)
+    offer_tokens(tmp_path, turn, age_s=200.0)
+    offer_tokens(tmp_path, [*turn, *range(more)], age_s=100.0)
+    quota = FolderQuota(tmp_path, room_for_all(tmp_path))
+    offer(tmp_path, 3)
+    assert quota.make_room(name(3)) == 1
+    assert (named(turn) in there(tmp_path)) != outgrown
+    assert (name(1) in there(tmp_path)) == outgrown
 
 
 def test_what_was_removed_is_published_again(tmp_path):

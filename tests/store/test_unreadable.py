@@ -55,7 +55,7 @@ def test_a_folder_that_cannot_be_looked_into_is_left_out_and_named(root, names, 
     assert store("verify", root) == 1
     assert "it may be undamaged" in capsys.readouterr().out
     assert store("verify", root, "--repair") == 1  # and it is still there
-    assert store("gc", root, "--grace", "0s") == 0
+    assert store("rm", root, "--unnamed") == 0
     assert (root / names[0]).is_dir()
     for call in (lambda: open_store(root).open(names[0]), lambda: open_store(root).version(names[0])):
         with pytest.raises(AssetError, match="cannot be looked into"):
@@ -77,7 +77,6 @@ def test_what_another_user_keeps_to_himself_is_named_with_what_to_do(root, names
 def test_groups_that_cannot_be_looked_into_are_no_damage(root, names, capsys):
     (root / names[0] / "groups").chmod(0)
     try:
-        assert store("gc", root, "--deep") == 0
         assert store("verify", root, "--repair") == 1
         assert "it may be undamaged" in capsys.readouterr().out
         assert set(open_store(root).list().versions) == set(names)
@@ -85,39 +84,30 @@ def test_groups_that_cannot_be_looked_into_are_no_damage(root, names, capsys):
         (root / names[0] / "groups").chmod(0o700)
 
 
-def test_names_that_are_no_utf_8_are_managed_as_others(root, names, tmp_path, capsys):
+def test_names_that_are_no_utf_8_are_managed_as_others(root, names, tmp_path):
     (root / names[0]).rename(root / ODD)
-    assert store("pin", root, ODD, "--for", "1h") == 0
     assert store("ls", root, "--json", tmp_path / "out.json") == 0
-    assert "damaged pin" not in capsys.readouterr().out
-    assert store("gc", root, "--grace", "0s", "--max-age", "0s", "--measured") == 0
+    assert store("rm", root, names[1]) == 0
     assert set(open_store(root).list().versions) == {ODD}
-    assert store("unpin", root, ODD) == 0
     assert store("verify", root, "--deep") == 0
     assert store("copy", root, tmp_path / "copy") == 0
-    assert store("gc", root, "--grace", "0s", "--max-age", "0s", "--measured") == 0
+    assert store("rm", root, ODD) == 0
     assert not open_store(root).list().versions
 
 
-def test_gc_removes_what_lacks_a_part_and_a_deep_one_what_is_damaged(root, names, capsys):
+def test_a_repair_removes_what_lacks_a_part_and_a_deep_one_what_is_damaged(root, names, capsys):
     frame = frame_path(root / names[0], 0, "FP16")
     content = frame.read_bytes()
     frame.write_bytes(bytes(len(content)))
-    assert store("gc", root) == 0
-    assert len(open_store(root).list().versions) == 2
-    assert store("verify", root) == 0
+    assert store("verify", root, "--repair") == 0
     assert "the bytes of frames were not read" in capsys.readouterr().out
-    assert store("gc", root, "--deep", "--dry-run") == 0
     assert len(open_store(root).list().versions) == 2
-    assert store("gc", root, "--deep") == 0
+    assert store("verify", root, "--deep") == 1
+    assert len(open_store(root).list().versions) == 2
+    assert store("verify", root, "--deep", "--repair") == 0
     assert set(open_store(root).list().versions) == {names[1]}
     frame_path(root / names[1], 0, "FP16").unlink()
-    assert store("gc", root, "--dry-run") == 0
-    assert f"{names[1]}: would be removed, broken" in capsys.readouterr().out
-    assert store("pin", root, names[1], "--for", "1h") == 0
-    assert store("gc", root) == 0  # whoever pins it wants what is left
-    assert store("unpin", root, names[1]) == 0
-    assert store("gc", root) == 0
+    assert store("verify", root, "--repair") == 0
     assert not open_store(root).list().versions
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_behind, joined_passages, last_groups
+from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_behind, last_groups
 from kvabr.types.loss import played_loss, predicted_loss
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Passage, PassageNotes, passage_chain
@@ -140,44 +140,6 @@ def test_it_is_cut_between_any_two_groups():
             assert cut.track("Int4").loss[group] == joined.track("Int4").loss[group + skipped]
     with pytest.raises(UsageError, match="whole"):
         FOUND[ONE].suffix(1)
-
-
-@pytest.mark.parametrize(
-    ("token", "first", "end"),
-    [(20, 20, 360), (21, 20, 360), (148, 148, 360), (359, 320, 360), (361, 361, 661), (660, 617, 661)],
-)
-def test_a_run_is_what_nobody_has_to_compute(token, first, end):
-    run = join(PARTS, FOUND, SPEC).run(token)
-    assert (run.first_token, run.first_token + run.tokens) == (first, end)
-    assert run.computed == ()
-    assert run.unit(run.group_at(token)).first <= token
-
-
-@pytest.mark.parametrize("token", [0, 19, 360, 661, 10_000])
-def test_there_is_none_where_a_group_is_nobodys(token):
-    joined = join(PARTS, FOUND, SPEC)
-    assert joined.run(token) is None
-    assert joined.suffix(4).run(100) is None  # of what comes before
-
-
-def test_the_text_that_begins_a_prompt_may_have_a_cache_of_its_own():
-    whole = catalog(1, short=SPEC.group_tokens - 20)
-    joined = join(PARTS, FOUND, SPEC, whole)
-    assert joined.computed == (5,)
-    assert joined.namespace_of(0) == whole.namespace
-    assert joined.unit(0).free is None
-    assert joined.run(0).tokens == 360
-    assert fusion_loss(joined, ["FP16"] * 9) == pytest.approx(0.3)  # none of it is of the text
-    assert [(each.first, each.end) for each in joined_passages(joined)] == [(20, 320), (320, 360), (361, 661)]
-    # It may lack the end of the text, which is computed, and without a passage it is played by itself.
-    gap = join((Exact(range(200)), ONE), FOUND, SPEC, catalog(1))
-    assert [(unit.source, unit.first, unit.tokens) for unit in gap.units][:3] == [
-        (0, 0, 128),
-        (-1, 128, 72),
-        (1, 200, 128),
-    ]
-    assert (gap.run(0).tokens, gap.run(128), gap.run(208).first_token) == (128, None, 200)
-    assert join((SYSTEM, QUESTION), FOUND, SPEC, whole) is None
 
 
 def test_what_is_computed_over_a_passage_is_no_more_the_prompts_own_than_that():

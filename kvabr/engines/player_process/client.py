@@ -105,7 +105,6 @@ class RemoteClient:
         """Plays under way, which share this process' GPU."""
 
     find = _remote(AsyncClient.find)
-    find_joined = _remote(AsyncClient.find_joined)
     find_asset = _remote(AsyncClient.find_asset)
     fetch_profile = _remote(AsyncClient.fetch_profile)
     tail_of = _remote(AsyncClient.tail_of)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,16 +30,14 @@ from kvabr.engines.player_process.messages import (
 from kvabr.engines.player_process.regions import Regions, laid_out
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.work import cancel_all, decoders
-from kvabr.types.backoff import Backoff
-from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, PlayError, UsageError
+from kvabr.types.errors import ConnectionLostError, FormatError, PlayError, UsageError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from kvabr.server.server import Server
 
 _CALLS = frozenset(
-    {"find", "find_joined", "find_asset", "fetch_profile", "tail_of", "round_trip", "known_link"}
+    {"find", "find_asset", "fetch_profile", "tail_of", "round_trip", "known_link"}
     | {"play_prefix", "play_coded", "hint_asset"}
 )
 """Methods of `AsyncClient` that engines may call."""
@@ -49,37 +45,23 @@ _KEEP_S = 60.0
 """Seconds for which a client that no engine uses is kept, with its connections and groups."""
 _ENGINES = 64
 """Engines' processes that may share a client."""
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
-"""Between attempts to serve neighbours while the origin cannot be reached."""
-_CLEAR_S = 5.0
 _MOST_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
 """Seconds until a listener that could not accept an engine tries again."""
 
 
-ServesOn = Callable[[AsyncClient], AbstractAsyncContextManager["Server"]]
-
-
 class PlayerProcess:
     """Serves the engines of a node, on one event loop."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        log: FilteringBoundLogger,
-        metrics: ClientMetrics,
-        serves_on: ServesOn | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, log: FilteringBoundLogger, metrics: ClientMetrics) -> None:
         """Take over a socket that listens.
 
         Args:
             listener: the socket.
             log: hears of engines that come and go.
             metrics: counts what all clients do.
-            serves_on: serves what the first client has fetched to neighbours; None: nobody does.
         """
-        self._listener, self._log, self._metrics, self._serves_on = listener, log, metrics, serves_on
-        self._serving: asyncio.Task[None] | None = None
+        self._listener, self._log, self._metrics = listener, log, metrics
         self._clients: dict[ClientArguments, _Shared] = {}
         self._closing: set[asyncio.Task[None]] = set()
         """Clients that are being closed."""
@@ -98,7 +80,7 @@ class PlayerProcess:
                 except TimeoutError:
                     return
         finally:
-            await cancel_all([accepting, *([] if self._serving is None else [self._serving])])
+            await cancel_all([accepting])
             for engine in list(self._engines):
                 engine.close()
             for shared in list(self._clients.values()):
@@ -124,26 +106,10 @@ class PlayerProcess:
             # Each engine bounds its own plays, and a rank of one plays what the others play.
             limits = replace(arguments.limits, plays=_ENGINES * arguments.limits.plays)
             shared = self._clients[arguments] = _Shared(replace(arguments, limits=limits).open(self._metrics))
-            if self._serves_on is not None and (self._serving is None or self._serving.done()):
-                self._serving = asyncio.get_running_loop().create_task(self._serve_on(self._serves_on, shared))
         shared.users += 1
         if shared.ends is not None:
             shared.ends.cancel()
         return shared.client
-
-    async def _serve_on(self, serves_on: ServesOn, shared: _Shared) -> None:
-        """Serve what a client has fetched, as long as it is kept; errors of its origin pass."""
-        pauses = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S)
-        while not shared.dropped.is_set():
-            try:
-                async with serves_on(shared.client) as server:
-                    self._log.info("serving neighbours", address="{}:{}".format(*server.address))
-                    await shared.dropped.wait()
-            except KvabrError as error:
-                self._log.warning("neighbours are not served", error=str(error))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pauses.longer()):
-                        await shared.dropped.wait()
 
     def left(self, engine: _Engine, arguments: ClientArguments | None, why: Exception | None) -> None:
         """Note that an engine has left."""
@@ -164,15 +130,9 @@ class PlayerProcess:
 
     def _drop(self, arguments: ClientArguments, shared: _Shared) -> None:
         del self._clients[arguments]
-        shared.dropped.set()
-        closing = asyncio.get_running_loop().create_task(self._close(shared))
+        closing = asyncio.get_running_loop().create_task(shared.client.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-    async def _close(self, shared: _Shared) -> None:
-        if self._serving is not None:  # it may be this client's, which it must leave before
-            await asyncio.wait([self._serving], timeout=_CLEAR_S)
-        await shared.client.close()
 
 
 class _Shared:
@@ -180,7 +140,6 @@ class _Shared:
 
     def __init__(self, client: AsyncClient) -> None:
         self.client, self.users = client, 0
-        self.dropped = asyncio.Event()
         self.ends: asyncio.TimerHandle | None = None
         """When it is dropped, unless it is used before."""
 

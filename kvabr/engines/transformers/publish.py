@@ -34,7 +34,6 @@ from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
 from kvabr.engines.transformers.ready_cache import prompt_ids
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile
-from kvabr.store.eviction import DEFAULT_ORDER, Order
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256
@@ -53,7 +52,6 @@ def cache_publisher(
     tracks: Sequence[str] | None = None,
     queue: int = 4,
     most_bytes: int | None = None,
-    evict: Order = DEFAULT_ORDER,
     digest: str = SHA256,
     keep_tokens: bool = False,
 ) -> Publisher:
@@ -68,9 +66,7 @@ def cache_publisher(
         tracks: names of the tracks; None: FP16, Int8, Int4, with a profile the AC layers, and for states in float32
             Raw.
         queue: caches that may wait or be encoded at once.
-        most_bytes: size limit of what engines publish in that folder; None: unlimited.
-        evict: which caches are removed first: the least valuable (``value``), least recently (``lru``) or least often
-            (``lfu``) used, see `kvabr.store.eviction`.
+        most_bytes: size limit of what engines publish in that folder, see `kvabr.store.quota`; None: unlimited.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
         keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
 
@@ -86,7 +82,6 @@ def cache_publisher(
         profile=profile or find_profile(engine.spec),
         queue=queue,
         max_bytes=most_bytes,
-        evict=evict,
         source="a prefill of transformers",
         digest=digest,
         keep_tokens=keep_tokens,

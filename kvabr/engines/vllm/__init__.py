@@ -15,8 +15,7 @@ origin. The worker's half (`worker`) plays caches, and publishes what the engine
 A request waits while its cache is played. Then vLLM is promised the tokens that came (`promises`), allocates blocks for
 them, and the worker decodes them there, beside the steps of other requests. vLLM computes what is behind them, so the
 player protects the first groups. Layers may have several block tables (`caches`, `blocks`), and what windows drop is
-kept until it is published (`windows`). Prompts made of passages are joined (`requests`), and passages published
-(`passages`).
+kept until it is published (`windows`).
 
 Only `connector` imports vLLM.
 """
@@ -40,7 +39,6 @@ ADAPTER = Adapter(
     layout="paged blocks, several tables; keys transposed on CPUs",
     rate="measured while it serves",
     plays="async",
-    passages="joined",
 )
 
 

@@ -252,8 +252,8 @@ class EngineBlocks:
                 continue
             dtype, device, rows = slots.dtype, slots.device, [mine.rows.start + row for row in shelf.pages.rows]
             theirs, ours = group.context.spec.only, shelf.part.only
-            if (theirs.scales, theirs.packing) != (ours.scales, ours.packing):
-                if theirs.packing or ours.packing or ours.scales is None or self._store is None:
+            if theirs.scales != ours.scales:
+                if ours.scales is None or self._store is None:
                     raise PlayError(f"what was played is kept as {theirs.summary}, not as {ours.summary}")
                 dtype = self._model.dtype
                 writes.append(partial(_store_some, self._store, shelf.pages.names, slots, rows, mine.heads))

@@ -22,7 +22,7 @@ from kvabr.engines.vllm.drafts import DRAFT, DraftCaches
 from kvabr.engines.vllm.interleaving import WHOLE, Interleaving
 from kvabr.engines.vllm.states import KNOWN, RECURRENT, StateForm, forms_of
 from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.kv import PACKED, QUANTISED, LayerClass
+from kvabr.types.kv import QUANTISED, LayerClass
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _KINDS = {
@@ -43,16 +43,18 @@ class UnknownCacheError(UsageError):
     """vLLM keeps the model's cache in a way that kvabr cannot exchange with other engines."""
 
 
+Scales = Mapping[str, tuple[float, float]]
+"""By vLLM's name of a layer with a cache in FP8, what its kernels multiply the codes of keys and of values by. 1 for
+layers that are not named."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """How vLLM quantises what it keeps."""
 
     dtype: str = ""
     """Element type of codes with a scale per layer, one of `QUANTISED`; empty: it keeps none."""
-    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By vLLM's name of a layer, what the codes of keys and of values are multiplied by. 1 where there is none."""
-    packing: str = ""
-    """Name, version and parameters of a format that only vLLM can read; empty: there is none."""
+    scales: Scales = field(default_factory=dict)
 
 
 PLAIN = Quantisation()
@@ -148,15 +150,13 @@ class _Layer:
     shared: bool = False
     """Whether ranks share out the tokens of a block."""
     dtype: str = ""
-    """Element type of what is published in its own: states, codes and bytes."""
-    packing: str = ""
-    """See `LayerClass.packing`."""
+    """Element type of what is published in its own: states and codes."""
     form: StateForm | None = field(default=None, compare=False)
 
     @property
     def title(self) -> tuple[object, ...]:
         """What layers of one class have in common."""
-        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype, self.packing
+        return self.role, self.kind, self.window, self.heads, self.k_dim, self.v_dim, self.dtype
 
 
 def engine_caches(
@@ -262,7 +262,6 @@ def _class_of(own: Sequence[_Layer], dtype: str, quantisation: Quantisation) -> 
             window=one.window or None,
             scales=scales,
             role=one.role,
-            packing=one.packing,
         )
     except FormatError as error:
         raise UnknownCacheError(f"vLLM's cache of {one.name}: {error}") from error
@@ -302,11 +301,6 @@ def _layers(
             else:
                 layer = _layer(name, number, spec, held, heads_of, quantisation)
                 shared = _shared(spec, interleaving)
-                if shared and layer.packing:
-                    raise UnknownCacheError(
-                        f"vLLM packs {name}, so that its tokens cannot be shared out: leave "
-                        "decode_context_parallel_size at 1"
-                    )
                 yield replace(layer, block=layer.block * (interleaving.ranks if shared else 1), shared=shared)
 
 
@@ -369,28 +363,12 @@ def _layer(
             "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1)"
         )
     mode = int(getattr(spec, "kv_quant_mode", 0))
-    packed = bool(quantisation.packing) and mode > 0
     codes = bool(quantisation.dtype) and mode == _FP8
-    if (why := _unlike(spec, held, mode, codes=codes, packed=packed)) is not None:
+    if (why := _unlike(spec, held, mode, codes=codes)) is not None:
         raise UnknownCacheError(f"vLLM keeps {name} {why}, which kvabr does not know")
     number, block = _number(name), int(spec.block_size)
     role = str(getattr(getattr(spec, "cache_role", None), "value", ""))
     window = spec.sliding_window if kind == "window" else spec.attention_chunk_size if kind == "chunked" else 0
-    if packed:  # the bytes of a block, in whatever order: it is moved as a whole
-        return _Layer(
-            number=number,
-            role="indexer" if role == "indexer" else "",
-            kind=kind,
-            window=int(window),
-            heads=int(spec.num_heads),
-            k_dim=int(spec.state_content_size_bytes),
-            v_dim=0,
-            group=group,
-            block=block,
-            name=name,
-            dtype=PACKED,
-            packing=f"{quantisation.packing},dim={spec.head_size},block={block}",
-        )
     return _Layer(
         number=number,
         role="indexer" if role == "indexer" else "",
@@ -406,15 +384,12 @@ def _layer(
     )
 
 
-def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool, packed: bool) -> str | None:
+def _unlike(spec: Any, held: torch.dtype, mode: int, *, codes: bool) -> str | None:
     """Return how a layer's cache differs from keys and values of every token, in words; None if it does not."""
     wanted = torch.uint8 if codes else held
-    if packed:
-        if spec.dtype.itemsize != 1:
-            return f"packed in {str(spec.dtype).removeprefix('torch.')} instead of bytes"
-    elif spec.dtype != wanted or (mode > 0) != codes:
+    if spec.dtype != wanted or (mode > 0) != codes:
         return f"in {str(spec.dtype).removeprefix('torch.')} instead of {str(wanted).removeprefix('torch.')}"
-    elif getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
+    if getattr(spec, "state_content_bytes", None) is not None or getattr(spec, "num_head_slots", None) is not None:
         return "packed"
     if getattr(spec, "tokens_per_state", 1) != 1:
         return "with several tokens in one"

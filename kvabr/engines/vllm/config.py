@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, field_validator
@@ -16,21 +16,19 @@ from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies.fixed import Fixed
 from kvabr.engines.adapters import require
 from kvabr.engines.layouts import check_block_size, head_shard
-from kvabr.engines.settings import OWN, Count, EngineSettings, EstimatorName, FilePath, Seconds, Text
+from kvabr.engines.settings import OWN, Count, EngineSettings, FilePath, Seconds, Text
 from kvabr.engines.transformers import model_loader
 from kvabr.engines.transformers.spec import spec_of
-from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, UnknownCacheError, engine_caches
+from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, Scales, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.drafts import DRAFT, draft_of
 from kvabr.engines.vllm.interleaving import interleaving_of
 from kvabr.engines.weights import cached_folder
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
-from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import with_facts
 
-Mode = Literal["play-first", "promise-first"]
 _PLAIN_CACHES = ("auto", "float16", "bfloat16", "half", "float", "float32")
 FP8_CACHES = {
     "fp8": torch.float8_e4m3fn,
@@ -45,24 +43,18 @@ WHERE = "kv_connector_extra_config"
 class VllmSettings(EngineSettings):
     """Keys of ``kv_connector_extra_config``."""
 
+    plays: ClassVar[int] = 64
+    queue: ClassVar[int] = 4
     deadline_s: Seconds = 2.0
     """TTFT deadline of a request, seconds. A request may bring its own: ``kv_transfer_params={"deadline_s": 0.5}``; the
     other keys there are ``play`` (false: compute everything), ``publish`` (false: do not publish it), ``live``
-    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`), ``passages`` and
-    ``publish_passage`` (`kvabr.engines.vllm.requests`)."""
-    mode: Mode = "play-first"
-    """``play-first``: play, then promise vLLM the tokens that came, and decode them into its blocks. ``promise-first``:
-    promise the tokens, play into the request's blocks, and report those that did not come as failed."""
+    (false: publish it when it has ended), ``keep_s`` and ``back`` (`kvabr.engines.vllm.hints`)."""
     host_mib: Count = 4096
     """Memory in each worker for the compressed groups of plays before their promise, MiB. Where it is short, plays do
     without their dearest tracks, and requests beyond it wait, until their deadline. A cache larger than this is played
     when there is no other."""
-    estimator: EstimatorName | None = None
-    """Bandwidth estimator. None: the policy's own."""
     tokenizer: Text | None = None
     """Digest of the tokenizer. None: as `kvabr encode --model DIR` takes it."""
-    asset_dtype: Text | None = None
-    """Element type that the assets name. None: as `kvabr encode` chooses it."""
     keep_loss: Annotated[float, Field(ge=0)] = 0.001
     """Most that a play may be expected to lose, nats per generated token, for later requests to get it from the engine
     itself; AC-L3 loses about 0.001. vLLM forgets the blocks of other plays when their request ends. SGLang and LMCache
@@ -71,32 +63,11 @@ class VllmSettings(EngineSettings):
     """File with a tenant's secret, see `kvabr.types.naming.chain`."""
     store_mib: Annotated[int, Field(ge=0)] = 1024
     """Memory for encoded groups that later requests may want, MiB."""
-    hint_s: Annotated[float, Field(ge=0, le=86_400)] = 3600.0
-    """Longest time, seconds, for which a request may have its cache kept in the node's store for the next turn:
-    ``kv_transfer_params={"keep_s": 600}``, or ``{"back": true}`` for this time. 0: such hints are ignored."""
-    hint_mib: Annotated[int | None, Field(ge=0)] = None
-    """What such requests may have kept together, of ``store_mib`` and of ``disk_mib`` each, MiB. Beyond, the tenant
-    (``cache_salt``) for whom most is kept keeps less. None: half of each."""
-    refine: bool = True
-    """Fetch what was played with more than ``keep_loss`` again, in the best quality, into the node's store, once its
-    request has ended and while no play wants the link: the next play of it has that without the link."""
     player: Text = OWN
     """Where plays run: ``inside`` the engine's process; in a ``process`` that all engines of this user on the node
     share, and start, so that network, policy and checks never hold up the thread that runs the model; or the path of
     the socket of a `kvabr player` that somebody else starts. If it dies, requests are computed until there is
     another."""
-    plays: Count = 64
-    """Caches that may be fetched at once."""
-    window_mib: Annotated[int, Field(ge=0)] = 1024
-    """Memory in each worker that publishes, for what layers with windows drop before a request ends, MiB."""
-    queue: Count = 4
-    """Caches that may wait to be published; more are dropped and counted."""
-    max_loss: Annotated[float, Field(ge=0)] = MISS_PENALTY
-    """Most that a prompt joined from passages may be expected to lose, nats per generated token; the passages behind
-    are computed. Those of which nobody measured what joining them costs are computed, too, unless it is infinite."""
-    fusion: FilePath | None = None
-    """What joining passages costs the model, for those that requests publish: a file that `kvabr calibrate --blend
-    --base alone` or ``behind`` writes. None: it is not known."""
     plain_caches: bool = False
     """With a cache in FP8: play what engines with an unquantised cache have published, too, where there is nothing
     else. vLLM's own kernel stores it, as if vLLM had computed these numbers; what it computes behind them is not
@@ -119,11 +90,6 @@ class VllmSettings(EngineSettings):
         return policy
 
     @property
-    def keep_bytes(self) -> int | None:
-        """``hint_mib`` in bytes."""
-        return None if self.hint_mib is None else self.hint_mib << 20
-
-    @property
     def only_track(self) -> str | None:
         """The track of a policy that plays no other; None: the policy chooses."""
         name, _, track = self.policy.partition(":")
@@ -143,16 +109,6 @@ def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -
     if produces and settings.publish is None:
         raise UsageError(f'{WHERE}: a producer needs "publish", the folder that caches are written to')
     return settings
-
-
-@dataclass(frozen=True, slots=True)
-class KeptAs:
-    """What a worker knows of how vLLM keeps its cache, once the model is loaded."""
-
-    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By vLLM's name of a layer with a cache in FP8, what its kernels multiply the codes of keys and values by."""
-    engine: str = "unknown"
-    """Version of vLLM, device and attention kernels: what the bytes of a packed cache depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +154,13 @@ class ServedModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether a class of the engine's cache has codes of 8 bits or packed bytes instead of numbers."""
-        return any(one.scales is not None or one.packing for one in self.spec.classes)
+        """Whether a class of the engine's cache has codes of 8 bits instead of numbers."""
+        return any(one.scales is not None for one in self.spec.classes)
 
     def kept(self, part: KVSpec) -> torch.dtype:
         """Return the element type of one class in the engine's cache."""
         only = part.only
-        return self.dtype if only.scales is None and not only.packing else part.torch_dtype
+        return self.dtype if only.scales is None else part.torch_dtype
 
     @property
     def shard(self) -> KVSpec:
@@ -287,7 +243,7 @@ def served_model(
     consumes: bool = True,
     produces: bool = False,
     blocks_may_fail: bool = True,
-    kept_as: KeptAs = KeptAs(),
+    scales: Scales | None = None,
 ) -> ServedModel:
     """Return the model of an engine.
 
@@ -298,15 +254,14 @@ def served_model(
         consumes: whether the engine plays.
         produces: whether it publishes.
         blocks_may_fail: whether this vLLM can be told of single blocks that were not loaded.
-        kept_as: what a worker knows of its cache; of layers that it does not name scales are 1.
+        scales: those of a cache in FP8, as a worker has read them; 1 for layers that it does not name.
 
     Raises:
         UsageError: vLLM was started in a way in which it cannot exchange caches; it says what to change.
         UnknownCacheError: it keeps this model's cache in a way that kvabr does not know.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    quantisation = _quantisation(cache, caches, settings, kept_as)
-    packs = bool(quantisation.packing)
+    quantisation = _quantisation(cache, scales or {})
     prefill = int(getattr(parallel, "prefill_context_parallel_size", 1))
     interleaving = interleaving_of(parallel)
     if produces and (prefill > 1 or interleaving.ranks > 1):
@@ -319,22 +274,17 @@ def served_model(
     rank = int(getattr(parallel, "rank", 0)) % ranks
     draft = draft_of(config)
     facts = facts_of(config) | {"draft": list(draft.told) or None}
-    if packs:  # in the name, so that engines that pack differently publish side by side
-        blocks = {int(each.kv_cache_spec.block_size) for each in caches.kv_cache_groups}
-        facts["cache"] = [quantisation.packing, *sorted(blocks)]
     named, told, tokenizer = _names(model, settings, facts)
     name = with_facts(named, told)
-    if packs and ranks > 1:  # which bytes are those of which head only vLLM knows
-        name = f"{name}+rank{rank}of{ranks}"
     config_dtype = _name(getattr(model.hf_config, "dtype", ""))
     total = int(model.get_total_num_hidden_layers())
     layers = range(*model.get_layers_start_end_indices(parallel))
     kept = engine_caches(
         caches,
         layers=layers,
-        dtype=settings.asset_dtype or model_loader.asset_dtype(config_dtype),
+        dtype=model_loader.asset_dtype(config_dtype),
         held=own,
-        heads_of=lambda heads: heads if packs else _all_heads(model, heads, ranks),
+        heads_of=lambda heads: _all_heads(model, heads, ranks),
         cpu=config.device_config.device_type == "cpu",
         draft=draft,
         interleaving=interleaving,
@@ -358,15 +308,20 @@ def served_model(
         raise UnknownCacheError(
             "kvabr exchanges recurrent states of whole models only, and each rank has a part of them"
         )
-    _check_blocks(kept, spec, packs=packs)
+    for pages in kept.pages:
+        check_block_size(pages.block, spec.group_tokens)
+        if pages.passing and spec.group_tokens % pages.block:
+            raise UsageError(
+                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
+                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
+            )
     plain_caches = settings.plain_caches and any(one.scales is not None for one in spec.classes)
     if plain_caches and (whole is None or not all(map(_was_plain, spec.classes))):
         raise UsageError(
             "plain_caches: kvabr has vLLM quantise keys and values of whole models only, and vLLM keeps "
             f"{spec.summary}: leave it out, and caches like this engine's are played"
         )
-    shares = 1 if packs else ranks
-    heads = tuple(head_shard(one.heads, rank % shares, shares) if one.heads > 1 else range(1) for one in classes)
+    heads = tuple(head_shard(one.heads, rank, ranks) if one.heads > 1 else range(1) for one in classes)
     waits = len(caches.kv_cache_groups) > 1 or bool(kept.passing) or not blocks_may_fail
     staged = whole is not None and len(layers) < total
     workers = ranks * prefill * int(parallel.pipeline_parallel_size)
@@ -394,7 +349,7 @@ def _was_plain(one: LayerClass) -> bool:
     return one.scales is not None and one.halves == 2
 
 
-def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: KeptAs) -> Quantisation:
+def _quantisation(cache: Any, scales: Scales) -> Quantisation:
     """Return how vLLM quantises its cache; `UsageError` if kvabr cannot exchange what it makes."""
     stored = str(cache.cache_dtype)
     codes = FP8_CACHES.get(stored)
@@ -403,36 +358,17 @@ def _quantisation(cache: Any, caches: Any, settings: VllmSettings, kept_as: Kept
             raise UsageError(
                 "each start of vLLM calculates other scales for its FP8 cache: leave calculate_kv_scales out"
             )
-        return Quantisation(_name(codes), kept_as.scales)
+        return Quantisation(_name(codes), scales)
     if stored in _PLAIN_CACHES:
         return PLAIN
     if stored == "fp8_inc":
         raise UsageError(
             "vLLM's fp8_inc cache has scales that kvabr cannot read: start it with --kv-cache-dtype auto or fp8"
         )
-    if settings.plain_caches:
-        raise UsageError(
-            f"plain_caches: kvabr does not make {stored} of the numbers in other caches. Leave it out, and caches in "
-            f"{stored} are played; or start vLLM with --kv-cache-dtype fp8"
-        )
-    layout = getattr(caches, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)
-    return Quantisation(packing=f"{kept_as.engine}:{stored},layout={layout}")
-
-
-def _check_blocks(kept: EngineCaches, spec: KVSpec, *, packs: bool) -> None:
-    """Raise `UsageError` if vLLM's blocks and kvabr's groups do not fit each other."""
-    for pages in kept.pages:
-        check_block_size(pages.block, spec.group_tokens)
-        if spec.group_tokens % pages.block and packs:
-            raise UsageError(
-                f"vLLM packs blocks of {pages.block} tokens, which groups of {spec.group_tokens} would cut: set "
-                f'"group_tokens" to {pages.block} or a multiple'
-            )
-        if pages.passing and spec.group_tokens % pages.block:
-            raise UsageError(
-                f"vLLM's blocks of {pages.block} tokens in layers with windows are larger than kvabr's groups of "
-                f'{spec.group_tokens}: set --block-size {spec.group_tokens} or less, or "group_tokens"'
-            )
+    raise UsageError(
+        f"vLLM keeps its cache in {stored}, a format that only vLLM reads: kvabr exchanges caches of "
+        "--kv-cache-dtype auto, float16, bfloat16 or fp8"
+    )
 
 
 def _check_playable(config: Any, kept: EngineCaches) -> None:
@@ -462,7 +398,7 @@ def _whole(
     for each in own:
         alike = {types[layer] for layer in each.layers}
         others = {types[layer] for one in own if one is not each for layer in one.layers}
-        if each.role or alike & others or each.packing or each.scales not in (None, (1.0,)):
+        if each.role or alike & others or each.scales not in (None, (1.0,)):
             return None
         found.append(replace(each, layers=tuple(layer for layer in range(total) if types[layer] in alike)))
     if sum(len(one.layers) for one in found) != total:
@@ -577,7 +513,7 @@ def ropes_of_config(config: Any, classes: Sequence[LayerClass]) -> list[RopeSpec
     except (KvabrError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError):
         return unknown
     ropes = {one.layers[0]: one for one in probed if not one.role}
-    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role + one.packing else None for one in classes]
+    alike = [ropes.get(firsts.index(one.layers[0])) if not one.role else None for one in classes]
     return [
         found.rope if found is not None and _same(found, one) else None
         for found, one in zip(alike, classes, strict=True)

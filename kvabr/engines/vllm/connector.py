@@ -36,8 +36,8 @@ from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.engines.transformers.publish import find_profile
 from kvabr.engines.vllm import ADAPTER, register, stats
 from kvabr.engines.vllm.blocks import codes
-from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import FP8_CACHES, KeptAs, ServedModel, VllmSettings, read_settings, served_model
+from kvabr.engines.vllm.caches import Scales, UnknownCacheError
+from kvabr.engines.vllm.config import FP8_CACHES, ServedModel, VllmSettings, read_settings, served_model
 from kvabr.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvabr.engines.vllm.plays import PlacedPlay, Step, leave_client, take_client
 from kvabr.engines.vllm.publishing import Publishers
@@ -46,7 +46,6 @@ from kvabr.engines.vllm.scheduler import SchedulerHalf
 from kvabr.engines.vllm.step_times import computed_before
 from kvabr.engines.vllm.told import ToldBlocks
 from kvabr.engines.vllm.worker import WorkerHalf
-from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVEvent
@@ -74,11 +73,11 @@ class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
         self.step = step
 
 
-class KvabrKeptAs(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Carries what a worker knows of its cache to the scheduler, when the engine starts."""
+class KvabrScales(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Carries the scales of a cache in FP8 from a worker to the scheduler, when the engine starts."""
 
-    def __init__(self, kept_as: KeptAs) -> None:
-        self.kept_as = kept_as
+    def __init__(self, scales: Scales) -> None:
+        self.scales = scales
 
 
 class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
@@ -131,13 +130,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._kv_transfer_config
         consumes, produces = transfer.is_kv_consumer, transfer.is_kv_producer
         settings = read_settings(transfer.kv_connector_extra_config, consumes=consumes, produces=produces)
-        promises = consumes and settings.mode == "promise-first"
-        if promises and transfer.kv_load_failure_policy != "recompute":
-            raise UsageError(
-                'in the mode "promise-first" kvabr leaves what does not come in time to the engine: set '
-                'kv_load_failure_policy to "recompute" '
-                f'(it is "{transfer.kv_load_failure_policy}", which fails such requests)'
-            )
         if consumes and role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             _log.warning(
                 'kvabr: kv_load_failure_policy is "%s": a request fails if a group that is what its publisher made '
@@ -147,7 +139,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
         # The worker tells the scheduler, before that sees the first request.
-        self._kept_as = kept_as(vllm_config) if role == KVConnectorRole.WORKER else KeptAs()
+        self._scales = scales_of(vllm_config) if role == KVConnectorRole.WORKER else {}
         self._served = partial(
             served_model,
             vllm_config,
@@ -158,7 +150,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             blocks_may_fail=_BLOCKS_MAY_FAIL,
         )
         try:
-            model = self._served(kept_as=self._kept_as)
+            model = self._served(scales=self._scales)
         except UnknownCacheError as error:
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
@@ -192,17 +184,17 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return sorted({type(one).__name__ for one in others})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler cannot know of a cache that vLLM quantises."""
-        return None if self._kept_as == KeptAs() else KvabrKeptAs(self._kept_as)
+        """Return the scales of a cache that vLLM quantises, which the scheduler cannot know."""
+        return KvabrScales(self._scales) if self._scales else None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers know of their cache; another connector's news are not for this one."""
-        ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrKeptAs))
+        ranks = (known for _, known in sorted(metadata.items()) if isinstance(known, KvabrScales))
         first = next(ranks, None)
         if first is None or isinstance(self._scheduler, IdleScheduler):
             return
         try:
-            model = self._served(kept_as=first.kept_as)
+            model = self._served(scales=first.scales)
         except UnknownCacheError:  # the worker has said so, and does nothing either
             self._scheduler = IdleScheduler()
             return
@@ -247,11 +239,11 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """End the computation of a step."""
         self._worker.computed()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose publications, and those whose loads, have ended, and which of these failed."""
         # What is counted behind this goes with a later step, so there has to be one.
         self._to_count = self._worker.publishing
-        sent, received = self._worker.collect(finished_req_ids)
+        sent, received = self._worker.collect()
         return KVConnectorTransferResults(sent, received, self._worker.failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -427,7 +419,7 @@ def _said(settings: VllmSettings, model: ServedModel, *, consumes: bool, produce
     parts = []
     if consumes:
         where, kept = str(settings.url).partition("?")[0], settings.keep_loss
-        how = f"{settings.mode}, policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
+        how = f"policy {settings.policy}, deadline {settings.deadline_s:g} s, keep_loss {kept:g}"
         parts.append(f"plays from {where} ({how})")
     if produces:
         parts.append(f"publishes to {settings.publish}{' while it is computed' if settings.publish_live else ''}")
@@ -438,7 +430,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
     """Return the publishers of this engine's caches; raise if a file that the settings name cannot be used."""
     assert settings.publish is not None  # noqa: S101  # a producer's settings have it
     spec = model.shard
-    fusion = None if settings.fusion is None else FusionLosses.read(settings.fusion).check(model.spec)
     if settings.profile is not None and model.undrafted is not None:
         _log.warning("kvabr: the codec profile is not used: it has nothing of the draft model's layers")
     prior = default_catalog() if settings.prior is None else Catalog.read(settings.prior)
@@ -450,12 +441,10 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         profile=find_profile(spec, settings.profile) if spec is model.spec and model.undrafted is None else None,
         queue=settings.queue,
         max_bytes=settings.publish_bytes,
-        evict=settings.publish_evict,
         source=f"computed by vLLM {vllm.__version__}",
-        digest=settings.digest,
         keep_tokens=settings.publish_tokens,
     )
-    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None, fusion)
+    return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 
 
 def _told(config: Any, kv_cache_config: Any, model: ServedModel) -> ToldBlocks | None:
@@ -484,18 +473,16 @@ def _event(event: KVEvent) -> KVCacheEvent:
     )
 
 
-def kept_as(config: Any) -> KeptAs:
-    """Return how vLLM keeps the cache of the model that this worker has loaded.
+def scales_of(config: Any) -> Scales:
+    """Return the scales of the layers that this worker has loaded, by name; empty if all are 1, or none is quantised.
 
     Raises `UsageError` if its FP8 cache means something else than that of other engines.
     """
-    stored, scales, kernels = config.cache_config.cache_dtype, {}, set()
+    stored, scales = config.cache_config.cache_dtype, {}
     for name, layer in config.compilation_config.static_forward_context.items():
-        backend = getattr(layer, "attn_backend", None)
-        if backend is None or (mode := int(get_kv_quant_mode(getattr(layer, "kv_cache_dtype", "auto")))) == 0:
+        mode = int(get_kv_quant_mode(getattr(layer, "kv_cache_dtype", "auto")))
+        if getattr(layer, "attn_backend", None) is None or mode == 0:
             continue
-        soa = getattr(layer.impl, "_soa_store", False)  # TurboQuant has two orders of bytes
-        kernels.add(f"{backend.get_name()}{'-soa' if soa else ''}")
         if stored not in FP8_CACHES:
             continue
         if current_platform.is_fp8_fnuz():
@@ -510,12 +497,7 @@ def kept_as(config: Any) -> KeptAs:
                 "it with --kv-cache-dtype auto"
             )
         scales[name] = (float(layer._k_scale_float), float(layer._v_scale_float))  # noqa: SLF001  # vLLM's own name
-    if not kernels or (stored in FP8_CACHES and set(scales.values()) == {(1.0, 1.0)}):
-        return KeptAs()
-    capability = current_platform.get_device_capability()
-    device = current_platform.device_type if capability is None else f"sm{capability.to_int()}"
-    version = ".".join(vllm.__version__.split(".")[:2])
-    return KeptAs(scales, f"vllm-{version},{device},{'+'.join(sorted(kernels))}")
+    return {} if set(scales.values()) == {(1.0, 1.0)} else scales
 
 
 def store(config: Any, name: str, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

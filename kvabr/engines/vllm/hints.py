@@ -1,15 +1,15 @@
 """What requests say of the time behind them: their caches are kept in this node's store, for the next turn.
 
 A request with ``{"keep_s": 600}`` in its ``kv_transfer_params`` has what the origin has of its prompt kept for ten
-minutes: other groups make room in the node's store before these. ``{"back": true}`` is the same for ``hint_s``, the
-longest time that the operator allows. What is not in the store is fetched, and what this engine publishes of the
+minutes: other groups make room in the node's store before these. ``{"back": true}`` is the same for an hour, the
+longest time. What is not in the store is fetched, and what this engine publishes of the
 request is waited for. All of this happens behind the request, and takes nothing from plays, which go first.
 
 What was played with a loss is fetched in a better quality the same way, without being kept before other groups: while
 the link has nothing else to do, and for a few requests at a time.
 
-What hints keep is bounded (``hint_mib``). Beyond it, the tenant (``cache_salt``) for whom most is kept keeps less, what
-it has used least recently first.
+What hints keep is bounded by half of the store. Beyond it, the tenant (``cache_salt``) for whom most is kept keeps
+less, what it has used least recently first.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from kvabr.engines.vllm.growing import Names
 from kvabr.engines.vllm.plays import find_cache
 from kvabr.engines.vllm.requests import params, wants_back
 from kvabr.engines.vllm.stats import ConnectorCounts
+from kvabr.player.session_types import TIME_PRICE
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("vllm.kvabr")
+_MOST_KEEP_S = 3600.0
+"""Longest time for which a cache is kept."""
 _MOST = 64
 """Requests whose hints are followed at a time; those of more are dropped and counted."""
 _WITHIN_S = 60.0
@@ -78,20 +81,20 @@ class RequestHints:
 
     def seconds(self, request: Any) -> float:
         """Return the seconds for which a request's cache is wanted to be kept, 0 if it says nothing that counts."""
-        most, given = self._settings.hint_s, params(request).get("keep_s")
+        given = params(request).get("keep_s")
         if given is None and not wants_back(request):
             return 0.0
-        what = f"keep_s is not a number of seconds up to {most:g}, hint_s"
+        what = f"keep_s is not a number of seconds up to {_MOST_KEEP_S:g}"
         if given is None:
-            given = most
+            given = _MOST_KEEP_S
         wrong = isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf")
-        if not most or self._settings.hint_mib == 0 or self._client is None:
-            wrong, what = True, "nothing is kept for requests here (hint_s, hint_mib, or no store)"
+        if self._client is None:
+            wrong, what = True, "nothing is kept for requests here: this engine does not play"
         if wrong:
             self._counts.add("params_ignored")
             self._trouble.tell(f"kv_transfer_params: {what}", "the hint is ignored")
             return 0.0
-        return float(min(given, most))
+        return float(min(given, _MOST_KEEP_S))
 
     def ended(self, request: Any, names: Names, *, publishing: bool) -> None:
         """Follow the hint of a request that ends, if it has one: at once, or when it is published."""
@@ -108,7 +111,7 @@ class RequestHints:
 
     def refine(self, names: Names) -> None:
         """Have the cache of a request that has ended, and was played with a loss, in the store in a better quality."""
-        if not self._settings.refine or self._client is None:
+        if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
         self._refining = {each: whose for each, whose in self._refining.items() if not each.done()}
         if len(self._refining) < _MOST_REFINED and names not in self._refining.values():
@@ -127,7 +130,7 @@ class RequestHints:
             self._trouble.tell("a cache that was played with a loss stays as it is", error)
 
     def _options(self, salt: bytes) -> PlayOptions:
-        return PlayOptions(policy=self._settings.policy, estimator=self._settings.estimator, salt=salt)
+        return PlayOptions(policy=self._settings.policy, salt=salt)
 
     def published(self, request: str, tokens: int) -> None:
         """Note that a worker has published this many tokens of a request, or nothing."""
@@ -186,7 +189,7 @@ class RequestHints:
             within_s=_WITHIN_S,
             keep_s=left_s,
             owner=salt.hex(),
-            time_price=self._settings.time_price,
+            time_price=TIME_PRICE,
             options=self._options(salt),
         )
         return hinted.tokens

@@ -5,7 +5,7 @@ vLLM computes everything, as it would without a connector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvabr.engines.vllm.plays import PlacedPlay, Step
@@ -84,7 +84,7 @@ class IdleWorker:
     def computed(self) -> None:
         """Ignore the end of a step."""
 
-    def collect(self, _finished: Iterable[str]) -> tuple[set[str], set[str]]:
+    def collect(self) -> tuple[set[str], set[str]]:
         """Return that nothing has ended."""
         return set(), set()
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,12 +23,11 @@ from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
-from kvabr.types.passage import Part, Passage
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Play a cache, into blocks or before vLLM allocates them."""
+    """Play a cache, and keep what comes, compressed, for a `CopyRequest`."""
 
     play: int
     """Number of the play, unique in one engine."""
@@ -39,13 +37,8 @@ class LoadRequest:
     """First token that is wanted; the engine has whole blocks before it."""
     last: int
     """Token after the last that is wanted: the end of a block."""
-    blocks: tuple[tuple[int, ...], ...] | None
-    """Per block table of the engine, the blocks for these tokens. None: keep what comes, compressed, for a
-    `CopyRequest`."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
-    tail: int
-    """Most tokens before ``last`` that it may compute with them, instead of having them played."""
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
     tokens: Sequence[int] = ()
@@ -57,15 +50,11 @@ class LoadRequest:
     """Digest of the request's LoRA adapter; None: it has none."""
     engine_price: float = GPU_PRICE
     """Price of a second of the engine, which other requests may need, nats per generated token."""
-    shared: bool = False
-    """Whether the deadline is the end of its own turn on the engine; else all plays under way share it."""
-    max_loss: float = math.inf
-    """Most that what comes may be expected to lose, nats per generated token; otherwise nothing of it is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPlay:
-    """What a worker's play has brought: of a play before the promise compressed, otherwise in the engine's blocks."""
+    """What a worker's play has brought, compressed."""
 
     play: int
     request: str
@@ -152,11 +141,6 @@ class PublishRequest:
     """Digest of the request's LoRA adapter; None: it has none."""
     chunks: tuple[str, ...] = ()
     """Chained digests of the groups, as `KeepRequest` named them."""
-    passage: int | None = None
-    """If a passage is published, its first token; all from there on are its own, and ``blocks`` are all blocks that
-    hold them. None: the prompt is published."""
-    cached: bool = False
-    """Whether the engine has not computed all of it for this request."""
     alive: bool = False
     """Whether the request goes on, so that its blocks stay; what was published of it while it was computed ends."""
 
@@ -166,7 +150,7 @@ class Step:
     """One step of the engine."""
 
     dropped: list[int] = field(default_factory=list)
-    """Plays before the promise that are not wanted any more."""
+    """Plays that are not wanted any more."""
     loads: list[LoadRequest] = field(default_factory=list)
     copies: list[CopyRequest] = field(default_factory=list)
     kept: list[KeepRequest] = field(default_factory=list)
@@ -198,23 +182,6 @@ async def find_cache(
         if found is not None:
             return found
     return None
-
-
-async def find_parts(
-    client: EngineClient,
-    parts: Sequence[Part],
-    spec: KVSpec,
-    salt: bytes,
-    max_loss: float,
-    within_s: float,
-    refused: Callable[[Passage, str], None],
-) -> Found | None:
-    """Return what the origin has of a prompt made of passages; errors as `find_joined`, or `TimeoutError`."""
-    async with asyncio.timeout(within_s):
-        found, out = await client.find_joined(parts, spec, salt=salt, max_loss=max_loss, any_dtype=True)
-    for passage, why in out:
-        refused(passage, why)
-    return found
 
 
 def cut(found: Found, last: int) -> Found:

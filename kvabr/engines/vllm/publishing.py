@@ -25,12 +25,10 @@ from kvabr.engines.vllm.blocks import EngineBlocks, codes
 from kvabr.engines.vllm.config import ServedModel
 from kvabr.engines.vllm.copier import Copier
 from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.passages import read_passage, reserve_passage
 from kvabr.engines.vllm.plays import GrowRequest, KeepRequest, PublishRequest, SnapshotRequest, Step
 from kvabr.engines.vllm.snapshots import KeptStates
 from kvabr.engines.vllm.stats import ConnectorCounts
 from kvabr.engines.vllm.windows import KeptWindows
-from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.live_publisher import LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.types.cost import PrefillCost
@@ -72,8 +70,6 @@ class Publishers:
     """Those of requests that have ended."""
     live: LivePublisher | None = None
     """Those of requests that are prefilled, into the same store; None: they are published when they have ended."""
-    fusion: FusionLosses | None = None
-    """What joining passages costs the model; None: it is not known."""
 
     def close(self) -> None:
         """Publish what waits."""
@@ -257,19 +253,15 @@ class Publications:
 
     def _publish(self, publication: PublishRequest) -> None:
         """Begin to publish, or give the blocks back at once."""
-        why, first = "dropped_failed", publication.passage
+        why, model = "dropped_failed", self._model.adapted(publication.adapter)
         try:
-            if first is None:
-                model = self._model.adapted(publication.adapter).shard.model
-                slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model)
-            else:
-                slot = reserve_passage(self._publishers.ended, publication, first, self._publishers.fusion)
+            slot = self._publishers.ended.reserve(publication.tokens, publication.salt, model.shard.model)
         except KvabrError as error:
             self._trouble.tell("a cache is not published", error)
         else:
             if not isinstance(slot, Slot):
                 why = f"dropped_{slot}"
-            elif self._lossy_before(publication):
+            elif self._engine.lossy.before(publication.tokens, publication.salt, model.spec.model):
                 why = "dropped_lossy"
                 slot.leave()
             elif (read := self._reading(publication, slot)) is None:
@@ -281,29 +273,16 @@ class Publications:
                 self._copier.submit(self._take, publication, slot, read)
                 return
         self._counts.add(f"publish_{why}")
-        self._over(publication.request, len(publication.tokens) if why == "dropped_known" and first is None else 0)
+        self._over(publication.request, len(publication.tokens) if why == "dropped_known" else 0)
         self._engine.gone(publication.request)
-
-    def _lossy_before(self, publication: PublishRequest) -> bool:
-        """Return whether a part of a request was played with losses, by it or by another one."""
-        if publication.passage is None:
-            model = self._model.adapted(publication.adapter).spec.model
-            return self._engine.lossy.before(publication.tokens, publication.salt, model)
-        # It may stand behind any text, so that nothing is known of what vLLM had of it in its prefix cache.
-        return publication.cached and bool(self._engine.lossy)
 
     def _reading(self, publication: PublishRequest, slot: Slot) -> _Read | None:
         """Return what reads a cache out of the engine's blocks; None: vLLM has dropped a part of it."""
-        if publication.passage is not None:
-            return partial(self._read_passage, publication, publication.passage)
         kept = self._windows.take(publication.chunks) if self._passing else ()
         states = self._states.take(publication.chunks[-1]) if self._model.caches.states else {}
         if kept is None or len(kept) < len(self._passing) or states is None:
             return None
         return partial(self._read, publication, slot, kept, states)
-
-    def _read_passage(self, publication: PublishRequest, first: int) -> tuple[torch.Tensor, ...]:
-        return (read_passage(self._engine.blocks, publication, first, self._model),)
 
     def _read(
         self,

@@ -48,21 +48,16 @@ from kvabr.engines.vllm.plays import (
     Step,
     cut,
     find_cache,
-    find_parts,
     sizes,
     within,
 )
 from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.engines.vllm.requests import (
-    PassageRequests,
-    blended,
     faults,
     params,
     salt_of,
     unfit,
-    unplayed,
     wants,
-    wants_passage,
 )
 from kvabr.engines.vllm.snapshots import Boundaries
 from kvabr.engines.vllm.stats import ConnectorCounts
@@ -73,7 +68,6 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, KvabrError, ModelError, TransportError
 from kvabr.types.naming import chain
-from kvabr.types.passage import Part, Passage
 
 _log = logging.getLogger("vllm.kvabr")
 
@@ -118,8 +112,6 @@ class _Lookup:
     """None if there is no lookup, or if its answer was taken."""
     found: Found | None = None
     """What is wanted of the cache that was found."""
-    joined: Found | None = None
-    """All that was found of a prompt made of passages. What is wanted of it depends on what vLLM has."""
     computed: int = -1
     """Tokens that vLLM had when it last asked; -1: it has not asked yet."""
     terms: dict[int, Terms] = field(default_factory=dict)
@@ -140,7 +132,7 @@ class _Lookup:
 
     def over(self) -> None:
         """Forget what was found: there is no hit from now on."""
-        self.found, self.joined, self.last, self.tail, self.tokens = None, None, 0, 0, ()
+        self.found, self.last, self.tail, self.tokens = None, 0, 0, ()
 
 
 class SchedulerHalf:
@@ -172,18 +164,14 @@ class SchedulerHalf:
         self._pending = Step()
         self._loading: dict[str, frozenset[str]] = {}
         """Requests with loads under way, and the digests of the groups that they load."""
-        self._numbers = count(1)
-        self._promises: Promises | None = None
-        """None in the mode "promise-first"."""
-        if settings.mode == "play-first":
-            self._promises = Promises(
-                ranks=model.ranks,
-                block=model.block,
-                max_bytes=settings.host_mib << 20,
-                max_plays=settings.plays,
-                alike=bool(model.caches.passing or model.caches.states),
-                numbers=self._numbers,
-            )
+        self._promises = Promises(
+            ranks=model.ranks,
+            block=model.block,
+            max_bytes=settings.host_mib << 20,
+            max_plays=settings.plays,
+            alike=bool(model.caches.passing or model.caches.states),
+            numbers=count(1),
+        )
         self._completed = Completed(model.caches, model.spec.group_tokens, self._chain_of)
         self._boundaries = Boundaries(model.block, model.spec.group_tokens, self._chain_of)
         self._growth: Growth | None = None
@@ -210,7 +198,6 @@ class SchedulerHalf:
         self._looking = False
         """Whether it is measured, as no lookup is going to."""
         self._trouble = TroubleLog(_log)
-        self._passages = PassageRequests(model, self._trouble)
         self._hints = RequestHints(settings, model, client, self.counts, self._trouble)
 
     def arrived(self, request: Any) -> None:
@@ -244,9 +231,8 @@ class SchedulerHalf:
         for name, lookup in list(self._lookups.items()):
             if lookup.handle is not None:
                 lookup.handle.cancel()
-            if self._promises is not None:
-                self._promises.drop(name)
-            if lookup.handle is not None or lookup.last or lookup.joined is not None:
+            self._promises.drop(name)
+            if lookup.handle is not None or lookup.last:
                 del self._lookups[name]  # it is looked up again, under its new name
             else:
                 lookup.over()
@@ -273,22 +259,16 @@ class SchedulerHalf:
         if lookup is None:
             return 0, False
         # Also if vLLM has nothing: what it had a step ago may have been shared.
-        if not self._kept.may_share(request, computed, math.inf if unplayed(request) else lookup.deadline_s):
+        if not self._kept.may_share(request, computed, lookup.deadline_s if wants(request, "play") else math.inf):
             return None, False
         if lookup.handle is not None and not self._settle(request, lookup, lookup.handle):
             return None, False
-        had, lookup.computed = lookup.computed, computed
-        if lookup.joined is not None and had != computed:
-            self._continue(lookup, lookup.joined, computed)
+        lookup.computed = computed
         if computed % self._model.block or lookup.found is None:
             return 0, False
-        if lookup.last - computed < self._settings.min_load_tokens:
-            return 0, False
-        if self._promises is None:
-            return max(0, lookup.last - computed), lookup.last > computed
         if self._model.prefix_caching and time.monotonic() < lookup.due_s and self._comes(lookup.found, computed):
             return None, False
-        promised = self._promised(self._promises, request.request_id, lookup, lookup.found, computed)
+        promised = self._promised(request.request_id, lookup, lookup.found, computed)
         return promised, bool(promised)
 
     def _comes(self, found: Found, computed: int) -> bool:
@@ -298,29 +278,22 @@ class SchedulerHalf:
         return at < len(catalog.chunks) and any(catalog.chunks[at] in chunks for chunks in self._loading.values())
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Begin a load, or copy what was played: vLLM has allocated blocks, per block table, for the matched tokens."""
+        """Copy what was played: vLLM has allocated blocks, per block table, for the matched tokens."""
         name, caches = request.request_id, self._model.caches
         lookup = self._lookups.get(name)
         if lookup is None:
             return
         chunks = frozenset(lookup.found.catalog.chunks) if lookup.found is not None else frozenset()
-        if self._promises is not None:
-            used = self._promises.use(name, external, time.monotonic())
-            if used is not None:
-                play, first = used
-                last = first + external
-                taken = caches.runs(blocks, first, last)
-                self._serve(request, lookup, first, external, blocks)
-                self._kept.lost(name, lookup.loss, lookup.worst)
-                self._pending.copies.append(CopyRequest(play, name, first, last, taken))
-                self._loading[name] = chunks
-        elif lookup.found is not None and external > 0:
-            first, last = lookup.last - external, lookup.last
-            self._loading[name] = chunks
+        used = self._promises.use(name, external, time.monotonic())
+        if used is not None:
+            play, first = used
+            last = first + external
             taken = caches.runs(blocks, first, last)
-            self._serve(request, lookup, first, external, blocks)
-            left_s = max(lookup.due_s - time.monotonic(), _MIN_PLAY_SHARE * lookup.deadline_s)
-            self._pending.loads.append(self._load(next(self._numbers), name, lookup, first, last, taken, left_s))
+            if lookup.found is not None:
+                self._kept.begin(request, lookup.deadline_s, first, external, blocks)
+            self._kept.lost(name, lookup.loss, lookup.worst)
+            self._pending.copies.append(CopyRequest(play, name, first, last, taken))
+            self._loading[name] = chunks
         lookup.over()
 
     def step(
@@ -345,30 +318,27 @@ class SchedulerHalf:
         if self._growth is not None:
             step.grown = self._growth.step(scheduled, tables)
         step.asking = bool(self._digesting) or any(each.handle is not None for each in self._lookups.values())
-        if self._promises is not None:
-            now = time.monotonic()
-            self._look_at_link(now)
-            self._promises.link(*self._link)
-            if step.scheduled <= len(scheduled):  # it computes no prompt
-                self._promises.idle(now)
-            begun, step.dropped, *without = self._promises.take(now)
-            for what, count in zip(("lookups_unplayed", "lookups_crowded"), without, strict=True):
-                if count:
-                    self.counts.add(what, count)
-            for play in begun:
-                lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
-                load = self._load(play.play, play.request, lookup, play.first, play.last, None, left_s)
-                skip = load.found.catalog.group_at(play.first)
-                found = within(load.found, skip, play.bytes)
-                step.loads.append(replace(load, found=found, engine_price=play.engine_price, shared=True))
+        now = time.monotonic()
+        self._look_at_link(now)
+        self._promises.link(*self._link)
+        if step.scheduled <= len(scheduled):  # it computes no prompt
+            self._promises.idle(now)
+        begun, step.dropped, *without = self._promises.take(now)
+        for what, n in zip(("lookups_unplayed", "lookups_crowded"), without, strict=True):
+            if n:
+                self.counts.add(what, n)
+        for play in begun:
+            lookup, left_s = self._lookups[play.request], max(_MIN_LEFT_S, play.due_s - now)
+            load = self._load(play.play, play.request, lookup, play.first, play.last, left_s)
+            skip = load.found.catalog.group_at(play.first)
+            found = within(load.found, skip, play.bytes)
+            step.loads.append(replace(load, found=found, engine_price=play.engine_price))
         return step
 
     def placed(self, play: PlacedPlay) -> None:
         """Note what one worker's play has brought."""
         lookup = self._lookups.get(play.request)
-        if self._promises is None:
-            self._kept.lost(play.request, play.loss, play.worst, play.end)
-        elif self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
+        if self._promises.report(play.play, play.end, play.nbytes) and lookup is not None:
             lookup.loss, lookup.worst = max(play.loss, lookup.loss), max(play.worst, lookup.worst)
 
     def published(self, request: str, tokens: int) -> None:
@@ -425,20 +395,17 @@ class SchedulerHalf:
         lookup = self._lookups.pop(name, None)
         if lookup is not None and lookup.handle is not None:
             lookup.handle.cancel()
-        if self._promises is not None:
-            self._promises.drop(name)
+        self._promises.drop(name)
         if self._growth is not None and self._growth.over(name):
             self._pending.publications.append(PublishRequest(name, (), (), b""))
             return True
         # vLLM frees the blocks of a load that never reached the worker by itself.
         if name in self._loading or not self._produces or not wants(request, "publish"):
             return False
-        if old or blended(request):
-            self.counts.add("publish_skipped_old" if old else "publish_skipped_blended")
+        if old:
+            self.counts.add("publish_skipped_old")
             return False
         tokens = min(int(request.num_computed_tokens), int(request.num_prompt_tokens))
-        if wants_passage(request):
-            return self._publish_passage(request, blocks, tokens, cached=lookup is not None and lookup.computed > 0)
         # A streaming session may have more by now than the prompt that it came with.
         tokens = whole_blocks(min(tokens, len(self._name(request).tokens) or tokens), math.lcm(self._model.block, size))
         if states:
@@ -470,33 +437,7 @@ class SchedulerHalf:
         if self.told is not None:
             self.told.publishing(request)
 
-    def _serve(self, request: Any, lookup: _Lookup, first: int, external: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Note what is loaded of a request, unless its salt says that it is joined from passages."""
-        if lookup.found is not None and not lookup.found.catalog.sources:
-            self._kept.begin(request, lookup.deadline_s, first, external, blocks)
-
-    def _publish_passage(self, request: Any, blocks: Sequence[Sequence[int]], tokens: int, *, cached: bool) -> bool:
-        """Publish a passage, if the first ``tokens`` tokens of its prompt, which were computed, are all."""
-        first, block = self._passages.passage(request), self._model.block
-        named = self._name(request)
-        tokens_only = named.adapter is None and isinstance(named.tokens, tuple)
-        if first is None or named.unfit is not None or not tokens_only or tokens < len(named.tokens):
-            self.counts.add("publish_skipped_unfit")
-            return False
-        end = whole_blocks(tokens + block - 1, block)
-        self._pending.publications.append(
-            PublishRequest(
-                request=request.request_id,
-                tokens=named.tokens,
-                blocks=self._model.caches.runs(blocks, whole_blocks(first, block), end),
-                salt=self._salt_of(request),
-                passage=first,
-                cached=cached,
-            )
-        )
-        return True
-
-    def _promised(self, promises: Promises, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
+    def _promised(self, request: str, lookup: _Lookup, found: Found, computed: int) -> int | None:
         """Return how many tokens are promised of a request whose lookup is over; None: ask again."""
 
         def terms(first: int) -> Terms:
@@ -505,7 +446,7 @@ class SchedulerHalf:
                 lookup.terms[skip] = self._terms(lookup, found.catalog, first, skip)
             return lookup.terms[skip]
 
-        return promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
+        return self._promises.ask(request, computed, lookup.last, terms=terms, due_s=lookup.due_s, now=time.monotonic())
 
     def _prefill_of(self, catalog: Catalog | None = None) -> PrefillCost:
         """Return the cost of the engine's prefill: as set, as measured, as the catalog says, or a guess."""
@@ -531,7 +472,6 @@ class SchedulerHalf:
 
     def _look_at_link(self, now: float) -> None:
         """Ask what is known of the link while somebody waits for it."""
-        assert self._promises is not None  # noqa: S101
         if self._client is not None and self._promises.waiting and now >= self._link_s + _LINK_S:
             self._link_s = now
             self._client.begin(self._ask_link)
@@ -547,7 +487,6 @@ class SchedulerHalf:
         lookup: _Lookup,
         first: int,
         last: int,
-        blocks: tuple[tuple[int, ...], ...] | None,
         left_s: float,
     ) -> LoadRequest:
         found = lookup.found
@@ -558,37 +497,19 @@ class SchedulerHalf:
             found=found,
             first=first,
             last=last,
-            blocks=blocks,
             behind=len(lookup.tokens) - last,
-            tail=self._tail(len(lookup.tokens) - last),
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             adapter=lookup.adapter,
-            max_loss=self._settings.max_loss if found.catalog.sources else math.inf,
         )
-
-    def _tail(self, behind: int) -> int:
-        """Return how many tokens of what is played may be computed instead, in a step with ``behind`` others.
-
-        None where that was decided before, see `_shortened`.
-        """
-        if self._tails_first:
-            return 0
-        waiting = sum(lookup.found is not None for lookup in self._lookups.values())
-        return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
-
-    @property
-    def _tails_first(self) -> bool:
-        """Whether tails are chosen before the play: several workers leave out the same, and promises are filled."""
-        return self._promises is None or self._model.ranks > 1
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
         """Return what is to be loaded of what was found, and the engine does not compute with the question.
 
         Runs on the client's event loop. The tails of all requests that wait fit into a step.
         """
-        settings, last = self._settings, self._usable(found, self._most(lookup))
+        settings, last = self._settings, self._usable(found, len(lookup.tokens) - 1)
         if not last:
             return found
         behind, whole = len(lookup.tokens) - last, cut(found, last)
@@ -601,7 +522,7 @@ class SchedulerHalf:
             cost=cost,
             behind=behind,
             block=self._model.block,
-            options=PlayOptions(policy=settings.policy, time_price=settings.time_price, tail=lookup.tail),
+            options=PlayOptions(policy=settings.policy, tail=lookup.tail),
         )
         end = last if not tail else whole.catalog.tokens - tail
         lookup.tail = last - end
@@ -611,14 +532,13 @@ class SchedulerHalf:
         lookup = _Lookup(self._deadline_of(request), time.monotonic())
         # vLLM does not use the cache of a request that wants the log-probabilities of its prompt.
         unread = getattr(request, "skip_reading_prefix_cache", False)
-        if unplayed(request) or unread:
+        if not wants(request, "play") or unread:
             return lookup
         if (why := self._name(request).unfit) is not None:
             self.counts.add("lookups_unfit")
             self._trouble.tell("a request is neither played nor published", f"its cache depends on {why}")
             return lookup
-        parts = self._passages.parts(request)
-        if parts is None and len(request.prompt_token_ids) <= self._model.spec.group_tokens:
+        if len(request.prompt_token_ids) <= self._model.spec.group_tokens:
             self.counts.add("lookups_short")
             return lookup
         assert self._client is not None and self._pause is not None  # noqa: S101, PT018  # a producer has no lookups
@@ -634,32 +554,28 @@ class SchedulerHalf:
                 self._looking = True
                 self._client.begin(self._look)
             return lookup
-        lookup.handle = self._client.begin(partial(self._find, lookup, parts))
+        lookup.handle = self._client.begin(partial(self._find, lookup))
         return lookup
 
     def _lookup_s(self, lookup: _Lookup) -> float:
         """Return the seconds that a lookup may take: as long as computing the prompt would then be in time.
 
-        If it would not, only a play can be, and the lookup may take all but the play's share of the deadline.
+        The later computing it would be, the more only a play can be in time: then the lookup may take up to all but the
+        play's share of the deadline.
         """
-        computed_s = self._prefill_of().seconds(0, len(lookup.tokens))
-        left_s, most_s = lookup.deadline_s - computed_s, (1 - _MIN_PLAY_SHARE) * lookup.deadline_s
-        return most_s if left_s <= 0 else min(max(left_s, _MIN_LOOKUP_SHARE * lookup.deadline_s), most_s)
+        deadline_s = lookup.deadline_s
+        left_s = abs(deadline_s - self._prefill_of().seconds(0, len(lookup.tokens)))
+        return min(max(left_s, _MIN_LOOKUP_SHARE * deadline_s), (1 - _MIN_PLAY_SHARE) * deadline_s)
 
-    async def _find(self, lookup: _Lookup, parts: tuple[Part, ...] | None, client: EngineClient) -> Found | None:
+    async def _find(self, lookup: _Lookup, client: EngineClient) -> Found | None:
         """Return what the origin has of a prompt; runs on the client's event loop."""
         within_s, model = lookup.within_s, self._model.adapted(lookup.adapter)
-        if parts is not None:
-            most, refused = self._settings.max_loss, partial(self._refused, model, lookup.salt)
-            found = await find_parts(client, parts, model.spec, lookup.salt, most, within_s, refused)
-        else:
-            found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
-            lookup.held = 0 if found is None else found.catalog.tokens
+        found = await find_cache(client, lookup.tokens, model.specs, lookup.salt, within_s)
+        lookup.held = 0 if found is None else found.catalog.tokens
         self._rtt_s = await client.round_trip() or 0.0
-        if found is not None and self._promises is not None:
-            self._link, lookup.lacks = await client.known_link(found.catalog)
-        if found is None or parts is not None or not self._tails_first:
-            return found
+        if found is None:
+            return None
+        self._link, lookup.lacks = await client.known_link(found.catalog)
         return await self._shortened(client, lookup, found)
 
     async def _look(self, client: EngineClient) -> None:
@@ -671,11 +587,6 @@ class SchedulerHalf:
             await asyncio.sleep(_LOOK_S)
         finally:
             self._looking = False
-
-    def _refused(self, model: ServedModel, salt: bytes, passage: Passage, why: str) -> None:
-        """Note a passage that the origin has and that is computed."""
-        self.counts.add("passages_refused")
-        self._trouble.tell("a passage is computed", f"{passage.name(model.spec, salt).prompt}: {why}")
 
     def _settle(self, request: Any, lookup: _Lookup, handle: Handle[Found | None]) -> bool:
         """Take the answer of a lookup if it is over; return whether it is."""
@@ -702,32 +613,12 @@ class SchedulerHalf:
             if lookup.tail:
                 self.counts.add("tokens_tail", lookup.tail)
             if found is not None:
-                if found.catalog.sources:
-                    lookup.joined = found
-                    self.counts.add("lookups_joined")
-                else:
-                    # vLLM must compute at least one token.
-                    lookup.last = self._usable(found, self._most(lookup))
-                    lookup.found = cut(found, lookup.last) if lookup.last else None
+                # vLLM must compute at least one token.
+                lookup.last = self._usable(found, len(lookup.tokens) - 1)
+                lookup.found = cut(found, lookup.last) if lookup.last else None
                 least_s = time.monotonic() + _MIN_PLAY_SHARE * lookup.deadline_s
                 lookup.due_s = max(lookup.began_s + lookup.deadline_s, least_s)
         return True
-
-    def _continue(self, lookup: _Lookup, joined: Found, computed: int) -> None:
-        """Decide what is wanted of a prompt made of passages: what continues the tokens that vLLM has, to a gap."""
-        lookup.found, lookup.last = None, 0
-        lookup.terms.clear()
-        run = joined.catalog.run(computed)
-        if run is None:
-            return
-        most = computed + (self._settings.max_load_tokens or len(lookup.tokens))
-        last = whole_blocks(min(run.first_token + run.tokens, most, len(lookup.tokens) - 1), self._model.block)
-        if last > computed:
-            lookup.last, lookup.found = last, cut(replace(joined, catalog=run), last)
-
-    def _most(self, lookup: _Lookup) -> int:
-        """Return how many tokens of a prompt may be loaded at most, if vLLM has none."""
-        return min(len(lookup.tokens) - 1, self._settings.max_load_tokens or len(lookup.tokens))
 
     def _usable(self, found: Found, most: int) -> int:
         """Return how many tokens of a cache, at most ``most``, vLLM can begin with: whole blocks, and its states."""
@@ -783,7 +674,7 @@ class SchedulerHalf:
 
     def _waits(self, request: Any) -> bool:
         """Return whether what names a request's caches, and is needed, is still being computed."""
-        played = self._client is not None and not unplayed(request)
+        played = self._client is not None and wants(request, "play")
         if not played and not (self._produces and wants(request, "publish")):
             return False
         return any([self._adapters.waits(request), self._pictures.waits(request)])  # both at once
@@ -805,9 +696,7 @@ class SchedulerHalf:
 
     def _published(self, request: Any) -> bool:
         """Return whether a request is published, if it is long enough."""
-        if not wants(request, "publish") or self._name(request).unfit is not None or blended(request):
-            return False
-        return not wants_passage(request)
+        return wants(request, "publish") and self._name(request).unfit is None
 
     def _deadline_of(self, request: Any) -> float:
         given = params(request).get("deadline_s")

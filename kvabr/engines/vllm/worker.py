@@ -1,7 +1,7 @@
 """The connector's half in a worker of vLLM: it plays caches into the engine's blocks, and publishes from them.
 
-Plays run on the client's event loop, and end with compressed groups in host memory. A play before the promise is
-reported when it ends, and the scheduler then promises vLLM what all workers have. vLLM allocates blocks for it, and
+Plays run on the client's event loop, and end with compressed groups in host memory. A play is reported when it ends,
+and the scheduler then promises vLLM what all workers have. vLLM allocates blocks for it, and
 goes on with other requests. All groups are decoded together straight into the blocks: by the threads that decode, or on
 a GPU on a stream of their own, to which a thread of its own hands them. No step waits for that, and vLLM computes the
 request once it is told that everything is in place and good.
@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvabr.client.blocking import Background, Handle
@@ -97,7 +97,7 @@ class WorkerHalf:
         """Most that a play may lose for its cache to be used, nats per generated token."""
         self._publications: Publications | None = None
         if publishers is not None:
-            self._publications = Publications(self, publishers, model, self._copier, settings.window_mib << 20)
+            self._publications = Publications(self, publishers, model, self._copier, settings.host_mib << 18)
 
     def register(
         self, caches: Caches, layout_of: LayoutOf, store: Store | None = None, *, keepers: Sequence[str] = ()
@@ -166,10 +166,8 @@ class WorkerHalf:
         for copy in step.copies:
             with self._news:
                 self._loader.submit(self._place_played, copy, self._plays.pop(copy.play, None))
-        with self._news:
-            playing = len(step.loads) + sum(not play.handle.done() for play in self._plays.values())
         for load in step.loads:
-            self._play(load, playing)
+            self._play(load)
         if self._publications is not None:
             self._publications.begin(step)
 
@@ -184,15 +182,8 @@ class WorkerHalf:
         if self._publications is not None:
             self._publications.computed()
 
-    def collect(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the requests whose publications, and whose loads, have ended; cancel loads of ``finished`` ones."""
-        gone = set(finished)
-        with self._news:
-            loads = [play for play in self._plays.values() if play.load.blocks is not None]
-        for play in loads:
-            if play.load.request in gone and not play.handle.done():
-                self.counts.add("plays_aborted")
-                play.handle.cancel()
+    def collect(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose publications, and whose loads, have ended."""
         with self._news:
             if not self._scheduled and not self._received and not self._sent and not self._placed:
                 self._news.wait(self._nap_s)
@@ -262,17 +253,16 @@ class WorkerHalf:
             raise PlayError("vLLM sleeps" if self._asleep is not None else "vLLM has not said where its cache is")
         return self._blocks
 
-    def _play(self, load: LoadRequest, playing: int) -> None:
-        """Begin one of ``playing`` plays, which share the engine."""
+    def _play(self, load: LoadRequest) -> None:
         assert self._client is not None  # noqa: S101  # loads come from a scheduler with a client
         self.counts.add("plays")
         began_s = time.monotonic()
-        play = self._client.begin(lambda client: self._prefix(client, load, playing))
+        play = self._client.begin(lambda client: self._prefix(client, load))
         with self._news:
             self._plays[load.play] = _Playing(load, play)
-        play.when_done(lambda ended: self._ended(load, ended, began_s))
+        play.when_done(lambda ended: self._hold(load, ended, began_s))
 
-    async def _prefix(self, client: EngineClient, load: LoadRequest, playing: int) -> PlayedPrefix:
+    async def _prefix(self, client: EngineClient, load: LoadRequest) -> PlayedPrefix:
         """Play what a request loads; if another rank's shard was found, look up this rank's own first."""
         settings, model, due_s = self._settings, self._model.adapted(load.adapter), time.monotonic() + load.deadline_s
         own = model.shard
@@ -287,30 +277,20 @@ class WorkerHalf:
             return await client.play_prefix(
                 found,
                 deadline=max(1e-3, due_s - time.monotonic()),
-                cost=cost if load.shared else cost.scaled(playing),
+                cost=cost,
                 skip=skip,
                 behind=load.behind,
                 block=self._model.block,
                 options=PlayOptions(
                     policy=settings.policy,
-                    time_price=settings.time_price,
                     gpu_price=load.engine_price,
-                    estimator=settings.estimator,
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
-                    tail=load.tail,
+                    tail=0,
                     device=self.blocks.device,
                 ),
             )
-
-    def _ended(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Note a play that has ended, or begin to decode it; called on the event loop's thread."""
-        self.counts.note(SECONDS, time.monotonic() - began_s)
-        if load.blocks is None:
-            self._hold(load, play)
-            return
-        self._loader.submit(self._place, load, play, load.blocks)
 
     def _brought(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> tuple[PlayedPrefix | None, int]:
         """Return what a play has brought, and the token after the last of it that is in whole blocks."""
@@ -329,8 +309,7 @@ class WorkerHalf:
             for name in ("damaged", "failed"):
                 if count := getattr(prefix, name):
                     self.counts.add(f"groups_{name}", count)
-            kept = self._most_loss < math.inf and _worst(load, prefix) > self._most_loss
-            if kept or prefix.loss > load.max_loss:
+            if self._most_loss < math.inf and _worst(load, prefix) > self._most_loss:
                 _log.info("kvabr: %s: expected to lose %.3g nats per token; it is computed", load.request, prefix.loss)
                 return None, load.first
             return prefix, max(
@@ -361,10 +340,9 @@ class WorkerHalf:
                 self.counts.add("groups_late", late)
             self._trouble.tell("a play brought less than was wanted", f"{missed} tokens are computed: {prefix.cut}")
 
-    # ------------------------------------------------------ before the promise
-
-    def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix]) -> None:
+    def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
         """Keep what a play has brought, and report it; called on the event loop's thread."""
+        self.counts.note(SECONDS, time.monotonic() - began_s)
         prefix, end = self._brought(load, play)
         with self._news:
             playing = self._plays.get(load.play)
@@ -376,7 +354,7 @@ class WorkerHalf:
             self._missed(load, end, prefix)
 
     def _drop(self, number: int) -> None:
-        """Cancel a play before the promise, or forget what it brought."""
+        """Cancel a play, or forget what it brought."""
         with self._news:
             playing = self._plays.pop(number, None)
         if playing is None:
@@ -395,23 +373,6 @@ class WorkerHalf:
         else:
             end = self._expand(playing.load, playing.prefix, copy.first, copy.last, copy.blocks)
         self._loaded(copy.request, copy.first, copy.last, end, copy.blocks)
-
-    # ----------------------------------------------------------- into blocks
-
-    def _place(self, load: LoadRequest, play: Handle[PlayedPrefix], blocks: tuple[tuple[int, ...], ...]) -> None:
-        """Decode a play into the engine's blocks; called on the loading thread."""
-        prefix, end = self._brought(load, play)
-        if end < load.last and self._model.waits:
-            end = load.first  # vLLM is going to compute the whole request
-        if prefix is not None and end > load.first:
-            runs = self._model.caches.blocks
-            parts = tuple(run[: (end - load.first) // size] for run, size in zip(blocks, runs, strict=True))
-            end = self._expand(load, prefix, load.first, end, parts)
-        self._missed(load, end, prefix)
-        with self._news:
-            self._plays.pop(load.play, None)
-            self._placed.append(_placed_play(load, prefix, end))
-        self._loaded(load.request, load.first, load.last, end, blocks)
 
     def _loaded(self, request: str, first: int, last: int, end: int, blocks: tuple[tuple[int, ...], ...]) -> None:
         """Report a load of tokens ``first`` to ``last`` - 1 that has ended, with those before ``end`` in place."""
@@ -437,8 +398,7 @@ class WorkerHalf:
             with self._loader.apart():
                 groups, places, begins = self.blocks.places(prefix, first, last, blocks)
                 errors = expand_here(groups, places)
-            # Nothing behind blocks that were joined from passages is ever published.
-            if self._publications is not None and not load.found.catalog.sources:
+            if self._publications is not None:
                 self._note_lossy(load, prefix)
         except Exception as error:  # noqa: BLE001  # the request must go on
             self._failure(error)

@@ -47,18 +47,11 @@ HEAD_START_S = 0.25
 """Head start of each address of a host before the next one is tried as well (RFC 8305, section 5)."""
 _MAX_ADDRESSES = 8
 
-CLEARLY = 1.1
-"""How many times what the other transport carries one must carry to be chosen for that: rates fluctuate."""
-_MUCH, _MUCH_S = 2.0, 1.0
-"""Multiple of QUIC's rate, if that is known, from which TCP has these seconds for TLS before QUIC is dialled."""
+_TCP_HEAD_START_S = 1.0
+"""Head start of TCP over QUIC, for TLS and MoQT's SETUP, once its connection is there."""
 _REFUSED_S = 2.0
 """Seconds for QUIC to answer once TCP has been refused: the host is there, and nobody listens as a server would."""
-SHORT_S = 0.15
-"""Seconds within which a TCP connection to a peer of which nothing is known must be there, before QUIC is dialled."""
 Over = Literal["quic", "tcp"]
-_OVER: tuple[Over, ...] = ("quic", "tcp")
-KnownRate = Callable[[str], float]
-"""Tells what plays to a peer have seen before, bytes per second; 0: nothing is known."""
 TransportName = LibraryName | Literal["tcp"]
 """A transport that can be dialled: QUIC by a library, or QMux on TCP."""
 
@@ -117,7 +110,6 @@ def connect(
     drafts: tuple[str, ...] = DRAFTS,
     names: Names = "draft",
     needed: bool = True,
-    known: KnownRate = lambda _: 0.0,
     **how: Unpack[DialArguments],
 ) -> Connecting:
     """Return a context manager that connects to an origin or a relay, for ``async with``.
@@ -130,7 +122,6 @@ def connect(
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
         needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
             in `Connection.trouble`, and dials again with each request.
-        known: what plays to a peer (`Connection.peer`) have seen before.
         how: see `DialArguments`.
 
     Raises:
@@ -159,7 +150,7 @@ def connect(
     options = DialOptions(
         host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names, lanes
     )
-    return Connecting(options, quic, transport, known, needed=needed)
+    return Connecting(options, quic, transport, needed=needed)
 
 
 def peer_name(where: str, over: Over) -> str:
@@ -170,11 +161,8 @@ def peer_name(where: str, over: Over) -> str:
 class Connecting:
     """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
-    def __init__(
-        self, options: DialOptions, quic: Quic, transport: TransportChoice, known: KnownRate, *, needed: bool = True
-    ) -> None:
+    def __init__(self, options: DialOptions, quic: Quic, transport: TransportChoice, *, needed: bool = True) -> None:
         self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
-        self._known = known
         self._where = f"{options.host}:{options.port}"
         self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self._connection: PeerConnection | None = None
@@ -204,22 +192,19 @@ class Connecting:
         return RedialledConnection(await self._dial(), self._dial, peer=self.peers[0])
 
     async def _auto(self) -> MoqtConnection:
-        """Dial over TCP unless it is not there soon, or QUIC was better before; then over QUIC.
+        """Dial over TCP; over QUIC where the peer does not listen on TCP, or where TCP fails or takes long.
 
-        QUIC needs a round trip less until the first request, and a lost packet holds up one stream alone. TCP takes a
-        fraction of the processor's time, and origins may have a congestion control that random losses do not slow
-        down. Where both were measured (`kvabr.client.transports`), what carries clearly more is dialled first.
+        TCP takes a fraction of the processor's time, and origins may have a congestion control that random losses do
+        not slow down. What worked before comes first.
         """
-        better, rates = self._better(), self._rates()
         # Who accepts on TCP and says nothing may be somebody else.
-        order: list[tuple[Over, float | None]] = [(over, None) for over in _OVER]
-        if better != "quic":
-            order.insert(0, ("tcp", SHORT_S if better is None else HEAD_START_S))
+        order: list[tuple[Over, float | None]] = [("quic", None), ("tcp", None)]
+        if self._over != "quic":
+            order.insert(0, ("tcp", HEAD_START_S))
         both = _Attempts(self._dial_over, f"{self._options.host}:{self._options.port}")
         chosen: MoqtConnection | UnauthorizedError | None = None
         try:
-            much = better == "tcp" and rates["tcp"] > _MUCH * rates["quic"]
-            chosen = await first_of(order, both.attempt, _MUCH_S if much else HEAD_START_S)
+            chosen = await first_of(order, both.attempt, _TCP_HEAD_START_S)
         except NoAnswerError as error:
             said = next((each for each in both.failed.values() if not isinstance(each, NoAnswerError)), None)
             raise said or both.failed.get("quic", error) from None
@@ -231,38 +216,9 @@ class Connecting:
             raise chosen
         return chosen
 
-    def _better(self) -> Over | None:
-        """Return what clearly carried more before, to this peer, or else what works; None if nothing is known."""
-        rates = self._rates()
-        if all(rates.values()):
-            for over in _OVER:
-                if rates[over] > CLEARLY * min(rates.values()):
-                    return over
-        # Where TCP has carried plays and QUIC none, a packet that TCP's handshake lost is no reason to change that.
-        return self._over or ("tcp" if rates["tcp"] > rates["quic"] == 0 else None)
-
-    def _rates(self) -> dict[Over, float]:
-        """Return what plays have seen by each transport, bytes per second; 0.0: nothing is known."""
-        return {over: self._known(peer_name(self._where, over)) for over in _OVER}
-
     @property
     def _over(self) -> Over | None:
         return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
-
-    @property
-    def other(self) -> tuple[Over, Over] | None:
-        """The transport in use, and the one that may be instead; None if that was not left open, or before dialling."""
-        if self._transport != "auto" or self._quic != "auto" or self._over is None:
-            return None
-        return ("tcp", "quic") if self._over == "tcp" else ("quic", "tcp")
-
-    def name_of(self, over: Over) -> str:
-        """Return the name of the peer by one transport, see `Connection.peer`."""
-        return peer_name(self._where, over)
-
-    async def dial_over(self, over: Over) -> PeerConnection:
-        """Dial once more, by a transport that is not in use, for a while; raises `TransportError`."""
-        return await self._dial_over(over)
 
     async def _dial(self) -> MoqtConnection:
         if (file := self._options.token_file) is not None:

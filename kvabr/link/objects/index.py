@@ -85,11 +85,11 @@ has."""
 _WARN_S = 60.0
 """Seconds between warnings of what is in a store and cannot be used."""
 _WHOLE_S = 60.0
-"""Seconds after which offers are read again that are known: a collector may have made room for others."""
+"""Seconds after which offers are read again that are known: the bucket may have been emptied."""
 _MAX_OFFERS_SEARCHED = 4
 _SPANS_AT_ONCE, _RUNS = 32, 1024
 _HEADS, _HEADS_S = 512, 60.0
-"""Heads that are kept, and for how many seconds: a collector may remove a span."""
+"""Heads that are kept, and for how many seconds: a lifecycle rule may remove a span."""
 _PLACED = 4096
 """Assets of which it is kept where their groups are."""
 _AT_ONCE = 64
@@ -160,7 +160,7 @@ class StoreIndex:
         """
         self._bucket, self._heard = bucket, heard
         self._offers: list[StoreOffer | None] = []
-        """By number; None for one that cannot be read, as of a newer version, or that was collected."""
+        """By number; None for one that cannot be read, as of a newer version."""
         self._offers_s = self._whole_s = -math.inf
         """When offers were asked for, and when all of them."""
         self._strange = StrangeAnswers() if strange_answers is None else strange_answers
@@ -253,18 +253,14 @@ class StoreIndex:
         return found
 
     async def _offer(self, number: int) -> StoreOffer | None:
-        """Return the offer of a number; None if it was collected, or is of another version. Raises `NotFoundError`."""
+        """Return the offer of a number; None if it cannot be read, as of a newer version. Raises `NotFoundError`."""
         data = await self._get(layout.offer_key(number), layout.MAX_OFFER_BYTES)
         if data is None:
             raise NotFoundError(f"no offer {number}")
         try:
-            found = layout.parse_offer(data)
-            if isinstance(found, StoreOffer):
-                return found
-            data = await self._get(layout.offer_key(number, found.turn), layout.MAX_OFFER_BYTES)
-            return None if data is None else StoreOffer.loads(data)
+            return StoreOffer.loads(data)
         except FormatError as error:  # of a newer version, or damaged: players of this one find nothing in it
-            if data is not None and (why := strange(data)) is not None:
+            if (why := strange(data)) is not None:
                 raise self._wrong(layout.offer_key(number), why) from error
             self._warn(layout.offer_key(number), str(error))
         return None

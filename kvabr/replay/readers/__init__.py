@@ -78,7 +78,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
     found: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
-            inside = [file for file in _walk(path) if sniff(file) is not None]
+            inside = [file for file in _walk(path) if _may_be_trace(file)]
             if not inside:
                 raise MissingTraceError(f"{path}: no traces in this folder (formats: {', '.join(FORMATS)})")
             found.update(dict.fromkeys(inside))
@@ -123,11 +123,14 @@ def read(path: Path, *, format_name: str | None = None, columns: Columns | None 
     family, name = _names(path)
     source = TraceFile(path, _text(path), name, family, said)
     chosen = format_name or _sniff_text(source.text[:_HEAD_BYTES], cut=len(source.text) > _HEAD_BYTES)
-    if chosen is None:
-        what = "is in no trace format that kvabr knows" if source.text.strip() else "is empty"
+    if chosen is None and not source.lines():
         raise MissingTraceError(
-            f"{path}: {what}; `kvabr traces import {path} --format F --out FOLDER` converts it: F is one of "
-            f"{', '.join(FORMATS)}, and for CSV its options name the columns"
+            f"{path}: is empty; a trace needs at least one sample, so record it again or leave it out"
+        )
+    if chosen is None:
+        raise MissingTraceError(
+            f"{path}: is in no trace format that kvabr knows; `kvabr traces import {path} --format F --out FOLDER` "
+            f"converts it: F is one of {', '.join(FORMATS)}, and for CSV its options name the columns"
         )
     traces = _FORMATS[chosen].parse(source)
     if chosen in _WITH_UNITS:
@@ -180,6 +183,14 @@ def _sniff_text(text: str, *, cut: bool) -> str | None:
     rows = [line for line in lines if not line.startswith("#")][:_HEAD_LINES]
     head = Head(text.lstrip(), lines, rows)
     return next((name for name, known in _FORMATS.items() if known.matches(head)), None)
+
+
+def _may_be_trace(path: Path) -> bool:
+    """Return whether a file looks like a trace, or cannot be read: then reading it says why."""
+    try:
+        return sniff(path) is not None
+    except TraceError:
+        return True
 
 
 def _walk(folder: Path) -> Iterable[Path]:

@@ -1,8 +1,8 @@
-"""CSV with named columns: a time (or none), a rate, and perhaps an end.
+"""CSV with named columns: a time (or none), a rate or a counter, and perhaps an end.
 
-`kvabr.replay.readers.names` recognises the columns and their units; `Columns` names others. Times are numbers or
-calendar timestamps. Cells may be separated by commas, semicolons or tabs, with a decimal point or comma, after a line
-``sep=;`` or without one. `split` says how rows become traces.
+`kvabr.replay.readers.names` recognises the columns and their units; `Columns` names others. Times are numbers, calendar
+timestamps, or times of day with or without a column of dates. Cells may be separated by commas, semicolons or tabs,
+with a decimal point or comma, after a line ``sep=;`` or without one. `split` says how rows become traces.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvabr.replay.readers.counters import growth, is_total
 from kvabr.replay.readers.names import (
     BYTES_PER_SECOND,
+    DATE,
+    DIRECTIONS,
     TIME_UNITS,
+    UP,
     ColumnName,
     find_end,
     find_rates,
@@ -28,10 +33,11 @@ from kvabr.replay.readers.names import (
 from kvabr.replay.readers.numerals import MISSING, Mark, decimal_mark, number, with_point
 from kvabr.replay.readers.plausible import seconds
 from kvabr.replay.readers.source import Columns, Head, Rows, TraceFile, split
-from kvabr.replay.readers.times import FORMS, calendar
+from kvabr.replay.readers.times import DAY_S, FORMS, calendar, clock, days, unit_of_dates
 from kvabr.replay.trace import Trace
 
 _SEPARATOR = re.compile(r'"?sep=(.?)"?', re.IGNORECASE)
+_THOUSANDS = re.compile(r"[.,](?=\d{3}(?!\d))")
 _NUMERIC = re.compile(r"[-+]?[\d.,]+(?:[eE][-+]?\d+)?")
 
 
@@ -67,7 +73,8 @@ def parse_csv(source: TraceFile) -> list[Trace]:
         TraceError: a column or a unit is missing or ambiguous, or a row is not a sample.
     """
     table = _read(source)
-    rate, factor = _find_rate(table)
+    counter = source.said.counter is not None
+    rate, factor = _find_counter(table) if counter else _find_rate(table)
     time, end = _find_times(table)
     mark = _mark(table, [column for column in (rate, time, end) if column is not None], factor)
     rates = [None if value is None else value * factor for value in _numbers(table, rate, mark)]
@@ -75,10 +82,15 @@ def parse_csv(source: TraceFile) -> list[Trace]:
     if time is None:
         step = source.said.step_s or 1.0
         edges = [index * step for index in range(len(rates) + 1)]
+        if counter:
+            return split(source, growth(source, places, edges[:-1], rates))
         return split(source, Rows(places, edges[:-1], edges[1:], rates))
     starts = _times(table, time, mark, end)
-    if end is not None:
-        return split(source, Rows(places, starts, _times(table, end, mark, time), rates))
+    ends = None if end is None else _ends(table, end, time, mark, starts)
+    if counter:
+        return split(source, growth(source, places, ends or starts, rates))
+    if ends is not None:
+        return split(source, Rows(places, starts, ends, rates))
     # Loggers of cells repeat a row for each neighbour.
     pairs = list(zip(starts, rates, strict=True))
     if any(pair == before for before, pair in pairwise(pairs)):
@@ -142,19 +154,64 @@ def _find_rate(table: _Table) -> tuple[int, float]:
         index = _named(table, said.rate)
     else:
         likely = find_rates(header)
+        for each in likely:
+            _check_single(table, each)
+        related = find_related(header)
+        if not likely:
+            for each in sorted(related, key=lambda index: ColumnName.of(header[index]).has(UP)):
+                _refuse_total(table, each)
         if len(likely) != 1:
             which = "more than one column may be the rate" if likely else "no column is a rate"
-            hint = ", ".join(header[index] for index in likely or find_related(header))
+            hint = ", ".join(header[index] for index in likely or related)
             raise source.question(f"{which} ({hint[:120] or _list(header)})", "--rate-column", "NAME")
         index = likely[0]
-    unit = ColumnName.of(header[index]).rate if said.unit is None else rate_unit(said.unit)
-    if said.unit is not None and not unit:
+    _refuse_total(table, index)
+    name = ColumnName.of(header[index])
+    unit = name.rate if said.unit is None else _said_unit(table)
+    foreign = name.strange or name.time
+    if unit is None and foreign:
+        problem = f"column {header[index]!r} is in {foreign!r}, no unit of rate unless --unit gives another"
+        raise source.question(problem, "--rate-column", "NAME")
+    return index, _bytes_per_second(table, index, unit)
+
+
+def _find_counter(table: _Table) -> tuple[int, float]:
+    """Return the column with the counter, and the bytes in one of its units."""
+    said = table.source.said
+    if said.rate is not None:
+        raise table.source.error("--counter and --rate-column both name the rate; give only one of them")
+    index = _named(table, said.counter or "")
+    unit = ColumnName.of(table.header[index]).counted if said.unit is None else _said_unit(table)
+    return index, _bytes_per_second(table, index, unit)
+
+
+def _said_unit(table: _Table) -> str:
+    """Return the unit of ``--unit``."""
+    given = table.source.said.unit or ""
+    unit = rate_unit(given)
+    if not unit:
         known = ", ".join(BYTES_PER_SECOND)
-        raise source.question(f"unknown unit {said.unit[:40]!r}; known are {known}", "--unit", "UNIT")
+        raise table.source.question(f"unknown unit {given[:40]!r}; known are {known}", "--unit", "UNIT")
+    return unit
+
+
+def _bytes_per_second(table: _Table, index: int, unit: str | None) -> float:
     if not unit:
         problem = "could be of bits or of bytes" if unit == "" else "is not in its name"
-        raise source.question(f"the unit of column {header[index]!r} {problem}", "--unit", "UNIT")
-    return index, BYTES_PER_SECOND[unit]
+        raise table.source.question(f"the unit of column {table.header[index]!r} {problem}", "--unit", "UNIT")
+    return BYTES_PER_SECOND[unit]
+
+
+def _refuse_total(table: _Table, column: int) -> None:
+    """Raise a question if a column holds a running total, by its values and a name that allows it."""
+    header = table.header[column]
+    name = ColumnName.of(header)
+    chosen = table.source.said.rate is not None
+    open_name = not chosen and name.rate is None and name.words in DIRECTIONS
+    values = [number(_THOUSANDS.sub("", cell)) for cell in table.cells(column)]
+    if (name.counts or open_name) and is_total(values):
+        problem = f"column {header!r} is a running total, no rate: its values keep rising"
+        raise table.source.question(problem, "--counter", shlex.quote(header))
 
 
 def _find_times(table: _Table) -> tuple[int | None, int | None]:
@@ -167,14 +224,27 @@ def _find_times(table: _Table) -> tuple[int | None, int | None]:
     time = find_time(header) if said.time is None else _named(table, said.time)
     if time is None:
         raise source.question(f"no column is a time, and no --step is given ({_list(header)})", "--time-column", "NAME")
-    return time, find_end(header) if said.end is None else _named(table, said.end)
+    end = find_end(header) if said.end is None else _named(table, said.end)
+    for column in (time, end):
+        if column is not None:
+            _check_single(table, column)
+    return time, end
 
 
 def _named(table: _Table, name: str) -> int:
     for index, cell in enumerate(table.header):
         if cell.lower() == name.strip().lower():
+            _check_single(table, index)
             return index
     raise table.source.error(f"no column {name!r} ({_list(table.header)})")
+
+
+def _check_single(table: _Table, column: int) -> None:
+    """Raise `TraceError` if another column has the same name."""
+    name = table.header[column]
+    count = sum(cell.lower() == name.lower() for cell in table.header)
+    if count > 1:
+        raise table.source.error(f"{count} columns are called {name!r}; rename all but one in the header")
 
 
 def _list(header: Sequence[str]) -> str:
@@ -220,7 +290,7 @@ def _pointed(cells: list[str], mark: Mark) -> list[str]:
 
 
 def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[float]:
-    """Return the seconds of a column with numbers or with calendar timestamps (UTC unless they have a time zone).
+    """Return the seconds of a column with numbers, calendar timestamps (UTC unless they have a zone) or times of day.
 
     ``other`` is the column with the other end of the rows, if there is one.
     """
@@ -231,26 +301,58 @@ def _times(table: _Table, column: int, mark: Mark, other: int | None) -> list[fl
         if unit is None and other is not None:
             unit = ColumnName.of(table.header[other]).time
         times = source.numbers(numeric, name, table.places)
+        if unit is None and _date_of(table, column) is not None and unit_of_dates(times) is None:
+            problem = f"column {name!r} has {cells[0][:40]!r} next to a date; write times of day as 23:59:30"
+            raise source.question(problem, "--time-unit", "UNIT")
         others = (
             None
             if other is None
             else source.numbers(_pointed(table.cells(other), mark), table.header[other], table.places)
         )
         return seconds(source, times, unit, others)
+    if clock(cells[0]) is None:
+        return _parsed(table, name, cells, calendar)
+    date = _date_of(table, column)
+    if date is None:
+        return days(_parsed(table, name, cells, clock))
+    dated = [f"{day} {time}" for day, time in zip(table.cells(date), cells, strict=True)]
+    return _parsed(table, f"{table.header[date]} {name}", dated, calendar)
+
+
+def _ends(table: _Table, column: int, start: int, mark: Mark, starts: Sequence[float]) -> list[float]:
+    """Return the seconds at which rows end; a time of day before its row's start is of the next day."""
+    ends = _times(table, column, mark, start)
+    if clock(table.cells(column)[0]) is None:
+        return ends
+    return [end + DAY_S if end < begin - DAY_S / 2 else end for begin, end in zip(starts, ends, strict=True)]
+
+
+def _date_of(table: _Table, column: int) -> int | None:
+    """Return the column with the dates of a column of times, if there is one."""
+    names = [ColumnName.of(name).words for name in table.header]
+    return next((index for index, name in enumerate(names) if name == DATE and index != column), None)
+
+
+def _parsed(table: _Table, name: str, cells: Sequence[str], parse: Callable[[str], float | None]) -> list[float]:
     found: list[float] = []
     for place, text in zip(table.places, cells, strict=True):
-        time = calendar(text)
+        time = parse(text)
         if time is None:
-            what = f"{name} is {text[:40]!r}, neither a number nor a time as in the first row ({FORMS})"
-            raise source.error(f"{what}; correct or remove the line", place)
+            what = f"{name} is {text[:40]!r}, neither a number nor a time in a known form ({FORMS})"
+            raise table.source.error(f"{what}; write it in one of these forms, or remove the line", place)
         found.append(time)
     return found
 
 
 def _unit(table: _Table, name: ColumnName, said: Columns) -> str | None:
     """Return the unit of a column of numeric times, a key of `TIME_UNITS`; None if it is not given."""
+    given = (said.time_unit or name.strange)[:40]
+    if given.lower() == "min":
+        if said.time_unit is not None:
+            return "minutes"
+        raise table.source.question(f"a time in {given!r} may be in minutes", "--time-unit", "minutes")
     unit = name.time if said.time_unit is None else time_unit(said.time_unit)
-    if unit is None and (said.time_unit is not None or name.strange):
-        given, known = (said.time_unit or name.strange)[:40], ", ".join(TIME_UNITS)
+    if unit is None and given:
+        known = ", ".join(TIME_UNITS)
         raise table.source.question(f"unknown unit of time {given!r}; known are {known}", "--time-unit", "UNIT")
     return unit

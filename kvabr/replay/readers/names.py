@@ -24,7 +24,7 @@ _TIME_SPELLINGS = {
     "minutes": ("mins", "minute", "minutes"),
     "hours": ("h", "hrs", "hour", "hours"),
 }
-"""Spellings of units of time, in any case. ``min`` is not one of them: it may be a minimum."""
+"""Spellings of units of time, in any case. ``min`` is not one of them: it may be a minimum, and is a question."""
 
 BYTES_PER_SECOND = {
     "bit/s": 1 / 8,
@@ -80,7 +80,7 @@ TIME = _kind(
     "time of a row, if there is no column with its start",
     "timestamp, timestamps, time stamp, time, times, datetime, date time, epoch, epoch time, unix time",
     "unix timestamp, unix epoch, time epoch, ts, t, elapsed, elapsed time, time elapsed, relative time",
-    "time since start",
+    "time since start, time of day, clock time, date",
 )
 END = _kind(
     "end of a row",
@@ -109,9 +109,17 @@ OTHER = _kind(
     "min, max, minimum, maximum, peak, std, stddev, median, target, limit, cap, nominal, requested",
     "selected, chosen, video, audio, media, encoded, encoding",
 )
+COUNTER = _kind(
+    "marks a column that counts, which is read only if `--counter` names it",
+    "bytes, octets, bits, packets, datagrams, total, cumulative, cum, counter",
+)
+DIRECTIONS = frozenset((*DOWN.names, *UP.names))
+"""Names that may be of a rate or of a counter, as the values show."""
+DATE = "date"
+"""Name of a column with the date of a time of day in another column."""
 ZONE = ("utc", "gmt", "local", "posix")
 """Words that are ignored in the name of a time."""
-COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b", "packets", "datagrams"))
+COUNTS = frozenset((*_BITS, *_BYTES, "kb", "mb", "gb", "kib", "mib", "gib", "b"))
 """Words at the end of the name of a column that counts: its values are no rate."""
 
 _TIME_UNIT_OF = {spelling: unit for unit, spellings in _TIME_SPELLINGS.items() for spelling in spellings}
@@ -194,7 +202,7 @@ class ColumnName:
     time: str | None
     """Unit of time in the name."""
     strange: str
-    """The unit in brackets, if it is neither of the two."""
+    """The unit in brackets, if it is neither of the two; ``min`` after the name of a time."""
 
     @classmethod
     def of(cls, name: str) -> ColumnName:
@@ -215,6 +223,8 @@ class ColumnName:
             if rest and set(rest) <= _RATE_WORDS and (rate := rate_unit(" ".join(words[:length]))) is not None:
                 return cls(" ".join(rest), rate, None, "")
         words = [word for word in words if word.lower() not in ZONE]
+        if _plain(words[-1:]) == "min" and _plain(words[:-1]) in (*START.names, *TIME.names, *END.names):
+            return cls(_plain(words[:-1]), None, None, words[-1])
         time = time_unit(words[-1]) if words else None
         lone = len(words) == 1 and words[0].lower() not in _LONE_TIMES
         if time is not None and not lone:
@@ -224,7 +234,17 @@ class ColumnName:
     @property
     def counts(self) -> bool:
         """Whether the column counts (bytes, packets): it has no rate."""
-        return self.rate is None and bool(self.words) and self.words.rpartition(" ")[2] in COUNTS
+        if self.rate is not None or self.has(RATE):
+            return False
+        counted = self.words.rpartition(" ")[2] in COUNTS
+        return counted or self.has(COUNTER) or self.words.endswith(("bytes", "octets"))
+
+    @property
+    def counted(self) -> str | None:
+        """Unit of the rate at which a counter grows, as `rate_unit` returns it."""
+        found = (rate_unit(f"{word}/s") for word in reversed(self.words.split()))
+        joined = next((word for word in ("bytes", "octets") if self.words.endswith(word)), "")
+        return next((unit for unit in found if unit is not None), rate_unit(f"{joined}/s"))
 
     def has(self, kind: ColumnKind) -> bool:
         """Return whether one of the words marks this kind."""
@@ -299,7 +319,7 @@ def _direction(name: ColumnName) -> str:
 
 def table() -> str:
     """Return the accepted names and units as Markdown, for the documentation."""
-    kinds = (START, TIME, END, RATE, DOWN, UP, AVERAGE, OTHER)
+    kinds = (START, TIME, END, RATE, DOWN, UP, AVERAGE, COUNTER, OTHER)
     rows = [f"| {kind.meaning} | {', '.join(f'`{name}`' for name in kind.names)} |" for kind in kinds]
     times = [f"| {unit} | {', '.join(f'`{word}`' for word in words)} |" for unit, words in _TIME_SPELLINGS.items()]
     rates = [f"| {unit} | {', '.join(_examples(unit))} |" for unit in BYTES_PER_SECOND]

@@ -40,8 +40,10 @@ class Columns:
     """Name of the column with the end of a row."""
     rate: str | None = None
     """Name of the column with the rate."""
+    counter: str | None = None
+    """Name of the column with a running total, from which the rate is computed."""
     unit: str | None = None
-    """Unit of the rate, in any spelling that `kvabr.replay.readers.names` knows."""
+    """Unit of the rate, or of that of the counter, in any spelling that `kvabr.replay.readers.names` knows."""
     time_unit: str | None = None
     """Unit of numeric times, in any such spelling."""
     decimal: Mark | None = None
@@ -52,7 +54,8 @@ class Columns:
     @property
     def of_csv(self) -> bool:
         """Whether an answer only fits a file with named columns."""
-        return any(answer is not None for answer in (self.time, self.end, self.rate, self.decimal, self.step_s))
+        answers = (self.time, self.end, self.rate, self.counter, self.decimal, self.step_s)
+        return any(answer is not None for answer in answers)
 
 
 class Rows(NamedTuple):
@@ -241,8 +244,9 @@ def hold(rows: Sequence[tuple[int, float, float]], lone_s: float = 1.0) -> list[
 def split(source: TraceFile, rows: Rows, *, least_gap_s: float = 0.0) -> list[Trace]:
     """Make traces of rows: one, or several named ``-0001`` and so on if there are gaps.
 
-    A row lasts until its end or, without one, until the next row's time. A jump forward splits the file, and so does a
-    row without a rate: a missing sample is not a zero. Pieces that carried nothing are left out if others remain.
+    A row lasts until its end or, without one, until the next row's time. A gap longer than `GAP_STEPS` splits the file;
+    in a shorter one the rate holds. A row without a rate splits it as well: a missing sample is not a zero. Pieces that
+    carried nothing are left out if others remain.
 
     Args:
         source: the file.
@@ -290,12 +294,16 @@ def _pieces(source: TraceFile, rows: Rows, least_gap_s: float) -> Iterator[_Piec
         for place, start, end in zip(places, starts, ends, strict=True):
             if end <= start:
                 raise source.error("the row ends before it starts; correct or remove it", place)
-        step = statistics.median(end - start for start, end in zip(starts, ends, strict=True))
+        steps = [after - start for start, after in pairwise(starts) if after > start]
+        step = statistics.median_low(steps or [end - start for start, end in zip(starts, ends, strict=True)])
+        held = max(GAP_STEPS * step, least_gap_s)
+        # A short gap belongs to the row before it, and a row that overlaps the next one ends where that begins.
         lasts = [
-            after if start < after < end else end for start, end, after in zip(starts, ends, starts[1:], strict=False)
+            after if start < after <= end + held else end
+            for start, end, after in zip(starts, ends, starts[1:], strict=False)
         ]
         lasts.append(ends[-1])
-    jumps = [index for index, (after, end) in enumerate(zip(starts[1:], lasts, strict=False)) if after - end > step / 2]
+    jumps = [index for index, (after, end) in enumerate(zip(starts[1:], lasts, strict=False)) if after > end]
     missing = [index for index, rate in enumerate(rates) if rate is None]
     first = 0
     for last in sorted({*jumps, *missing, len(rates) - 1}):

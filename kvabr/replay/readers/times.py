@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 
 from kvabr.replay.readers.names import TIME_UNITS
 
-FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00"
-"""Calendar forms, for messages. Each may have a fraction of a second and a zone (Z, +02:00, CET)."""
+FORMS = "2026-01-31 12:00:00, 2026.01.31_12.00.00, 31.01.2026 12:00:00, 23:59:30, 11:59:30 PM"
+"""Forms of dates and times of day, for messages. Seconds may have a fraction, and dates a zone (Z, +02:00, CET)."""
+DAY_S = 86400.0
 
 _YEAR_FIRST = re.compile(
     r"(?P<Y>\d{4})(?P<a>[-./_])(?P<m>\d\d?)(?P=a)(?P<d>\d\d?)[ T_,-]+"
@@ -19,6 +20,8 @@ _DAY_FIRST = re.compile(
     r"(?P<d>\d\d?)\.(?P<m>\d\d?)\.(?P<Y>\d{4})[ T_,]+"
     r"(?P<H>\d\d?):(?P<M>\d\d)(?::(?P<S>\d\d)(?:[.,](?P<f>\d{1,9}))?)?(?P<zone> ?\D.*)?"
 )
+_CLOCK = re.compile(r"(?P<H>\d{1,3}):(?P<M>[0-5]\d):(?P<S>[0-5]\d)(?:[.,](?P<f>\d{1,9}))?")
+_HALF = re.compile(r"(?P<time>.*\d) ?(?P<half>[AP])\.?M\.?", re.IGNORECASE)
 _OFFSET = re.compile(r"(?:UTC|GMT)?([+-])(\d\d):?(\d\d)?")
 _NAMES = {
     -10: ("HST",),
@@ -52,7 +55,47 @@ def calendar(text: str) -> float | None:
 
     A time without a zone counts as UTC.
     """
-    text = text.strip()
+    return _halved(text.strip(), _calendar)
+
+
+def clock(text: str) -> float | None:
+    """Return the seconds since midnight of a time of day, or since the start of an elapsed one; None if it is neither.
+
+    Hours and minutes alone are neither: they may be minutes and seconds.
+    """
+    return _halved(text.strip(), _clock)
+
+
+def days(clocks: Sequence[float]) -> list[float]:
+    """Return times of day as rising seconds: one that is half a day earlier than its predecessor is of the next day."""
+    found: list[float] = []
+    day = 0.0
+    for time in clocks:
+        if found and time + day < found[-1] - DAY_S / 2:
+            day += DAY_S
+        found.append(time + day)
+    return found
+
+
+def _halved(text: str, seconds: Callable[[str], float | None]) -> float | None:
+    """Return the seconds of a time of 24 hours, or of 12 hours with AM or PM."""
+    half = _HALF.fullmatch(text)
+    if half is None:
+        return seconds(text)
+    time = seconds(half["time"])
+    if time is None or not 1 <= (hour := int(time % DAY_S // 3600)) <= 12:
+        return None
+    return time + 3600 * (hour % 12 - hour + (12 if half["half"].upper() == "P" else 0))
+
+
+def _clock(text: str) -> float | None:
+    found = _CLOCK.fullmatch(text)
+    if found is None:
+        return None
+    return int(found["H"]) * 3600 + int(found["M"]) * 60 + int(found["S"]) + float(f"0.{found['f'] or 0}")
+
+
+def _calendar(text: str) -> float | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

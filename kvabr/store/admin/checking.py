@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvabr.store.admin.protocol import Damage
-from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, Progress, Survey, check_size
+from kvabr.store.admin.protocol import Damage, Progress
+from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, Survey, check_size, spread
 from kvabr.store.objects.layout import (
+    CATALOGS,
     MAX_STORED_CATALOG_BYTES,
     StoredCatalog,
     profile_key,
     span_key,
 )
-from kvabr.store.objects.leases import CATALOGS, Runtime
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import SpanHead, head_bytes, parse_head, parse_pointer
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
@@ -32,7 +32,6 @@ class BucketCheck:
 
     bucket: Objects
     found: Survey
-    runtime: Runtime
     progress: Progress
     deep: bool = False
     """Whether to read all frames and pointers."""
@@ -53,14 +52,11 @@ class BucketCheck:
         found = self.found
         self.damages += [Damage(key.removeprefix(CATALOGS), what, _UNREAD) for key, what in found.unreadable.items()]
         self.damages += [Damage(key, what, _UNREAD) for key, what in found.unknown_offers.items()]
-        if found.unknown_expiry:
-            key, _, what = found.unknown_expiry.partition(": ")
-            self.damages.append(Damage(key, what))
         named = sorted({span for manifest in found.manifests.values() for span in manifest.spans})
-        await self.runtime.spread(self._look(span, len(named)) for span in named)
-        await self.runtime.spread(map(self._compare, sorted(found.manifests)))
+        await spread(self._look(span, len(named)) for span in named)
+        await spread(map(self._compare, sorted(found.manifests)))
         if self.deep:
-            await self.runtime.spread(map(self._point, sorted(found.pointers)))
+            await spread(map(self._point, sorted(found.pointers)))
 
     async def _look(self, span: str, total: int) -> None:
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvabr.store.admin.protocol import silent
-from kvabr.store.admin.survey import Progress
+from kvabr.store.admin.protocol import Progress, silent
 from kvabr.store.asset import Asset, AssetStore, is_damage
 from kvabr.types.errors import AssetError, KvabrError, UsageError
 
@@ -20,8 +19,6 @@ class Copied:
     """Names in the source."""
     kept: list[str] = field(default_factory=list)
     """Those that were there already."""
-    expired: list[str] = field(default_factory=list)
-    """Those whose model has expired at the target since they were published."""
     failed: dict[str, str] = field(default_factory=dict)
     """Those that are damaged, or could not be written, and why."""
     bytes: int = 0
@@ -34,7 +31,6 @@ def copy_assets(
     *,
     names: Collection[str] = (),
     model: str | None = None,
-    expired: Mapping[str, float] | None = None,
     progress: Progress = silent,
 ) -> Copied:
     """Copy assets, each frame checked against its catalog. What is there already stays unless it lacks a part.
@@ -44,8 +40,6 @@ def copy_assets(
         target: Where they go, by the digest of their prompt.
         names: In the source, whole; none: all of them.
         model: Only assets of this model.
-        expired: By model, the time before which everything is expired at the target. What expires there meanwhile
-            fails when its catalog is to be written.
         progress: Hears how far it is.
 
     Raises `UsageError` if the source has no asset of one of these names.
@@ -61,13 +55,10 @@ def copy_assets(
             catalog = asset.catalog
             if model not in (None, catalog.spec.model):
                 continue
-            computed_s = asset.version.modified_ns * 1e-9
-            if computed_s < (expired or {}).get(catalog.spec.model, float("-inf")):
-                done.expired.append(name)
-            elif (there := _held(target, catalog.namespace.prompt)) == "whole":
+            if (there := _held(target, catalog.namespace.prompt)) == "whole":
                 done.kept.append(name)
             else:
-                done.bytes += _copy(asset, target, computed_s, force=there == "damaged")
+                done.bytes += _copy(asset, target, force=there == "damaged")
                 done.assets.append(name)
         except UsageError:
             raise
@@ -88,10 +79,10 @@ def _held(store: AssetStore, name: str) -> Literal["whole", "damaged", "nothing"
     return "whole"
 
 
-def _copy(asset: Asset, target: AssetStore, computed_s: float, *, force: bool) -> int:
+def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
     """Copy one asset; return the bytes of its frames."""
     catalog, size = asset.catalog, 0
-    with target.writer(catalog.namespace.prompt, force=force, computed_s=computed_s) as writer:
+    with target.writer(catalog.namespace.prompt, force=force) as writer:
         profile = asset.profile_bytes()
         if profile is not None:
             writer.profile(profile)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvabr.store.admin.collect import Collected
-from kvabr.store.admin.rules import Holding, Rules
-from kvabr.store.admin.survey import Progress
 from kvabr.types.errors import NotFoundError
+
+Progress = Callable[[str, int, int], object]
+"""Called with the name of a stage, how much of it is done, and how much there is."""
 
 
 def silent(_stage: str, _done: int, _total: int) -> None:
@@ -17,11 +17,41 @@ def silent(_stage: str, _done: int, _total: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """An asset that a store holds."""
+
+    name: str
+    """In its store: the path of a folder, the prompt's digest in a bucket."""
+    model: str
+    tokens: int
+    created_s: float
+    """When it was published, by the store's clock, seconds since 1970."""
+    bytes: int
+    """All its bytes, with those that it shares with other assets."""
+    own_bytes: int
+    """Bytes that are freed whenever it goes, whatever other assets are there."""
+    measured: bool = False
+    """Whether its losses were measured, as `kvabr encode` does, which is expensive."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the objects that it may share with other assets, by their names."""
+    tracks: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each track."""
+
+
+def total_bytes(holdings: Iterable[Holding]) -> int:
+    """Return the bytes of assets together; what they share counts once."""
+    shared: dict[str, int] = {}
+    own = 0
+    for holding in holdings:
+        own += holding.own_bytes
+        shared.update(holding.parts)
+    return own + sum(shared.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Inventory:
     """What a store holds for one tenant."""
 
-    now_s: float
-    """The store's time, seconds since 1970."""
     holdings: tuple[Holding, ...]
     """Its assets, by name."""
     damaged: Mapping[str, str] = field(default_factory=dict)
@@ -62,39 +92,15 @@ class StoreAdmin(Protocol):
     async def names(self) -> list[str]:
         """Return the names of all assets."""
 
-    async def time_s(self) -> float:
-        """Return the store's time, seconds since 1970; this machine's for those who may only read."""
+    async def remove(self, names: Collection[str], *, unnamed: bool = False, progress: Progress = silent) -> int:
+        """Remove assets, and what only they have; return the bytes that this frees.
 
-    async def pin(self, name: str, seconds: float) -> float:
-        """Keep an asset for a time from now on; return when that ends, by the store's clock.
+        Args:
+            names: The assets; one that is gone already is no error.
+            unnamed: Also remove what no asset names, and what publishers that were killed left, once it is an hour old.
+            progress: Called as work goes on.
 
-        Raises `NotFoundError` if there is no such asset.
-        """
-
-    async def unpin(self, name: str) -> bool:
-        """End the pins of an asset; return whether there was one."""
-
-    async def expire(self, model: str, before_s: float | None = None) -> float:
-        """Expire everything of a model from before a time of the store's clock, by default now; return that time.
-
-        It is not published again. `collect` removes it.
-        """
-
-    async def expired(self) -> Mapping[str, float]:
-        """Return the time before which everything is expired, by model."""
-
-    async def collect(
-        self,
-        rules: Rules,
-        *,
-        dry_run: bool = False,
-        cache_ttl_s: float | None = None,
-        take_over: bool = False,
-        progress: Progress = silent,
-    ) -> Collected:
-        """Remove what the rules do not keep, and what nothing names.
-
-        Raises `UsageError` if another collector is at work, unless ``take_over``.
+        Raises `UsageError` if the store is a single asset, `AssetError` or `TransportError` if the store refuses.
         """
 
     async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import re
-import time
 from dataclasses import replace
 from typing import NoReturn
 
 from cachetools import TTLCache
 
 from kvabr.store.asset import CATALOG, PROFILE, PROMPT, Asset, AssetListing, AssetVersion, FrameReader, LoadedFrame
-from kvabr.store.eviction import DEFAULT_ORDER, Order
-from kvabr.store.objects.blocking import blocked, each
+from kvabr.store.objects.blocking import each
 from kvabr.store.objects.bucket import open_objects
 from kvabr.store.objects.layout import catalog_key, profile_key
-from kvabr.store.objects.leases import touch
 from kvabr.store.objects.protocol import StoredObject
 from kvabr.store.objects.reading import as_asset_errors, read_catalog
 from kvabr.store.objects.spans import SpanHead, head_of, units_by_span
 from kvabr.store.objects.url import split_asset
 from kvabr.store.objects.writer import ObjectAssetWriter
-from kvabr.types.errors import AssetError, FormatError, KvabrError, MissingAssetError, UsageError
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
 from kvabr.types.units import unit_of
 
 MAX_LISTED = 1 << 18
 """Assets of a store that are looked at."""
 LOOK_EVERY_S = 5.0
-_TOUCH_EVERY_S = 600.0
 _AT_ONCE = 8
 _KNOWN_SPANS = 1 << 17
 _FOUND_S = 600.0
@@ -127,8 +121,6 @@ class ObjectAssetStore:
         self._sizes: TTLCache[str, int] = TTLCache(_KNOWN_SPANS, _FOUND_S)
         """Bytes of the spans that were found lately, by key."""
         self._known: dict[str, AssetVersion] = {}
-        self._touched: dict[str, float] = {}
-        """When leases were renewed, by prompt digest."""
 
     @property
     def location(self) -> str:
@@ -181,7 +173,7 @@ class ObjectAssetStore:
             self._missing(name)
         return ObjectAsset(self, name, self._only if name == "." and self._only else name, version)
 
-    def writer(self, name: str = ".", *, force: bool = False, computed_s: float = math.inf) -> ObjectAssetWriter:
+    def writer(self, name: str = ".", *, force: bool = False) -> ObjectAssetWriter:
         """See `AssetStore.writer`; without a name, the asset takes that of its prompt. Checks the store once."""
         prompt = self._only if name == "." else name
         if prompt is not None and not _DIGEST.fullmatch(prompt):
@@ -189,25 +181,7 @@ class ObjectAssetStore:
         self.prepare()
         if prompt is not None and not force and self.version(name) is not None:
             raise UsageError(f"{self.bucket.where.below(prompt)}: this asset exists; add --force to replace it")
-        return ObjectAssetWriter(self.bucket, prompt, force=force, computed_s=computed_s)
-
-    def touch(self, name: str) -> None:
-        """See `AssetStore.touch`. Renews the lease, but not of the same asset all the time."""
-        prompt, now = self._only if name == "." else name, time.monotonic()
-        if prompt is None or now - self._touched.get(prompt, -math.inf) < _TOUCH_EVERY_S:
-            return
-        if len(self._touched) > _KNOWN_SPANS:
-            self._touched.clear()
-        self._touched[prompt] = now
-        with contextlib.suppress(KvabrError):
-            blocked(touch(self.bucket, prompt))
-
-    def quota(self, max_bytes: int, order: Order = DEFAULT_ORDER) -> NoReturn:  # noqa: ARG002  # of the protocol
-        """Raise `UsageError`: many publishers share an object store, so none of them counts its bytes."""
-        raise UsageError(
-            f"{self.location}: an engine cannot keep an object store within {max_bytes:,} bytes; leave the bound out, "
-            "and let `kvabr store gc` remove what is not used"
-        )
+        return ObjectAssetWriter(self.bucket, prompt, force=force)
 
     def close(self) -> None:
         self.bucket.close()

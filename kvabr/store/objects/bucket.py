@@ -23,14 +23,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.blocking import blocks, each, interruptible, pause
-from kvabr.store.objects.failures import UNREADABLE, Failure
-from kvabr.store.objects.leases import PROBES
+from kvabr.store.objects.blocking import blocked, blocks, each, interruptible, pause
+from kvabr.store.objects.failures import UNREADABLE, Failure, strange
+from kvabr.store.objects.layout import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
 from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
 from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
 from kvabr.types.backoff import scattered
-from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError, StoreError, UsageError
+from kvabr.types.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    StoreError,
+    TransportError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -104,7 +112,6 @@ _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {
     "a": "public, max-age=5",
-    "k": "public, max-age=5",
     "o": "public, max-age=60",
     "l": "no-store",
     "pin": "no-store",
@@ -127,6 +134,8 @@ class Bucket(Objects):
         """Comes before every key."""
         self._stores: dict[int, ObstoreClient] = {}
         """By the seconds that a request may take, 0 for reads."""
+        self._sound = False
+        """Whether the store has said of an object that it is not there."""
         self.made, self._made_s = 0, -math.inf
         """How often the stores were made anew because credentials were refused, and when last."""
         self._lock = threading.Lock()
@@ -222,10 +231,13 @@ class Bucket(Objects):
             return None
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
-        listing = Listing(partial(self._listing, prefix))
+        listing, empty = Listing(partial(self._listing, prefix)), True
         while found := await self._tried(prefix, "cannot be listed", listing.more):
+            empty = False
             for meta in found:
                 yield self._info(meta)
+        if empty:
+            await self._check_answers()
 
     def of_tenant(self, name: str) -> Bucket:
         return Bucket(replace(self.where, tenant=name))
@@ -234,6 +246,8 @@ class Bucket(Objects):
         above = self.prefix.removesuffix(f"{self.where.tenant}/")
         found = await self._tried("", "cannot be listed", lambda: _ask("list_with_delimiter", self._reader(), above))
         names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        if not names:
+            await self._check_answers()
         return sorted(filter(is_tenant, names))
 
     @property
@@ -296,6 +310,7 @@ class Bucket(Objects):
             return
         if self.where.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
+        blocked(self._check_answers())
         key, won, kept = "", list[int](), b""
         for _ in range(_TRIES):
             key = f"{PROBES}{secrets.token_hex(8)}"
@@ -317,7 +332,7 @@ class Bucket(Objects):
         try:
             self.delete_sync([key])
         except (StoreError, RequestError):
-            pass  # a few bytes, which the collector finds
+            pass  # a few bytes, which a lifecycle rule removes
         except Exception as error:
             if Failure.of(error.__cause__ or error).kind != "denied":
                 raise
@@ -356,6 +371,28 @@ class Bucket(Objects):
         await self._tried(keys[0], "cannot be deleted", lambda: _ask("delete", self._writer(0), paths))
 
     # ------------------------------------------------------- checks and failures
+
+    async def _check_answers(self) -> None:
+        """Raise `StoreError` if the store answers for an object that cannot be there.
+
+        A log-in page or another web server at its address does, and obstore reads such a page as an empty listing.
+        """
+        if self._sound:
+            return
+        try:
+            why = strange(await self.get(f"{PROBES}{secrets.token_hex(8)}", limit=PART_BYTES))
+        except RequestError as error:
+            if error.reason != Reason.WRONG:
+                self._sound = isinstance(error, NotFoundError)
+                return
+            why = None
+        except TransportError:
+            return
+        told = f": {why}" if why else ""
+        raise StoreError(
+            f"{self.url}: no object store is there, but a server that answers for an object that does not exist{told}; "
+            "correct the URL or the endpoint"
+        )
 
     def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
         """Check the range that an answer says it has."""

@@ -27,6 +27,7 @@ Kind = Literal[
     "conflict",
     "credentials",
     "denied",
+    "foreign",
     "lost",
     "range",
     "rejected",
@@ -86,6 +87,7 @@ _KINDS_BY_TYPE: dict[str, Kind] = {
     "UnauthenticatedError": "rejected",
     "PermissionError": "denied",
 }
+_KINDS_BY_STATUS: dict[int | None, Kind] = {401: "rejected", 403: "denied", 404: "absent"}
 _UNAUTHORIZED: dict[Kind, str] = {
     "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
     "credentials": f"no credentials were found; {CREDENTIALS}",
@@ -172,6 +174,9 @@ class Failure:
         if self.kind == "whole":
             why = "the store, or a gateway in front of it, ignores ranges: other bytes came than were asked for"
             return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
+        if self.kind == "foreign":
+            why = "no object store answers like that; correct the URL or the endpoint"
+            return RequestError(f"{where}: {what}{told}: {why}", reason=Reason.WRONG)
         if self.kind == "range":
             return RequestError(f"{where}: {what}: the object is shorter than was asked for; it was replaced{told}")
         return RequestError(f"{where}: {what}{told}")
@@ -196,14 +201,14 @@ def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kin
         return "credentials"
     if (kind := _KINDS_BY_TYPE.get(type(error).__name__)) is not None:
         return kind
-    if status in (401, 403):
-        return "rejected" if status == 401 else "denied"
-    if status == 404:
-        return "absent"
+    if (kind := _KINDS_BY_STATUS.get(status)) is not None:
+        return kind
     if status is None and _WHOLE.search(text):
         return "whole"
     if status == 416 or (status is None and any(word in text for word in _RANGE)):
         return "range"
+    if (status in (405, 501) and not code) or (status is None and "invalid list response" in text):
+        return "foreign"
     if status == 429 or (status is not None and status >= 500 and status != 501):
         return "busy"
     if status is None and any(word in text for word in _LOST):

@@ -2,8 +2,7 @@
 
 Under ``PREFIX/v1/TENANT/`` of a bucket:
 
-    o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks; or where the next offer of this number is
-    o/<n>.<turn>         that offer, after `turn` others of this number were collected
+    o/<n>                offer n = 0, 1, 2 ...: a spec and its tracks; readers count them from 0 without a gap
     s/<offer>/<name>     span: up to `SPAN_GROUPS` groups of tokens on all tracks
     i/<offer>/<key>      pointer: which span a group is in; not of the last group of a full span, which has its name
     a/<prompt digest>    catalog, written last
@@ -11,10 +10,10 @@ Under ``PREFIX/v1/TENANT/`` of a bucket:
     g/<xx>/<digest>      single group of a relay's or client's cache
     probe/<random>       left behind by `Bucket.probe_sync` where a publisher may not delete
 
-These are created once and never change, except that a user may replace a catalog, and that a collector replaces an
-offer that nothing uses any more: readers count them from 0 without a gap.
-Everything here is bytes from an
-untrusted source: all sizes are bounded and all fields checked, and `FormatError` says what is wrong.
+These are created once and never change, except that a user may replace a catalog. A lifecycle rule of the bucket may
+remove all but offers and profiles at any time.
+Everything here is bytes from an untrusted source: all sizes are bounded and all fields checked, and `FormatError` says
+what is wrong.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ _MAX_FRONT_BYTES = 8 << 20
 MAX_SPAN_GROUPS = 256
 
 OFFER_SCHEMA = "kvabr.offer/1"
-MOVED_SCHEMA = "kvabr.moved-offer/1"
 CATALOG_SCHEMA = "kvabr.stored-catalog/1"
 
 SPAN_NAME = r"[0-9a-f]{16}(\.end)?"
 """Pattern of a span's name."""
-_OFFER_KEY = re.compile(r"o/(0|[1-9][0-9]{0,2})(?:\.([1-9][0-9]{0,8}))?")
+_OFFER_KEY = re.compile(r"o/(?:0|[1-9][0-9]{0,2})")
 _ORDER = "id", "span_groups", "digest", "spec", "tracks", "profile", "profile_bytes", "prefill", "loss_method"
 """Fields of an offer in the order in which they are written; others come before them."""
 
@@ -69,16 +67,19 @@ _ORDER = "id", "span_groups", "digest", "spec", "tracks", "profile", "profile_by
 # ------------------------------------------------------- names
 
 
-def offer_key(number: int, turn: int = 0) -> str:
-    """Return the key of an offer, after ``turn`` others of its number were collected."""
-    return f"o/{number}.{turn}" if turn else f"o/{number}"
+CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o/", "g/"
+PROBES = "probe/"
 
 
-def parse_offer_key(key: str) -> tuple[int, int]:
-    """Return the number and the turn of an offer's key; raise `FormatError` if it is none."""
-    if (found := _OFFER_KEY.fullmatch(key)) is None:
+def offer_key(number: int) -> str:
+    """Return the key of an offer."""
+    return f"o/{number}"
+
+
+def check_offer_key(key: str) -> None:
+    """Raise `FormatError` unless this is the key of an offer."""
+    if _OFFER_KEY.fullmatch(key) is None:
         raise FormatError(f"{key[:40]!r} is not the name of an offer")
-    return int(found[1]), int(found[2] or 0)
 
 
 def span_name(digest: str, *, end: bool = False) -> str:
@@ -188,30 +189,9 @@ class StoreOffer(CommonFacts):
 
 
 class _Named(Struct):
-    """What `parse_offer` and `StoreOffer.loads` ask of an offer besides its fields."""
+    """The field of an offer that `StoreOffer` does not have as one."""
 
-    schema: str = ""
     id: str = ""
-    turn: Annotated[int, Meta(ge=1, le=10**9)] = 1
-
-
-@dataclass(frozen=True, slots=True)
-class MovedOffer:
-    """Stands for an offer that was collected: the next offer of its number has the key ``offer_key(number, turn)``."""
-
-    turn: int
-
-    def dumps(self) -> bytes:
-        """Return this as an object."""
-        return json.dumps({"schema": MOVED_SCHEMA, "turn": self.turn}).encode() + b"\n"
-
-
-def parse_offer(data: bytes | memoryview) -> StoreOffer | MovedOffer:
-    """Parse what the key of an offer holds, from an untrusted source."""
-    if len(data) > MAX_OFFER_BYTES:
-        raise FormatError(f"offer: {len(data)} bytes, more than the {MAX_OFFER_BYTES} allowed")
-    found = decode(data, _Named, "offer")
-    return MovedOffer(found.turn) if found.schema == MOVED_SCHEMA else StoreOffer.loads(data)
 
 
 # ------------------------------------------------------- catalogs

@@ -9,12 +9,10 @@ from kvabr.store.objects.layout import (
     MAX_OFFER_BYTES,
     MAX_OFFERS,
     MAX_STORED_CATALOG_BYTES,
-    MovedOffer,
     StoredCatalog,
     StoreOffer,
     catalog_key,
     offer_key,
-    parse_offer,
 )
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import HEAD_BYTES, MAX_HEAD_BYTES, SpanHead, head_bytes, parse_head
@@ -45,23 +43,17 @@ def read_head(bucket: Objects, key: str) -> tuple[SpanHead, bytes]:
         raise type(error)(f"{bucket.below(key)}: {error}") from error
 
 
-def read_offers(bucket: Objects) -> Iterator[tuple[str, StoreOffer | FormatError | None]]:
+def read_offers(bucket: Objects) -> Iterator[tuple[str, StoreOffer | FormatError]]:
     """Yield all offers by their key, in the order of their numbers.
 
-    Instead of one comes what is wrong with it, as with those of a newer version; or None where one was collected, and
-    its key is free.
+    An offer that cannot be read, such as one of a newer version, is yielded as the error.
     """
     for number in range(MAX_OFFERS):
         key = offer_key(number)
         try:
-            found = parse_offer(bucket.get_sync(key, limit=MAX_OFFER_BYTES))
-            if isinstance(found, MovedOffer):
-                key = offer_key(number, found.turn)
-                found = StoreOffer.loads(bucket.get_sync(key, limit=MAX_OFFER_BYTES))
+            found = StoreOffer.loads(bucket.get_sync(key, limit=MAX_OFFER_BYTES))
         except NotFoundError:
-            if key == offer_key(number):
-                return
-            yield key, None
+            return
         except FormatError as error:
             yield key, FormatError(f"{bucket.below(key)}: {error}")
         else:

@@ -2,26 +2,23 @@
 
 Of several publishers of one object, the first wins, and the others list what it wrote: its digests, sizes and losses.
 So every catalog's digests are those of the stored bytes, no matter who wrote them. A publisher that ends before its
-catalog is written leaves spans that nothing names, which the collector removes. While it uploads it holds a guard, so
-that no collector takes what it is about to name: see `kvabr.store.objects.leases`.
+catalog is written leaves spans that nothing names, until a lifecycle rule of the bucket or `kvabr store rm` removes
+them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import math
 import os
-import secrets
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
-from typing import ClassVar, Self, TypeVar
+from typing import Self
 
 from kvabr.store.asset import Prompt
-from kvabr.store.objects.blocking import blocked, blocking, each
+from kvabr.store.objects.blocking import each
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
     StoredCatalog,
@@ -32,19 +29,6 @@ from kvabr.store.objects.layout import (
     profile_key,
     span_key,
     span_names,
-)
-from kvabr.store.objects.leases import (
-    CATALOGS,
-    INTENTS,
-    TIMING,
-    LeaseTiming,
-    Note,
-    Runtime,
-    offer_note,
-    read_note,
-    tombstone_key,
-    touch,
-    unswept,
 )
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
@@ -64,116 +48,13 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 from kvabr.types.units import Unit
 
-
-class PublishGuard:
-    """Keeps collectors from what a publisher is about to name; a context manager around uploading and committing.
-
-    ``with``, and `check_sync`, are for writers that block.
-    """
-
-    def __init__(
-        self,
-        objects: Objects,
-        *,
-        model: str,
-        catalog: str,
-        spans: Iterable[str],
-        age_s: float = 0.0,
-        computed_s: float = math.inf,
-        timing: LeaseTiming = TIMING,
-        runtime: Runtime | None = None,
-    ) -> None:
-        """Take what will be published; nothing is written yet.
-
-        Args:
-            objects: The tenant's objects.
-            model: Name of the model.
-            catalog: The prompt's digest.
-            spans: Names of all spans that the catalog will list, ``s/OFFER/KEY``, and of its profile, ``p/SHA256``.
-            age_s: Seconds since publishing began.
-            computed_s: When the cache was computed, in seconds since 1970, if that was before.
-            timing: How long notes are believed.
-            runtime: The process's clock.
-        """
-        self._objects, self._model = objects, model
-        self._age_s, self._computed_s = age_s, computed_s
-        self._keys = (f"{CATALOGS}{catalog}", *spans)
-        self._timing, self._runtime = timing, runtime or Runtime()
-        self._key = f"{INTENTS}{secrets.token_hex(16)}"
-        self._begin = 0.0
-        self._written_s = 0.0
-        """When the intent was written, by the store's clock."""
-        self._expired_s = -math.inf
-        """Everything of the model from before this time is expired."""
-
-    async def __aenter__(self) -> Self:
-        self._begin = self._runtime.now()
-        try:
-            await self._enter()
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
-
-    async def _enter(self) -> None:
-        await self._objects.put(self._key, Note(self._keys).dumps())
-        found = await self._objects.head(self._key)
-        if found is None:
-            raise AssetError(f"{self._key}: vanished right after it was written; check the bucket's lifecycle rules")
-        self._written_s = found.modified_s
-        if not await unswept(self._objects, self._keys, self._written_s, self._timing, self._runtime):
-            raise AssetError("a collector has been deleting what is to be published for too long; try again")
-        await self._look_at_tombstone()
-
-    async def __aexit__(self, *_: object) -> None:
-        with contextlib.suppress(Exception):  # it ends by itself
-            await self._objects.delete([self._key])
-
-    def may_reuse(self, modified_s: float) -> bool:
-        """Return whether a span that was written then may be part of what is published; if not, gc removes it."""
-        return modified_s >= self._expired_s
-
-    def stale_message(self, key: str) -> str:
-        """Return what to do about a span that may not be reused."""
-        return f"{key}: of a model that expired, and not removed yet; finish that with: kvabr store gc"
-
-    async def check(self) -> None:
-        """Raise `AssetError` if the catalog may not be committed now."""
-        if self._runtime.now() - self._begin > self._timing.publishing_s:
-            raise AssetError("publishing took so long that a collector may have removed parts; publish again")
-        before_s = self._expired_s
-        await self._look_at_tombstone()
-        if self._expired_s != before_s:
-            raise AssetError(f"{self._model}: expired while its cache was being published; publish again")
-
-    async def _look_at_tombstone(self) -> None:
-        note = await read_note(self._objects, tombstone_key(self._model))
-        self._expired_s = -math.inf if note is None else note.until_s
-        if min(self._written_s - self._age_s, self._computed_s) < self._expired_s:
-            raise AssetError(
-                f"{self._model}: caches from before its expiry (kvabr store expire) are not published; compute it again"
-            )
-
-    @property
-    def is_choosy(self) -> bool:
-        """Whether there are times for which `may_reuse` says no."""
-        return not self.may_reuse(-math.inf)
-
-    __enter__ = blocking(__aenter__)
-    __exit__ = blocking(__aexit__)
-    check_sync = blocking(check)
-
-
 _SPANS_AT_ONCE = 2
 """Spans that are written at a time; each is in memory until then."""
 _SMALL_AT_ONCE = 8
 _ROUNDS = 5
 _OFFER_ROUNDS = 50
-"""Attempts to find or write a span while others write and collect it."""
+"""Attempts to find or write a span while others write it."""
 _PAUSE_S = 0.05
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -192,22 +73,13 @@ class _Span:
 class ObjectAssetWriter:
     """An `AssetWriter`. Frames lie in a temporary file until `commit` sends them."""
 
-    timing: ClassVar[LeaseTiming] = TIMING
-    """How long it and collectors believe each other; all who use a bucket need the same."""
-
-    def __init__(
-        self, bucket: Objects, prompt: str | None, *, force: bool = False, computed_s: float = math.inf
-    ) -> None:
-        """Prepare to write the asset of a prompt digest, None: of the one that the catalog has.
-
-        ``computed_s``: when the cache was computed, see `AssetStore.writer`.
-        """
-        self._bucket, self._prompt, self._force, self._computed_s = bucket, prompt, force, computed_s
+    def __init__(self, bucket: Objects, prompt: str | None, *, force: bool = False) -> None:
+        """Prepare to write the asset of a prompt digest, None: of the one that the catalog has."""
+        self._bucket, self._prompt, self._force = bucket, prompt, force
         self._file: BufferedRandom | None = None
         self._frames: dict[tuple[str, int], tuple[int, int]] = {}
         """Begin and end in the file, by track and group."""
         self._profile = b""
-        self._begun_s = time.monotonic()
         self.reused = 0
         """Spans that were there already."""
         self.published = False
@@ -277,66 +149,35 @@ class ObjectAssetWriter:
             _Span(number, span_key(offer.id, names[number]), units)
             for number, units in enumerate(units_by_span(catalog, offer.span_groups))
         ]
-        named = [offer_note(offer.id), *(span.key for span in spans), *([] if profile is None else [profile])]
-        age_s = time.monotonic() - self._begun_s
-        guard = PublishGuard(
-            bucket,
-            model=catalog.spec.model,
-            catalog=prompt,
-            spans=named,
-            age_s=age_s,
-            computed_s=self._computed_s,
-            timing=self.timing,
-        )
-        with guard:
-            if profile is not None and bucket.head_sync(profile) is None:
-                bucket.put_new_sync(profile, self._profile)
-            self._put_offer(offer)
-            each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
-            self.reused = sum(span.reused for span in spans)
-            self._refuse_expired(guard, spans)
-            self._put_pointers(offer, spans, names)
-            stored = self._stored(catalog, offer, spans, names)
-            guard.check_sync()
-            if self._force:
-                bucket.put_sync(catalog_key(prompt), stored)
-                self.published = True
-            else:
-                self.published = bucket.put_new_sync(catalog_key(prompt), stored)
-            if self.published:
-                self._keep(catalog, offer, spans, names, stored)
-            else:
-                blocked(touch(bucket, prompt))
-
-    def _refuse_expired(self, guard: PublishGuard, spans: Sequence[_Span]) -> None:
-        """Raise `AssetError` if a span that was there is from before its model's expiry."""
-        for span in spans if guard.is_choosy else ():
-            info = self._bucket.head_sync(span.key) if span.reused else None
-            if info is not None and not guard.may_reuse(info.modified_s):
-                raise AssetError(guard.stale_message(self._bucket.below(span.key)))
+        if profile is not None and bucket.head_sync(profile) is None:
+            bucket.put_new_sync(profile, self._profile)
+        self._put_offer(offer)
+        each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
+        self.reused = sum(span.reused for span in spans)
+        self._put_pointers(offer, spans, names)
+        stored = self._stored(catalog, offer, spans, names)
+        if self._force:
+            bucket.put_sync(catalog_key(prompt), stored)
+            self.published = True
+        else:
+            self.published = bucket.put_new_sync(catalog_key(prompt), stored)
 
     def _put_offer(self, offer: StoreOffer) -> None:
-        """Write the offer under the first key that is free, unless it has one.
-
-        Then look again: another offer may have had that key and been collected, and readers would look elsewhere.
-        """
+        """Write the offer under the first key that is free, unless it has one."""
         for attempt in range(_OFFER_ROUNDS):
-            free, taken = list[str](), 0
-            for key, known in read_offers(self._bucket):
-                if isinstance(known, StoreOffer) and known.id == offer.id:
-                    return
-                taken += 1
-                if known is None:
-                    free.append(key)
-            if not free and taken == MAX_OFFERS:
+            known = [found for _, found in read_offers(self._bucket)]
+            if any(isinstance(found, StoreOffer) and found.id == offer.id for found in known):
+                return
+            if len(known) == MAX_OFFERS:
                 raise AssetError(
                     f"{self._bucket.url}: has {MAX_OFFERS} kinds of assets, and no room for another. Each profile, "
                     "model and set of tracks is one: encode with one profile for all assets of a model (--profile), "
-                    "remove those that no asset has any more (kvabr store gc), or use another prefix"
+                    "or use another prefix or tenant"
                 )
-            if not self._bucket.put_new_sync(free[0] if free else offer_key(taken), offer.dumps()):
-                # Some stores refuse all writers but one before that one's object is there.
-                time.sleep(_PAUSE_S * min(attempt, _ROUNDS))
+            if self._bucket.put_new_sync(offer_key(len(known)), offer.dumps()):
+                return
+            # Some stores refuse all writers but one before that one's object is there.
+            time.sleep(_PAUSE_S * min(attempt, _ROUNDS))
         raise AssetError(f"{self._bucket.url}: too many publish other kinds of assets at the same time; try again")
 
     def _put_span(self, catalog: Catalog, offer: StoreOffer, span: _Span) -> None:
@@ -387,23 +228,6 @@ class ObjectAssetWriter:
         listed = listing(catalog, heads)
         begins = tuple(head.begin for head in heads)
         return StoredCatalog(offer.id, tuple(names), begins, offer.span_groups, listed.dumps().encode()).dumps()
-
-    def _keep(
-        self, catalog: Catalog, offer: StoreOffer, spans: Sequence[_Span], names: Sequence[str], stored: bytes
-    ) -> None:
-        """Look again for all spans: what a collector took before it could see the catalog is written once more."""
-        for _ in range(_ROUNDS):
-            found = each(_SMALL_AT_ONCE, lambda span: self._bucket.head_sync(span.key), spans)
-            gone = [span for span, info in zip(spans, found, strict=True) if info is None]
-            if not gone:
-                return
-            each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), gone)
-            self._put_pointers(offer, gone, names)
-            again = self._stored(catalog, offer, spans, names)
-            if again != stored:
-                self._bucket.put_sync(catalog_key(catalog.namespace.prompt), again)
-                stored = again
-        raise AssetError(f"{self._bucket.url}: spans vanish as soon as they are written; is a collector too eager?")
 
     def _opened(self) -> BufferedRandom:
         if self._file is None:

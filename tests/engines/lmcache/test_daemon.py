@@ -70,7 +70,7 @@ def daemon():
 
 
 def reach(origin, **more):
-    return {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0, **more}
+    return {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0, **more}
 
 
 def keys_of(tokens, **more):

@@ -108,7 +108,7 @@ def test_what_is_put_is_got_to_the_byte(origin, engine, dtype):
     tokens, kv = torch.arange(600) + 1000 * dtype.itemsize + (dtype == torch.float16), cache(600, dtype)
     before = len(origin.holdings.assets)
     exact = "fixed:FP16" if dtype == torch.float16 else "fixed:BF16"
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 10.0}
     one = engine(dtype=dtype, publish=str(origin.root), policy=exact, **options)
     one.store(tokens=tokens, cache=kv)
     origin.look(before + 3)  # 256, 256 and 88 tokens
@@ -137,7 +137,7 @@ def test_latents_that_rank_0_puts_are_got_by_an_engine_of_any_number_of_ranks(or
     """MLA: every rank of tensor parallelism has the whole cache, so LMCache asks for it once."""
     tokens, before = torch.arange(600) + 30_000, len(origin.holdings.assets)
     kv = torch.randn((1, layers, 600, latent), generator=torch.Generator().manual_seed(layers)).bfloat16()
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     options |= {"dtype": torch.bfloat16, "model": f"test/{model}", "layers": layers, "latent": latent}
     engine(rank=(0, 2), publish=str(origin.root), **options).store(tokens=tokens, cache=kv)
     origin.look(before + 3)
@@ -190,7 +190,7 @@ def test_what_waits_is_published_before_lmcache_frees_its_memory(tmp_path, engin
 
 
 def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path):
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "disk": str(tmp_path)}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "disk": str(tmp_path)}
     one, other = engine(**options), engine(**options)
     tokens = torch.arange(256) + 700_000
     assert one.lookup(tokens) == other.lookup(tokens) == 0
@@ -199,7 +199,7 @@ def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path
 
 
 def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "publish": str(origin.root)}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "publish": str(origin.root)}
     conn = connector(engine(**options))
     before = len(origin.holdings.assets)
     key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
@@ -213,7 +213,7 @@ def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
 def test_the_policy_chooses_the_track(origin, engine):
     tokens, kv = torch.arange(512) + 200_000, cache(512, seed=4)
     before = len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 10.0}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 10.0}
     one = engine(publish=str(origin.root), policy="fixed:Int4", **options)
     one.store(tokens=tokens, cache=kv)
     origin.look(before + 2)
@@ -243,7 +243,7 @@ def as_chunk(kv):
 
 def test_chunks_have_the_ac_tracks_of_their_place(origin, engine, profile, caplog):
     """Also those of a prompt whose beginning is stored already, which is all that LMCache puts."""
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     tokens, kv = torch.arange(1000) + 800_000, as_chunk(kvdata.cache(SHAPE, 1000))
     before = set(origin.holdings.assets)
     one = engine(publish=str(origin.root), profile=profile, **options)
@@ -292,7 +292,7 @@ def test_a_chunk_that_was_not_cut_here_has_plain_tracks(origin, engine, profile,
 def test_the_last_chunks_are_left_to_the_question(origin, engine):
     """A lookup answers with a shorter hit, which is all that is then retrieved."""
     tokens, kv, before = torch.arange(1900) + 600_000, cache(1900), len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
     engine(publish=str(origin.root), tracks=["Int4"], **options).store(tokens=tokens[: 7 * CHUNK], cache=kv)
     origin.look(before + 7)
     other = engine(prefill_rate=20_000.0, **options)
@@ -307,7 +307,7 @@ def test_the_last_chunks_are_left_to_the_question(origin, engine):
 
 
 def test_what_is_not_there_is_not_found(origin, engine):
-    one = engine(url=origin.url, fingerprint=origin.fingerprint, quic="aioquic")
+    one = engine(url=origin.url, fingerprint=origin.fingerprint)
     tokens = torch.arange(512) + 300_000
     assert one.lookup(tokens) == 0
     mask, into = retrieve(one, tokens)
@@ -319,7 +319,7 @@ def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
     """Two engines with different parallelism, or models of one name, read one origin."""
     tokens = torch.arange(256) + 400_000
     before = len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic"}
+    options = {"url": origin.url, "fingerprint": origin.fingerprint}
     engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
     origin.look(before + 1)
     assert engine(**options).lookup(tokens) == 256
@@ -341,7 +341,7 @@ def test_a_dead_origin_costs_no_more_than_a_lookup(engine, caplog):
 def test_an_origin_that_goes_away_loses_the_chunks_and_no_more(tmp_path, engine):
     own = Origin(tmp_path)
     tokens, kv = torch.arange(256), cache(256)
-    options = {"url": own.url, "fingerprint": own.fingerprint, "quic": "aioquic", "lookup_s": 0.5}
+    options = {"url": own.url, "fingerprint": own.fingerprint, "lookup_s": 0.5}
     engine(publish=str(own.root), **options).store(tokens=tokens, cache=kv)
     own.look(1)
     one = engine(store_mib=0, deadline_s=0.5, **options)

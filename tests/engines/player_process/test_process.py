@@ -26,10 +26,8 @@ from kvabr.engines.player_process import client as remote
 from kvabr.engines.player_process.sockets import own_socket
 from kvabr.engines.settings import INSIDE, OWN, EngineSettings
 from kvabr.player.decode_queue import DecodeRates
-from kvabr.server.certificates import check, development
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, TransportError, UsageError
-from tests.chaos.nodes import free_port
 from tests.client.served import LIMIT_S, Served
 from tests.processes import gone
 from tests.toymodel import SPEC, prompt, toy_asset
@@ -51,7 +49,7 @@ def served(tmp_path_factory):
 
 @contextlib.contextmanager
 def engine(served, player=OWN, **more):
-    given = {"url": served.url, "fingerprint": served.fingerprint, "quic": "aioquic", "player": str(player)}
+    given = {"url": served.url, "fingerprint": served.fingerprint, "player": str(player)}
     client = Background(open_client(EngineSettings.read(given | more, "here")))
     try:
         yield client
@@ -378,29 +376,6 @@ def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
         assert not path.exists()
     finally:
         first.kill()
-
-
-def test_neighbours_fetch_what_it_has(served, home, tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("a-token-of-the-rack")
-    tls = development()
-    address = f"127.0.0.1:{free_port()}"
-    words = ["--serve", address, "--cert", tls.certfile, "--key", tls.keyfile, "--neighbour-token-file", secret]
-    process = run("--socket", str(home / "rack" / "p.sock"), *map(str, words))
-    try:
-        until(process, "playing for engines")
-        with engine(served, home / "rack" / "p.sock") as client:
-            wanted = play(client).kv
-            until(process, "serving neighbours")
-            before = served.metrics.value("kvabr_bytes_sent_total")
-            theirs = {"url": f"moqt://{address}/", "fingerprint": check(tls).fingerprint, "token_file": str(secret)}
-            with engine(served, INSIDE, **theirs) as neighbour:
-                assert torch.equal(play(neighbour).kv, wanted)
-            assert served.metrics.value("kvabr_bytes_sent_total") - before < 30_000  # catalogs, and no group
-    finally:
-        process.terminate()
-        process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0
 
 
 def until(process, said):

@@ -169,7 +169,7 @@ def test_the_layouts_are_those_of_the_pages():
 @pytest.mark.parametrize("tokens", [PAGE // 2, 2 * PAGE])
 def test_what_is_no_whole_page_is_none(origin, backend, tokens):
     before, pool, keys = len(origin.holdings.assets), Pool("layer_first"), [f"{tokens} tokens"]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     storage = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
     store, name = storage._pool().store, storage._pool().name
     kv = torch.ones(LAYERS, 2, HEADS, tokens, DIM, dtype=torch.float16)
@@ -183,7 +183,7 @@ def test_what_is_no_whole_page_is_none(origin, backend, tokens):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_come_back_to_the_byte(origin, backend, layout):
     before = len(origin.holdings.assets)
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     keys = [f"{layout}-{number}" for number in range(3)]
     pool = Pool(layout)
     for number in range(3):
@@ -214,7 +214,7 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
 def test_the_last_pages_are_left_to_the_question(origin, backend):
     """SGLang asks how many pages there are, fetches these, and computes what lies behind them."""
     before, keys = len(origin.holdings.assets), [f"tail-{number}" for number in range(7)]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
     pool = Pool("layer_first")
     for number in range(7):
         pool.page(number).copy_(content(number))
@@ -238,7 +238,7 @@ def test_the_last_pages_are_left_to_the_question(origin, backend):
 def test_a_batch_that_is_full_is_not_the_end(origin, backend):
     """SGLang asks for 128 pages at a time, and for more if all of them are there."""
     before, key = len(origin.holdings.assets), "in a full batch"
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 60.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
     pool = Pool("layer_first")
     assert backend(pool, publish=str(origin.root), tracks=["Int4"]).batch_set_v1([key], indices(0)) == [True]
     origin.look(before + 1)
@@ -258,7 +258,7 @@ def profile(tmp_path):
 
 
 def test_pages_have_the_ac_tracks_of_their_place(origin, backend, profile, caplog):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     kv, before, pool = kvdata.cache(SHAPE, 5 * PAGE).half(), set(origin.holdings.assets), Pool("page_first")
     keys = [f"page {number} of a prompt" for number in range(5)]
     for number in range(5):
@@ -308,7 +308,7 @@ def test_pages_whose_place_sglang_does_not_tell_have_plain_tracks(origin, backen
 
 def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
     before = len(origin.holdings.assets)
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic"}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint}
     pool = Pool("layer_first")
     backend(pool, publish=str(origin.root), **reach).batch_set_v1(["mixed"], indices(0))
     origin.look(before + 1)
@@ -330,7 +330,7 @@ def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
 )
 def test_other_models_and_ranks_have_other_pages(origin, backend, one, other):
     before, key = len(origin.holdings.assets), f"page of {one} and {other}"
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     for number, each in enumerate((one, other)):
         pool = Pool("layer_first")
         pool.page(0).copy_(content(number))
@@ -344,7 +344,7 @@ def test_other_models_and_ranks_have_other_pages(origin, backend, one, other):
 
 def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
     before = len(origin.holdings.assets)
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     pool = Pool("layer_first")
     pool.page(0).copy_(content(1))
     pool.page(1).copy_(content(2))
@@ -369,7 +369,7 @@ def test_a_weight_version_that_sglang_tells_is_in_the_names(origin, backend, mon
     version = "default"
     monkeypatch.setattr(context, "get_serving", lambda: SimpleNamespace(weight_version=version))
     before = len(origin.holdings.assets)
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     pool = Pool("layer_first")
     one, other = (backend(pool, publish=str(origin.root), **reach) for _ in range(2))
     assert one.batch_set_v1(["versioned"], indices(0)) == [True]
@@ -520,4 +520,4 @@ def test_pools_that_kvabr_has_no_tracks_for_end_the_start(origin, backend):
 
 
 def reach(origin):
-    return {"url": origin.url, "fingerprint": origin.fingerprint, "quic": "aioquic", "deadline_s": 20.0}
+    return {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}

@@ -82,4 +82,4 @@ def test_wrong_settings_are_named(given, says):
 
 
 def test_settings():
-    assert read_settings({"backend_name": "kvabr", "kvabr": {"publish": "pages", "queue": 3}}).queue == 3
+    assert read_settings({"backend_name": "kvabr", "kvabr": {"publish": "pages", "lookup_s": 3.0}}).lookup_s == 3.0

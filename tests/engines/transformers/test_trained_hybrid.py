@@ -1,7 +1,4 @@
-"""What levels cost a trained model with latents and states (`tools/train-hybrid`), on text that it has not seen.
-
-`tools/bench-hybrid` measures the same with more contexts; its tables are in docs/benchmarks.md.
-"""
+"""What levels cost a trained model with latents and states, on text that it has not seen."""
 
 from __future__ import annotations
 

@@ -24,11 +24,6 @@ def served(assets, tmp_path_factory):
     served.close()
 
 
-@pytest.fixture(params=["play-first", "promise-first"])
-def mode(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
     """What the tests of a module share with the real vLLM: the module's `World`."""
@@ -38,17 +33,16 @@ def world(request, tmp_path_factory):
 
 
 @pytest.fixture
-def engine_mode(world, mode):
-    """The engine of a world plays in one mode, and in the other; whatever happened, nothing of its plays is left."""
-    world.engine.use(mode)
+def settled(world):
+    """Whatever happened, nothing of a test's plays is left."""
     yield
     world.engine.settle()
     assert world.engine.worker._plays == {}
-    assert world.engine.half._promises is None or world.engine.half._promises.held_bytes == 0
+    assert world.engine.half._promises.held_bytes == 0
 
 
 @pytest.fixture
-def bench(served, mode):
-    bench = Bench(served, mode=mode)
+def bench(served):
+    bench = Bench(served)
     yield bench
     bench.close()

@@ -70,17 +70,6 @@ class RealEngine:
             own = [each for each in all_of(self.scheduler.connector) if hasattr(each, "_scheduler")]
             self.half, self.client = own[0]._scheduler, own[0]._client
 
-    def use(self, mode):
-        """Play in this mode from now on, as an engine would that was started with it."""
-        from kvabr.engines.vllm.scheduler import SchedulerHalf
-
-        self.settle()
-        old = self.half
-        settings = old._settings.model_copy(update={"mode": mode})
-        evict = self.scheduler.connector._evict
-        self.half = SchedulerHalf(settings, old._model, self.client, produces=old._produces, evict=evict)
-        self.scheduler.connector._scheduler = self.half
-
     def close(self):
         """End the engine, so that another one can be started in this process."""
         from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown

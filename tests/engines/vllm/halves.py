@@ -78,11 +78,11 @@ class Bench:
         self, served, publish=None, *, heads=None, layers=None, spec=SPEC, caches=None, waits=False, **options
     ):
         """``caches``: vLLM's tables, or all that it says of a model, as ``(ServedModel, tensors by layer)``."""
-        self.options = VllmSettings(
+        constants = {name: options.pop(name) for name in ("plays", "queue", "tail") if name in options}
+        self.options = type("Settings", (VllmSettings,), {"tail": 0, **constants})(
             url=served.url,
             fingerprint=served.fingerprint,
-            quic="aioquic",
-            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "tail": 0, "player": INSIDE} | options),
+            **({"policy": "fixed:FP16", "deadline_s": LIMIT_S, "player": INSIDE} | options),
         )
         given, named = caches if isinstance(caches, tuple) else (None, None)
         spec, caches = (spec, caches or plain(spec)) if given is None else (given.spec, given.caches)
@@ -122,10 +122,6 @@ class Bench:
         self.worker.register(self.named, lambda _: BlockLayout.PLAIN if named else BlockLayout.TRANSPOSED)
         self.running, self.tables = {}, {}
 
-    @property
-    def promises_first(self):
-        return self.options.mode == "promise-first"
-
     def matched(self, asked, computed=0):
         """The answer to vLLM, after as many steps as it takes."""
         end_s = time.monotonic() + LIMIT_S
@@ -134,11 +130,11 @@ class Bench:
             assert time.monotonic() < end_s
         return answer
 
-    def step(self, gone=()):
+    def step(self):
         """A step without computation: (published or given up, loaded, failed blocks)."""
         self.worker.begin(self.scheduler.step(self.running, self.tables.get))
         self.worker.computed()
-        sent, received = self.worker.collect(gone)
+        sent, received = self.worker.collect()
         for play in self.worker.placed():
             self.scheduler.placed(play)
         self.scheduler.received(received)

@@ -9,7 +9,6 @@ import torch
 
 from kvabr.engines.vllm.caches import Quantisation, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.config import _check_playable
-from kvabr.engines.vllm.interleaving import Interleaving
 from kvabr.types.kv import LayerClass
 
 
@@ -90,22 +89,6 @@ def test_codes_have_the_scales_of_their_layers():
     packed = spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=1, state_content_bytes=20)
     with pytest.raises(UnknownCacheError, match="packed"):
         caches(group([0], packed), layers=1, quantisation=how)
-
-
-def test_packed_layers_are_bytes():
-    packed = {"dtype": torch.uint8, "kv_quant_mode": 7, "num_heads": 2, "state_content_size_bytes": 10}
-    how = Quantisation(packing="vllm:turboquant_4bit_nc")
-    kept = spec("FullAttentionSpec", **packed)
-    found = caches(group([0, 2], FULL), group([1], kept), layers=3, quantisation=how)
-    assert found.classes == (
-        LayerClass("full", (0, 2), 2, 8, 8, "bfloat16"),
-        LayerClass("full", (1,), 2, 10, 0, "uint8", packing="vllm:turboquant_4bit_nc,dim=8,block=16"),
-    )
-    with pytest.raises(UnknownCacheError, match="packed in bfloat16 instead of bytes"):
-        caches(group([0], spec("FullAttentionSpec", kv_quant_mode=7)), layers=1, quantisation=how)
-    shared = spec("FullAttentionSpec", dcp_sharded=True, **packed)
-    with pytest.raises(UnknownCacheError, match="leave decode_context_parallel_size at 1"):
-        caches(group([0], shared), layers=1, quantisation=how, interleaving=Interleaving(2))
 
 
 def test_blocks_that_were_taken_away_stand_at_the_beginning():

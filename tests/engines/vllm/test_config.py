@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine-vllm")
 
 from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import KeptAs, VllmSettings, _names, facts_of, ropes_of_config, served_model
+from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import with_facts
 from tests.engines.smollm2_folder import smollm2_folder
@@ -120,19 +120,15 @@ def test_scaled_rope_is_told_from_plain_rope(config):
     assert rope.frequencies[0] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "policy"), [("play-first", "recompute"), ("play-first", "fail"), ("promise-first", "recompute")]
-)
-def test_a_connector_that_is_set_up_well(config, mode, policy):
-    assert connect(config(URL | {"mode": mode}, policy=policy)).requires_kv_delivery is False
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_connector_that_is_set_up_well(config, policy):
+    assert connect(config(URL, policy=policy)).requires_kv_delivery is False
 
 
 @pytest.mark.parametrize(
     ("extra", "role", "policy", "options", "what"),
     [
         (URL | {"deadlin_s": 1}, "kv_consumer", "recompute", {}, "did you mean 'deadline_s'"),
-        (URL | {"mode": "promise-first"}, "kv_consumer", "fail", {}, 'set kv_load_failure_policy to "recompute"'),
-        (URL | {"mode": "both"}, "kv_consumer", "recompute", {}, "mode is 'both': it must be 'play-first' or"),
         ({}, "kv_consumer", "recompute", {}, 'needs "url"'),
         (URL, "kv_both", "recompute", {}, 'needs "publish"'),
         (URL, "kv_consumer", "recompute", {"block_size": 96}, "multiple of the other"),
@@ -154,7 +150,7 @@ def test_an_fp8_cache_is_one_of_codes_with_the_scales_of_the_checkpoint(config):
     assert served.unquantised is None
     scales = {f"model.layers.{layer}.self_attn.attn": (0.5, 0.25) for layer in range(30)}
     settings = VllmSettings(**URL, plain_caches=True)
-    scaled = served_model(made, of_codes, settings, kept_as=KeptAs(scales))
+    scaled = served_model(made, of_codes, settings, scales=scales)
     assert scaled.spec.only.scales == (0.5, 0.25) * 30
     assert scaled.unquantised.same_cache(
         served_model(config(), caches(config()), settings).spec.changed(dtype="bfloat16")
@@ -180,17 +176,17 @@ def layer_of(scale, **fields):
 
 
 def test_scales_of_heads_are_not_known(config):
-    from kvabr.engines.vllm.connector import kept_as
+    from kvabr.engines.vllm.connector import scales_of
 
     made = config(kv_cache_dtype="fp8")
     layers = made.compilation_config.static_forward_context
     layers["a"] = layer_of(1.0)
-    assert kept_as(made) == KeptAs()
+    assert scales_of(made) == {}
     layers["b"] = layer_of(0.5, _k_scale_float=0.5)
-    assert kept_as(made).scales == {"a": (1.0, 1.0), "b": (0.5, 1.0)}
+    assert scales_of(made) == {"a": (1.0, 1.0), "b": (0.5, 1.0)}
     layers["c"] = layer_of([0.5, 0.25])
     with pytest.raises(UsageError, match="c: the checkpoint scales the FP8 cache head by head"):
-        kept_as(made)
+        scales_of(made)
 
 
 def test_a_model_without_a_folder_must_be_named(config):

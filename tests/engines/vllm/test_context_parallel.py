@@ -73,7 +73,7 @@ def kept(shape, interleaving):
 
 
 @pytest.mark.parametrize(("shape", "ranks", "turn"), [("deepseek", 2, 1), ("glm", 4, 4), ("kimi", 2, 16)])
-def test_each_rank_has_its_tokens_of_a_cache_that_was_published_as_one(tmp_path, mode, shape, ranks, turn):
+def test_each_rank_has_its_tokens_of_a_cache_that_was_published_as_one(tmp_path, shape, ranks, turn):
     whole = KVSpec(f"test/{shape}", "t", kept(shape, WHOLE).classes, 16)
     made = Publisher(tmp_path / "assets", whole, prior=default_catalog(), tracks=["FP16"])
     exact = numbers(whole, TOKENS)
@@ -84,7 +84,7 @@ def test_each_rank_has_its_tokens_of_a_cache_that_was_published_as_one(tmp_path,
         for rank in range(ranks):
             caches = kept(shape, Interleaving(ranks, rank, turn))
             assert caches.classes == whole.classes
-            bench = Bench(served, spec=whole, caches=caches, mode=mode)
+            bench = Bench(served, spec=whole, caches=caches)
             try:
                 asked = request(tokens=TOKENS)
                 count, _ = bench.matched(asked)

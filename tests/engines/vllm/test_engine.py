@@ -21,7 +21,7 @@ from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.halves import LONGEST
 from tests.engines.vllm.world import VllmWorld
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
 
 DEADLINE_S = 60.0
 """Enough for 16 caches through a machine that has other things to do."""
@@ -43,7 +43,7 @@ class World(VllmWorld):
         self.link = Shaper(self.origin.address, Conditions(rtt_s=0.01))
         url = f"moqt://127.0.0.1:{self.link.address[1]}/"
         own = {"player": "inside"}  # where tests look into the client
-        extra = self.playing(url=url, deadline_s=DEADLINE_S, queue=32, **names, **own) | self.publishing("FP16")
+        extra = self.playing(url=url, deadline_s=DEADLINE_S, **names, **own) | self.publishing("FP16")
         self.engine = RealEngine(model, extra)
         self.prompts = prompts_of(self.engine.tokens(TEXT))
         self.cold = []
@@ -89,7 +89,7 @@ def test_says_which_version_it_ran(record_property):
     assert ADAPTER.check(vllm.__version__)
 
 
-def test_the_tail_is_computed_with_the_question(world, mode, tmp_path, monkeypatch):
+def test_the_tail_is_computed_with_the_question(world, tmp_path, monkeypatch):
     """Of exact caches the text is that of a prompt that was computed, whatever of them is left to vLLM."""
     world.origin.wait_for_assets(16)
     (tmp_path / "longest.py").write_text(LONGEST)
@@ -104,11 +104,11 @@ def test_the_tail_is_computed_with_the_question(world, mode, tmp_path, monkeypat
     assert 0 < counted["tokens_loaded"] <= sum(map(len, world.prompts[:4])) - counted["tokens_tail"]
 
 
-def test_sixteen_requests_at_once_play_what_was_published(world, mode):
+def test_sixteen_requests_at_once_play_what_was_published(world):
     world.origin.wait_for_assets(16)
     texts, counted, took_s = world.run()
     print(
-        f"16 hits, {mode}: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
+        f"16 hits: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
         f"{max(world.engine.first_tokens_s):.1f} s; {counted}"
     )
     assert texts == world.cold
@@ -117,7 +117,7 @@ def test_sixteen_requests_at_once_play_what_was_published(world, mode):
     # Whole blocks, and one token at least is left for vLLM to compute.
     tokens = sum((len(prompt) - 1) // 128 * 128 for prompt in world.prompts)
     # What the first of a family has brought is in vLLM's own cache when the others are promised anything.
-    assert counted["tokens_loaded"] == (tokens if mode == "promise-first" else tokens - 12 * 384)
+    assert counted["tokens_loaded"] == tokens - 12 * 384
     assert "tokens_missed" not in counted
     assert "plays_unused" not in counted
     world.engine.settle()  # what was published already is not published again
@@ -186,7 +186,7 @@ def received(client):
     return client.begin(ask).result()
 
 
-def test_an_origin_that_dies_mid_play(world, mode):
+def test_an_origin_that_dies_mid_play(world):
     trace = constant(60.0)
     world.engine.forget()
     world.link.begin(trace, 0.0, Conditions(rtt_s=0.01))
@@ -209,7 +209,7 @@ def test_an_origin_that_dies_mid_play(world, mode):
         killer.join()
         world.origin.start()
     print(
-        f"origin dies, {mode}: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
+        f"origin dies: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first token "
         f"{max(world.engine.first_tokens_s):.1f} s; {counted}"
     )
     assert texts == world.cold
@@ -228,11 +228,11 @@ def test_and_is_played_from_again_once_it_is_back(world):
         assert time.monotonic() < end_s
 
 
-def test_a_deadline_that_is_always_missed(world, mode):
+def test_a_deadline_that_is_always_missed(world):
     world.link.begin(constant(0.2), 0.0, Conditions(rtt_s=0.01))
     texts, counted, took_s = world.run(kv_transfer_params={"deadline_s": 1.0})
     print(
-        f"deadline missed, {mode}: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first "
+        f"deadline missed: {took_s:.1f} s, of {world.cold_s:.1f} s to compute all; longest wait for a first "
         f"token {max(world.engine.first_tokens_s):.1f} s; {counted}"
     )
     assert texts == world.cold
@@ -240,8 +240,8 @@ def test_a_deadline_that_is_always_missed(world, mode):
     assert took_s < 1.0 + world.cold_s + MORE_S
 
 
-def test_a_deadline_cuts_the_prefix_and_no_block_fails(world, mode, monkeypatch):
-    """On a link that carries a part of the cache, what came is used, and in the mode "play-first" nothing fails."""
+def test_a_deadline_cuts_the_prefix_and_no_block_fails(world, monkeypatch):
+    """On a link that carries a part of the cache, what came is used, and nothing fails."""
     failed = set()
     before = world.engine.worker.failed_blocks
 
@@ -265,12 +265,10 @@ def test_a_deadline_cuts_the_prefix_and_no_block_fails(world, mode, monkeypatch)
             break
     assert 0 < counted["tokens_loaded"] < 512
     assert counted["tokens_loaded"] + counted["tokens_missed"] == (len(world.prompts[0]) - 1) // 128 * 128
-    assert bool(failed) == (mode == "promise-first")
+    assert not failed
 
 
-def test_more_requests_than_fit_into_host_memory_wait_their_turn(world, mode):
-    if mode == "promise-first":
-        pytest.skip("plays into blocks, which vLLM bounds")
+def test_more_requests_than_fit_into_host_memory_wait_their_turn(world):
     promises = world.engine.half._promises
     promises._max_bytes = 2 * world.engine.half._model.spec.elements_per_token * 4 * 640
     most = []
@@ -322,7 +320,7 @@ def test_short_prompts_are_left_alone(world):
     assert "plays" not in counted
 
 
-def test_memory_stays_flat_over_200_requests(world, mode):
+def test_memory_stays_flat_over_200_requests(world):
     import gc
 
     def resident():
@@ -337,5 +335,5 @@ def test_memory_stays_flat_over_200_requests(world, mode):
     for _ in range(25):
         world.run(prompts[:8], tokens=1)
         rounds.append(resident())
-    print(f"resident MiB after each 8 requests, {mode}:", [round(mib) for mib in rounds])
+    print("resident MiB after each 8 requests:", [round(mib) for mib in rounds])
     assert rounds[-1] - rounds[4] < 48

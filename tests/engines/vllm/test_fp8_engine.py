@@ -84,7 +84,7 @@ def world(tmp_path):
 
 def test_an_fp8_cache_with_scales(world, tmp_path):
     plain, scaled = tiny_llama(tmp_path / "plain"), tiny_scaled(tmp_path / "scaled", SCALES)
-    world.start(plain, "Raw", asset_dtype="float32")
+    world.start(plain, "Raw")
     _, numbers = world.published(OTHER)
 
     world.start(scaled, "Raw", "Int4", plain_caches=True)

@@ -9,6 +9,7 @@ import torch
 
 from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
+from kvabr.engines.vllm.windows import KeptWindows
 from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.catalog import Catalog
@@ -75,8 +76,8 @@ def bench_of(served, publish=None, **options):
 
 
 @pytest.fixture
-def bench(served, mode):
-    bench = bench_of(served, mode=mode)
+def bench(served):
+    bench = bench_of(served)
     yield bench
     bench.close()
 
@@ -176,26 +177,21 @@ def test_a_copy_that_fails_fails_the_request_and_nothing_is_asked_again(served):
 
 
 @pytest.mark.parametrize(("track", "group"), [("full", 0), ("full", 4), ("window40", 7), ("window40", 9)])
-def test_whatever_is_lost_the_rest_is_computed(tmp_path, mode, track, group):
+def test_whatever_is_lost_the_rest_is_computed(tmp_path, track, group):
     asset = publish(tmp_path / "assets")
     frame = asset / "groups" / f"FP16.{track}" / f"{group:05d}.kvg"
     data = bytearray(frame.read_bytes())
     data[200] ^= 1
     frame.write_bytes(data)
     served = Served(tmp_path / "assets", tmp_path)
-    bench = bench_of(served, mode=mode, deadline_s=20.0)
+    bench = bench_of(served, deadline_s=20.0)
     try:
         asked = request(tokens=[*TOKENS, 7])
         count, tables = load(bench, asked)
-        if mode == "promise-first":
-            assert count == 160
-            assert bench.worker.failed_requests() == {"r"}
-            assert "tokens_loaded" not in {name for name, value in bench.worker.counts.take().items() if value}
-        else:
-            assert count < 16 * (group + 1)  # never with the group that was lost
-            assert bench.worker.failed_requests() == set()
-            if count:
-                check(bench, tables, 0, count)
+        assert count < 16 * (group + 1)  # never with the group that was lost
+        assert bench.worker.failed_requests() == set()
+        if count:
+            check(bench, tables, 0, count)
         assert bench.scheduler.matched(asked, 0) == (0, False)
     finally:
         bench.close()
@@ -270,8 +266,9 @@ def test_what_windows_drop_is_published_all_the_same(served, tmp_path):
 
 def test_what_was_not_kept_is_not_published(served, tmp_path):
     tokens = [token + 500 for token in range(150)]
-    bench = bench_of(served, tmp_path / "out", window_mib=0)
+    bench = bench_of(served, tmp_path / "out")
     try:
+        bench.worker._publications._windows = KeptWindows(0)
         for asked in (request("p", tokens), request("q", tokens)):
             tables = prefill(bench, asked, numbers(150)) if asked.request_id == "p" else tables_of(144, more=1)
             assert bench.scheduler.finished(asked, tables)  # of the second vLLM had all

@@ -116,7 +116,7 @@ def compute(bench, asked, tokens, table=range(1, 30)):
     bench.worker.preempted(step)
     written(bench, begin // 8 * 8, (begin + tokens) // 8 * 8, table)
     bench.worker.computed()
-    bench.worker.collect(())
+    bench.worker.collect()
     asked.num_computed_tokens += tokens
     bench.running = {}
 
@@ -238,7 +238,7 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
 
 
 def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
-    bench = live(served, tmp_path / "out", policy="fixed:Int4", mode="promise-first")
+    bench = live(served, tmp_path / "out", policy="fixed:Int4")
     try:
         bench.load(request())
         asked = asking(bench, computed=64)
@@ -263,33 +263,25 @@ def found(bench, asked):
     return bench.client.begin(lambda client: client.find(ids, model=SPEC)).result(LIMIT_S)
 
 
-def test_another_engine_plays_it_while_it_is_computed(tmp_path, mode):
+def test_another_engine_plays_it_while_it_is_computed(tmp_path):
     (tmp_path / "out").mkdir()
-    origin = ServedFolder(tmp_path / "out", tmp_path, quic="aioquic")
+    origin = ServedFolder(tmp_path / "out", tmp_path)
     served = SimpleNamespace(url=f"moqt://127.0.0.1:{origin.port}/", fingerprint=origin.fingerprint)
-    first, second = live(served, tmp_path / "out"), Bench(served, mode=mode)
+    first, second = live(served, tmp_path / "out"), Bench(served)
     try:
         asked = asking(first)
         compute(first, asked, 20)
         wanted = request("d", tokens=[*TOKENS[:64], 1, 2])
         wait_for(lambda: found(second, wanted))
-        if mode == "promise-first":
-            count, _ = second.matched(wanted)
-            second.scheduler.allocated(wanted, [list(range(20))], count)
+        while not second.worker._plays:
+            assert second.scheduler.matched(wanted, 0) == (None, False)
             second.step()
-        else:
-            while not second.worker._plays:
-                assert second.scheduler.matched(wanted, 0) == (None, False)
-                second.step()
         for tokens in (20, 24, 6):
             compute(first, asked, tokens)
         assert first.scheduler.finished(asked, [list(range(1, 10))])
-        if mode == "promise-first":
-            assert second.steps() == (set(), {"d"}, set())
-        else:
-            count, _ = second.matched(wanted)
-            second.scheduler.allocated(wanted, [list(range(20))], count)
-            second.step()
+        count, _ = second.matched(wanted)
+        second.scheduler.allocated(wanted, [list(range(20))], count)
+        second.step()
         assert count == 64
         assert near(second.blocks(list(range(8))), exact(0, 64))
         counted = second.worker.counts.take()

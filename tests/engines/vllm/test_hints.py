@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
+from kvabr.client.options import PlayOptions
 from kvabr.data import default_catalog
+from kvabr.engines.vllm import worker
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.catalog import Catalog
 from tests.client.served import LIMIT_S, Served
@@ -53,10 +56,10 @@ def test_the_cache_of_a_session_that_goes_on_is_kept(bench, said):
     assert store.memory.kept_bytes == store.memory.total_bytes > 0
 
 
-def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path, mode):
+def test_what_is_published_of_a_request_is_kept_once_it_is(tmp_path):
     (tmp_path / "assets").mkdir()
     served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served, publish=tmp_path / "assets", mode=mode)
+    bench = Bench(served, publish=tmp_path / "assets")
     try:
         assert bench.matched(asked := asking(keep_s=600)) == (0, False)
         bench.prefilled()
@@ -82,18 +85,7 @@ def test_more_than_the_longest_time_is_the_longest_time(bench):
 def test_what_is_no_number_of_seconds_is_refused_in_words(bench, caplog, said):
     bench.scheduler.finished(asking(**said), [[]])
     assert bench.scheduler.counts.take() == {"params_ignored": 1}
-    assert "keep_s is not a number of seconds up to 3600, hint_s" in caplog.text
-
-
-@pytest.mark.parametrize("setting", [{"hint_s": 0.0}, {"hint_mib": 0}])
-def test_an_operator_may_ignore_hints(served, setting, caplog):
-    bench = Bench(served, **setting)
-    try:
-        bench.scheduler.finished(asking(back=True), [[]])
-        assert bench.scheduler.counts.take() == {"params_ignored": 1}
-        assert "nothing is kept for requests here" in caplog.text
-    finally:
-        bench.close()
+    assert "keep_s is not a number of seconds up to 3600" in caplog.text
 
 
 def test_every_rank_has_its_part(tmp_path):
@@ -115,8 +107,9 @@ def test_every_rank_has_its_part(tmp_path):
         served.close()
 
 
-def test_what_was_played_with_a_loss_is_fetched_again_while_the_link_is_idle(served):
-    bench = Bench(served, policy="anytime", prefill_rate=1.0, time_price=1e6)
+def test_what_was_played_with_a_loss_is_fetched_again_while_the_link_is_idle(served, monkeypatch):
+    monkeypatch.setattr(worker, "PlayOptions", partial(PlayOptions, time_price=1e6))
+    bench = Bench(served, policy="anytime", prefill_rate=1.0)
     try:
         asked = request()
         assert bench.matched(asked) == (64, True)

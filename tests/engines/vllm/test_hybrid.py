@@ -20,7 +20,7 @@ from tests.engines.vllm.tinies import tiny_gemma
 from tests.engines.vllm.world import SMALL, VllmWorld, harmed, zeroed
 from tests.needs import GEMMA as NEEDS_GEMMA
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
 
 GEMMA = os.environ.get("KVABR_GEMMA")
 
@@ -167,15 +167,3 @@ def test_what_was_computed_behind_an_exact_cache_is_published(world):
     assert text == cold
     assert counted["tokens_loaded"] > 0
     assert len(set(world.assets.iterdir()) - before) == 1
-
-
-def test_they_have_no_passages_and_the_reason_is_said(world):
-    trouble = world.engine.half._trouble
-    text, counted = world.played(passages=[[100, 200]], salt="blended")
-    assert text == world.cold
-    assert "lookups_joined" not in counted
-    assert "passages of this model are not played, but computed" in trouble._since
-    text, counted = world.says(world.prompt, publish=True, publish_passage=100)
-    assert text == world.cold
-    assert counted["publish_skipped_unfit"] == 1
-    assert "a passage is not published" in trouble._since

@@ -172,9 +172,9 @@ def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
         bench.close()
 
 
-def test_a_worker_says_what_a_play_lost(served, mode):
+def test_a_worker_says_what_a_play_lost(served):
     """Int4 of the toy loses more than AC-L3 does: the blocks of both modes are taken out when their requests end."""
-    bench = Bench(served, mode=mode, policy="fixed:Int4")
+    bench = Bench(served, policy="fixed:Int4")
     try:
         asked = request()
         count, failed = bench.load(asked)

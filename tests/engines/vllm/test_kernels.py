@@ -66,7 +66,7 @@ def played(served, layout, policy, **options):
     ("layout", "track", "options"),
     [
         (BlockLayout.PLAIN, "AC-5x", {}),
-        (BlockLayout.TRANSPOSED, "AC-L0", {"mode": "promise-first"}),
+        (BlockLayout.TRANSPOSED, "AC-L0", {}),
         (BlockLayout.PLAIN, "AC-L0", {"heads": range(1, 2)}),
         (BlockLayout.PLAIN, "AC-L0", {"player": OWN}),
     ],

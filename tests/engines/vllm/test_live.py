@@ -33,10 +33,9 @@ class World(VllmWorld):
         super().close()
 
 
-@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
-def test_both_say_the_same(world, mode):
-    world.engine.use(mode)
-    prompt = IDS[:700] if mode == "play-first" else IDS[800:1500]
+def test_both_say_the_same(world):
+    world.engine.settle()
+    prompt = IDS[:700]
     world.engine.counted()
     world.producer.begin(prompt, SAID)
     end_s = time.monotonic() + 300
@@ -52,11 +51,10 @@ def test_both_say_the_same(world, mode):
     assert "tokens_missed" not in counted
 
 
-@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
-def test_disaggregated_prefill(world, mode):
+def test_disaggregated_prefill(world):
     """As vLLM's proxy asks: the prefill node for one token, and the decode node as soon as that has answered."""
-    world.engine.use(mode)
-    prompt = IDS[1600:2300] if mode == "play-first" else IDS[2400:3100]
+    world.engine.settle()
+    prompt = IDS[1600:2300]
     cold, _ = world.says(prompt, SAID, play=False)
     world.engine.forget()
     (first,) = world.producer.generate(prompt, 1)

@@ -46,9 +46,9 @@ def empty(tmp_path):
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_adapters_and_their_base_do_not_mix(empty, mode, live):
+def test_adapters_and_their_base_do_not_mix(empty, live):
     served, folder = empty
-    bench = Bench(served, folder / "assets", mode=mode, publish_live=live)
+    bench = Bench(served, folder / "assets", publish_live=live)
     try:
         mine = request("mine", lora_request=lora(folder / "one"))
         bench.prefilled()
@@ -66,7 +66,7 @@ def test_adapters_and_their_base_do_not_mix(empty, mode, live):
     finally:
         bench.close()
     again = Served(folder / "assets", folder)
-    bench = Bench(again, mode=mode)
+    bench = Bench(again)
     try:
         for who, tokens in [
             (lora(folder / "renamed", "another"), 64),

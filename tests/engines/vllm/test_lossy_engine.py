@@ -13,7 +13,7 @@ from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.world import VllmWorld
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
 
 SAID = 32
 

@@ -49,8 +49,8 @@ def seen(tmp_path):
         ([], 16),
     ],
 )
-def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, mode, media, tokens):
-    bench = Bench(seen, mode=mode)
+def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, media, tokens):
+    bench = Bench(seen)
     try:
         assert bench.load(request(mm_features=media))[0] == tokens
     finally:
@@ -91,21 +91,6 @@ def test_digests_are_computed_side_by_side_and_only_for_what_needs_them(seen):
         computed = request("c", mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params={"play": False})
         assert bench.scheduler.matched(computed, 0) == (0, False)
         assert "c" not in bench.scheduler._pictures._asked
-    finally:
-        bench.close()
-
-
-def test_a_request_with_pictures_has_no_passages(seen, tmp_path):
-    bench = Bench(seen, tmp_path / "out")
-    try:
-        given = {"passages": [[0, 8]]}
-        asked = request(mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params=given, cache_salt="blended")
-        assert bench.scheduler._passages.parts(asked) is None
-        given = {"publish_passage": True}
-        assert not bench.scheduler.finished(
-            request("p", mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params=given), [list(range(9))]
-        )
-        assert bench.scheduler.counts.take() == {"publish_skipped_unfit": 1}
     finally:
         bench.close()
 

@@ -56,9 +56,8 @@ def test_each_stage_publishes_its_own_layers(world, cold):
     assert len(cold) == 16
 
 
-@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
-def test_stages_play_what_stages_have_published(world, cold, mode):
-    world.engine.use(mode)
+def test_stages_play_what_stages_have_published(world, cold):
+    world.engine.settle()
     text, counted = world.says(world.prompt, deadline_s=30.0)
     assert text == cold
     assert counted["lookups_hit"] == 1
@@ -66,9 +65,8 @@ def test_stages_play_what_stages_have_published(world, cold, mode):
     assert counted["tokens_loaded"] == 2 * 384  # in each stage
 
 
-@pytest.mark.parametrize("mode", ["play-first", "promise-first"])
-def test_one_stage_lacks_a_group(world, cold, mode):
-    world.engine.use(mode)
+def test_one_stage_lacks_a_group(world, cold):
+    world.engine.settle()
     paths = [path for path in world.assets.iterdir() if "+layers4-7" in (path / "catalog.json").read_text()]
     (frame,) = (paths[0] / "groups" / "FP16.full").glob("00001.kvg")
     with harmed(frame):

@@ -63,7 +63,7 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         bench.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"mode": "promise-first"}, {"ranks": 2}])
+@pytest.mark.parametrize("how", [{}, {"ranks": 2}])
 def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_question(served, tmp_path, how):
     """Of a promise that is filled later, and of several workers, the scheduler says where it ends."""
     (tmp_path / "longest.py").write_text(LONGEST)
@@ -129,7 +129,6 @@ class Earlier(CheapFirst):
     [
         {"policy": "Earlier", "prefill_rate": 1000.0},
         {"policy": "Longest", "tail": 40},
-        {"policy": "Longest", "tail": 40, "mode": "promise-first"},
     ],
 )
 def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
@@ -154,24 +153,6 @@ def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
         served.close()
 
 
-@pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
-def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
-    bench = Bench(served, policy="fixed:Int4", tail=40)
-    try:
-        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
-        for asked in (request(), *(request(f"other {number}") for number in range(others))):
-            bench.scheduler.arrived(asked)
-            lookup = bench.scheduler._lookups[asked.request_id]
-            lookup.handle.result(LIMIT_S)
-            assert bench.scheduler._settle(asked, lookup, lookup.handle)
-        assert lookup.found is not None
-        assert bench.scheduler._tail(6) == wanted
-        bench.scheduler._model = replace(bench.model, ranks=2)
-        assert bench.scheduler._tail(6) == 0
-    finally:
-        bench.close()
-
-
 @pytest.mark.parametrize(
     ("step_tokens", "found"),
     [(1 << 20, [32] * 8), (6, [64] * 2), (21, [64] * 2), (22, [48, 64]), (86, [32, 32, 48, 64])],
@@ -179,7 +160,7 @@ def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tok
 def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, step_tokens, found):
     """A question has 6 tokens here, a group 16."""
     (tmp_path / "longest.py").write_text(LONGEST)
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first")
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
     try:
         bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
         for number, count in enumerate(found):
@@ -191,7 +172,7 @@ def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, st
 def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
     in_time = "max((index for index, cost in enumerate(costs) if cost < 30.0), default=0)"
     (tmp_path / "longest.py").write_text(LONGEST.replace("len(offers) - 1", in_time))
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, mode="promise-first", deadline_s=30.0)
+    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, deadline_s=30.0)
     try:
         counts = []
         for rate in (0.1, 1e6, None):
@@ -327,11 +308,11 @@ def spoil(asset, group):
 
 
 @pytest.mark.parametrize("group", [0, 2])
-def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, group, mode):
+def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, group):
     toy_asset(tmp_path / "assets" / "one", ("FP16",))
     spoil(tmp_path / "assets" / "one", group)
     served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served, mode=mode)
+    bench = Bench(served)
     try:
         asked = request()
         assert bench.load(asked) == (64, set(range(2 * group, 8)))

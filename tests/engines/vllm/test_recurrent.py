@@ -15,7 +15,7 @@ from tests.engines.vllm.test_hybrid import World
 from tests.engines.vllm.tinies import tiny_delta
 from tests.engines.vllm.world import harmed, zeroed
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("engine_mode")]
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ class World(VllmWorld):
 
     def __init__(self, folder):
         super().__init__(folder)
-        extra = self.playing(store_mib=64, hint_mib=32) | self.publishing("FP16")
+        extra = self.playing(store_mib=64) | self.publishing("FP16")
         self.engine = RealEngine(tiny_llama(folder / "model"), extra, **SMALL)
 
     def followed(self):

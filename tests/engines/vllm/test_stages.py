@@ -92,9 +92,9 @@ def layers(request):
     return request.param
 
 
-def test_a_stage_plays_its_own_layers(served, layers, mode):
+def test_a_stage_plays_its_own_layers(served, layers):
     caches = EngineCaches(with_layers(SPEC, layers).classes, STAGES[layers])
-    bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True, mode=mode)
+    bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)
     try:
         asked = request(tokens=[*TOKENS, 7, 8])
         count, waits = bench.matched(asked)
@@ -118,32 +118,6 @@ def test_a_stage_plays_its_own_layers(served, layers, mode):
         assert own <= bench.worker.counts.take()["bytes_fetched"] < 1.3 * own + 9000
     finally:
         bench.close()
-
-
-def test_each_rank_finds_its_own_stage(served):
-    """As vLLM's scheduler belongs to the first stage, it looks up for that one, and tells all ranks what it found."""
-    first, second = (
-        Bench(
-            served,
-            spec=SPEC,
-            caches=EngineCaches(with_layers(SPEC, layers).classes, STAGES[layers]),
-            layers=layers,
-            waits=True,
-            mode="promise-first",
-        )
-        for layers in STAGES
-    )
-    try:
-        asked = request(tokens=[*TOKENS, 7, 8])
-        count, _ = first.matched(asked)
-        first.scheduler.allocated(asked, TABLES, count)
-        second.worker.begin(first.scheduler.step({}, None))
-        assert second.steps() == (set(), {"r"}, set())
-        assert second.worker.failed_requests() == set()
-        assert second.worker.counts.take()["tokens_loaded"] == 160
-    finally:
-        first.close()
-        second.close()
 
 
 def test_layers_of_another_model_are_not_written(served, layers):

@@ -219,10 +219,10 @@ def served(tmp_path):
 
 
 @pytest.mark.parametrize("beyond", [[], [1, 2, 3]])
-def test_what_one_engine_left_another_begins_with(served, mode, beyond):
+def test_what_one_engine_left_another_begins_with(served, beyond):
     source = bench_of(served)
     fill(source, 1)
-    bench = bench_of(served, mode=mode)
+    bench = bench_of(served)
     try:
         asked = request(tokens=[*TOKENS[:64], 99, *beyond])
         count, waits = bench.matched(asked)
@@ -241,8 +241,8 @@ def test_what_one_engine_left_another_begins_with(served, mode, beyond):
 
 
 @pytest.mark.parametrize("tokens", [TOKENS[:64], [*TOKENS[:60], 1, 2, 3, 4, 5, 6], TOKENS[:50]])
-def test_a_prompt_that_ends_or_turns_before_the_state_is_computed(served, mode, tokens):
-    bench = bench_of(served, mode=mode)
+def test_a_prompt_that_ends_or_turns_before_the_state_is_computed(served, tokens):
+    bench = bench_of(served)
     try:
         assert bench.matched(request(tokens=tokens)) == (0, False)
     finally:
@@ -250,8 +250,9 @@ def test_a_prompt_that_ends_or_turns_before_the_state_is_computed(served, mode, 
 
 
 def test_a_state_that_was_not_kept_is_not_published(served, tmp_path):
-    bench = bench_of(served, tmp_path / "out", window_mib=0)
+    bench = bench_of(served, tmp_path / "out")
     try:
+        bench.worker._publications._states = KeptStates(0)
         asked = request("p", [token + 500 for token in TOKENS])
         assert bench.scheduler.finished(asked, TABLES)
         assert bench.steps()[0] == {"p"}
@@ -260,8 +261,8 @@ def test_a_state_that_was_not_kept_is_not_published(served, tmp_path):
         bench.close()
 
 
-def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path, mode):
-    bench = bench_of(served, tmp_path / "out", policy="fixed:Raw", mode=mode)
+def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path):
+    bench = bench_of(served, tmp_path / "out", policy="fixed:Raw")
     try:
         asked = request(tokens=[*TOKENS[:64], 99])
         count, _ = bench.matched(asked)
@@ -281,20 +282,15 @@ def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path, mode)
         bench.close()
 
 
-def test_a_damaged_state_is_computed(served, mode, tmp_path):
+def test_a_damaged_state_is_computed(served, tmp_path):
     (frame,) = (tmp_path / "assets").glob("*/groups/Raw.state-recurrent/*.kvg")
     data = bytearray(frame.read_bytes())
     data[len(data) // 2] ^= 1
     frame.write_bytes(data)
-    bench = bench_of(served, mode=mode)
+    bench = bench_of(served)
     try:
         asked = request(tokens=[*TOKENS[:64], 99])
         count, _ = bench.matched(asked)
-        if mode == "promise-first":
-            bench.scheduler.allocated(asked, OTHERS, count)
-            assert bench.steps() == (set(), {"r"}, set())
-            assert bench.worker.failed_requests() == {"r"}
-        else:
-            assert count == 0
+        assert count == 0
     finally:
         bench.close()

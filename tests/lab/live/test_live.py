@@ -53,7 +53,7 @@ def shaper(origin):
 
 
 def alike(run, simulated):
-    """`tools/bench-real-link` measures how close they are: a busy machine, or a lost packet, makes a play late."""
+    """A busy machine, or a lost packet, makes a play late."""
     return run["ttft_s"] >= 0.75 * simulated["ttft_s"]
 
 

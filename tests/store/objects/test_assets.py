@@ -143,25 +143,6 @@ def test_an_object_that_was_replaced_under_a_reader_is_found_out(store_url, dama
             open_store(store_url).open(name).check_parts()
 
 
-def test_what_a_collector_took_meanwhile_is_written_again(store_url, monkeypatch):
-    put(store_url, PLAIN, TOKENS[:512], loss=0.5)
-    bucket = Bucket.open(store_url)
-    spans_there = [key for key in keys(store_url) if key.startswith("s/")]
-    put_new, taken = Bucket.put_new_sync, []
-
-    def take(self, key, data):
-        if key.startswith("a/") and not taken:
-            taken.append(key)
-            bucket.delete_sync(spans_there)  # between the last look and the catalog
-        return put_new(self, key, data)
-
-    monkeypatch.setattr(Bucket, "put_new_sync", take)
-    catalog, writer = put(store_url, PLAIN, TOKENS[:512] + TOKENS[:30])
-    assert taken
-    assert writer.reused == 2
-    assert check(open_store(store_url).open(catalog.namespace.prompt)) == catalog  # its own, losses and all
-
-
 def test_a_publisher_that_ends_early_leaves_nothing_that_is_listed(store_url, monkeypatch):
     put_new, left = Bucket.put_new_sync, itertools.count()
 
@@ -199,8 +180,6 @@ def test_a_name_that_is_no_digest_is_refused(tmp_path):
         store.open("ab" * 32)
     with pytest.raises(AssetError, match="store is empty"):
         store.open()
-    with pytest.raises(UsageError, match="kvabr store"):
-        store.quota(1 << 30)
     for tokens in (20, 30):
         put(store, PLAIN, TOKENS[:tokens])
     with pytest.raises(AssetError, match=r"has 2 assets .*DIGEST"):

@@ -132,8 +132,8 @@ def test_caches_with_impossible_dates_are_played_and_managed(flaky, kind, capsys
         with Client(url, model=PLAIN) as client:
             played = client.play(list(range(20)), deadline=20.0)
             assert played.tokens == 20
-    for command in (["ls"], ["verify"], ["gc", "--dry-run"]):
-        assert main(["store", command[0], server.url, *command[1:]]) in (0, 1)
+    for command in ("ls", "verify"):
+        assert main(["store", command, server.url]) in (0, 1)
     assert "Traceback" not in capsys.readouterr().err
 
 

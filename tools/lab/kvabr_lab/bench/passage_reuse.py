@@ -97,7 +97,7 @@ class _Shelf:
         self._root, self._library = root, library
         self._documents = collection.passages()
         size = sum(self._store(passage, b"") for passage in self._documents)
-        self.quota = FolderQuota(root, int(size * collection.room), "lru")
+        self.quota = FolderQuota(root, int(size * collection.room))
         self.quota.make_room(self._documents[-1].name(SPEC).prompt)
         self.look()
 

@@ -6,16 +6,19 @@ import argparse
 import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, get_args
 
+from kvabr.cli.display import printable
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.readers.numerals import Mark
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
 from kvabr.store.files import write_text
 from kvabr.types.errors import AssetError, TraceError, UsageError
+from kvabr.types.words import counted
 from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
 if TYPE_CHECKING:
@@ -54,12 +57,13 @@ examples:
   kvabr traces info traces                              every trace of a folder
   kvabr traces info traces --families                   one line per data set
   kvabr traces info log.csv --rate-column dl --unit kbit/s --time-column at --time-unit ms
+  kvabr traces info interface.csv --counter rx_bytes
 
 A trace is read as: mahimahi (one millisecond a line), sabre or iperf3 (JSON), the text of iperf, the CSV of iperf 2,
 Pensieve (`seconds Mbit/s` a line), NYU-METS (`value,unit` a line), CSV with a header, or kvabr's own CSV. The guide
 "Replaying network traces" lists the names of columns and units that are known; whatever is unclear is a question, and
-an option answers it. Statistics are weighted by time, at the trace's
-own resolution: mahimahi's milliseconds without a packet count as zero.
+an option answers it. Of several files, those that cannot be read are reported, and the exit status is 1. Statistics are
+weighted by time, at the trace's own resolution: mahimahi's milliseconds without a packet count as zero.
 """
 _IMPORT_EPILOG = """\
 examples:
@@ -136,20 +140,26 @@ def _add_reading(kinds: _Actions, name: str, action: _Action, what: str, epilog:
     group.add_argument("--time-column", metavar="NAME", help="CSV: column with the start time of a row")
     group.add_argument("--end-column", metavar="NAME", help="CSV: column with the end time of a row")
     group.add_argument("--rate-column", metavar="NAME", help="CSV: column with the rate")
+    group.add_argument(
+        "--counter", metavar="NAME", help="CSV: column with a running total, in place of a rate: it is differenced"
+    )
     units, times = ", ".join(BYTES_PER_SECOND), ", ".join(TIME_UNITS)
-    group.add_argument("--unit", metavar="UNIT", help=f"CSV and Pensieve: unit of the rate ({units})")
+    group.add_argument(
+        "--unit", metavar="UNIT", help=f"CSV and Pensieve: unit of the rate, or of the counter's ({units})"
+    )
     group.add_argument("--time-unit", metavar="UNIT", help=f"CSV and Pensieve: unit of numeric times ({times})")
     group.add_argument("--decimal", choices=get_args(Mark), help="CSV: decimal mark of numbers")
     group.add_argument("--step", type=float, metavar="S", help="CSV: there are no times; each row lasts S seconds")
     return parser
 
 
-def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
-    """Yield each trace with its file and format."""
+def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[Path, str, Trace]]:
+    """Yield each trace with its file and format; of several files, report those that cannot be read, and go on."""
     said = Columns(
         time=args.time_column,
         end=args.end_column,
         rate=args.rate_column,
+        counter=args.counter,
         unit=args.unit,
         time_unit=args.time_unit,
         decimal=args.decimal,
@@ -157,32 +167,50 @@ def _read(args: argparse.Namespace) -> Iterator[tuple[Path, str, Trace]]:
     )
     if args.format not in (None, "csv") and (said.of_csv or (said != Columns() and args.format != "pensieve")):
         raise UsageError(f"--format {args.format} has no columns; leave out the options of CSV")
-    for path in find(args.paths):
-        chosen = args.format or ("csv" if said.of_csv else sniff(path)) or "?"
-        for trace in read(path, format_name=args.format, columns=said):
+    paths = find(args.paths)
+    for path in paths:
+        try:
+            chosen = args.format or ("csv" if said.of_csv else sniff(path)) or "?"
+            traces = read(path, format_name=args.format, columns=said)
+        except TraceError as error:
+            if len(paths) == 1:
+                raise
+            failed.append(error)
+            print(f"kvabr: {printable(str(error))}", file=sys.stderr)
+            continue
+        for trace in traces:
             yield path, chosen, trace
 
 
-def _info(args: argparse.Namespace) -> int:
+def _status(failed: Sequence[TraceError]) -> int:
+    """Return the exit status, after saying how many files could not be read."""
+    if failed:
+        print(f"kvabr: {counted(len(failed), 'file')} could not be read, see above", file=sys.stderr)
+    return 1 if failed else 0
 
+
+def _info(args: argparse.Namespace) -> int:
     from kvabr.cli.display import output, write_json
 
     console = output()
     cells = 24 if console.width >= _WIDE else 12
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
-    for path, name, trace in _read(args):
+    failed: list[TraceError] = []
+    for path, name, trace in _read(args, failed):
         rows.append({"file": str(path), "format": name, **describe(trace)})
         lines.append(sparkline(trace, cells))
-    console.print(_family_table(rows) if args.families else _trace_table(rows, lines, wide=console.width >= _WIDE))
+    if rows:
+        console.print(_family_table(rows) if args.families else _trace_table(rows, lines, wide=console.width >= _WIDE))
     write_json(args.json, {"schema": SCHEMA, "traces": rows})
-    return 0
+    return _status(failed)
 
 
 def _import(args: argparse.Namespace) -> int:
     out: dict[Path, str] = {}
     count = 0
-    for path, name, trace in _read(args):
+    failed: list[TraceError] = []
+    for path, name, trace in _read(args, failed):
         target = args.out.joinpath(*(re.sub(r"[^\w.+=#@-]", "_", part) for part in trace.name.split("/")))
         target = target.with_name(target.name + ".csv")
         if target in out:
@@ -197,7 +225,7 @@ def _import(args: argparse.Namespace) -> int:
         write_text(target, dumps(trace, note=f"imported from {path.name} ({name})"))
         count += 1
     print(f"{count} trace{'s' if count != 1 else ''} in {args.out}")
-    return 0
+    return _status(failed)
 
 
 def _synth(args: argparse.Namespace) -> int:

@@ -18,8 +18,6 @@ logarithm in parentheses:
 A turn comes a pause after the answer to the one before it, which takes 20 ms a token from the first one on: a rule that
 is slow delays its own requests. Which beginning a conversation has follows Zipf's law (exponent 1). A turn's prompt is
 everything before it. A conversation ends when its next prompt would exceed the longest.
-
-Other mixtures for replays of stores are in `MIXES`; tenants have texts of their own.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class Kind:
 
     share: float
     texts: int
-    """Beginnings that conversations share; 0: each has its own."""
+    """Beginnings that conversations share."""
     shared: tuple[float, float]
     first: tuple[float, float]
     turns: float
@@ -62,22 +60,11 @@ class Kind:
     pause_s: float
 
 
-USUAL = (
+KINDS = (
     Kind(0.5, 12, (1000, 0.6), (250, 1.0), 4, (150, 1.0), (300, 0.8), 45.0),
     Kind(0.3, 300, (16_000, 0.8), (120, 0.7), 2, (80, 0.7), (250, 0.8), 60.0),
     Kind(0.2, 40, (12_000, 0.8), (1500, 1.0), 10, (1200, 1.0), (200, 0.8), 15.0),
 )
-_ONE_OFF = Kind(0.5, 0, (8000, 1.0), (120, 0.7), 1.5, (80, 0.7), (250, 0.8), 60.0)
-MIXES = {
-    "usual": USUAL,
-    # Assistants: people think for minutes.
-    "chat": (replace(USUAL[0], share=0.9, turns=5, pause_s=180.0), replace(USUAL[1], share=0.1, pause_s=240.0)),
-    # Documents: half of them are read once.
-    "documents": (replace(USUAL[0], share=0.2), replace(USUAL[1], share=0.3, pause_s=120.0), _ONE_OFF),
-    # Agents: many quick turns of long prompts, and calls that have only their system prompt in common.
-    "agents": (replace(USUAL[2], share=0.6), replace(USUAL[0], share=0.4, turns=1, shared=(3000, 0.6))),
-}
-"""Kinds of conversations by the name of a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +81,6 @@ class DayShape:
     """Factor on all lengths."""
     burst: float = 1.0
     """Factor on the rate of arrivals in bursts, which last a minute and come every ten, both in the mean."""
-    kinds: tuple[Kind, ...] = USUAL
-    """Their shares add up to 1."""
-    tenants: int = 1
-    """Each has shared beginnings of its own; which one a conversation belongs to, follows Zipf's law."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.requests <= _MOST_REQUESTS:
@@ -108,10 +91,6 @@ class DayShape:
             raise UsageError(f"lengths of {self.length} times the usual, at most {self.longest} tokens: not possible")
         if not 1 <= self.burst <= 100:
             raise UsageError(f"bursts of {self.burst} times the usual rate; give 1 to 100")
-        if not self.kinds or not math.isclose(sum(kind.share for kind in self.kinds), 1.0):
-            raise UsageError("the shares of the kinds of conversations must add up to 1")
-        if not 1 <= self.tenants <= 1000:
-            raise UsageError(f"{self.tenants} tenants; give 1 to 1000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +125,8 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
     """
     dice = Dice(seed)
     numbers = count()
-    tenants = _Zipf([[_shared_texts(kind, shape, dice, numbers) for kind in shape.kinds] for _ in range(shape.tenants)])
-    each = sum(kind.share * (1 + kind.turns) for kind in shape.kinds)
+    shared = [_shared_texts(kind, shape, dice, numbers) for kind in KINDS]
+    each = sum(kind.share * (1 + kind.turns) for kind in KINDS)
     every_s = shape.duration_s / (shape.requests / each)
     found: list[DayRequest] = []
     begin_s, bursts = 0.0, _bursts(shape, dice)
@@ -162,7 +141,6 @@ def day_of_requests(shape: DayShape, seed: int) -> tuple[DayRequest, ...]:
         swing = 1 + _SWING * math.sin(2 * math.pi * (begin_s / shape.duration_s - 0.25))
         rate = swing * (shape.burst if any(low <= begin_s < high for low, high in bursts) else 1.0)
         if dice.positive() * most <= rate:
-            shared = tenants.pick(dice) if shape.tenants > 1 else tenants.first
             found += _conversation(len(found), begin_s, shared, shape, dice, numbers)
     return tuple(found)
 
@@ -192,18 +170,13 @@ class _Zipf(Generic[T]):
         self._things = things
         self._sums = list(accumulate(1 / (rank + 1) for rank in range(len(things))))
 
-    @property
-    def first(self) -> T:
-        return self._things[0]
-
     def pick(self, dice: Dice) -> T:
         return self._things[min(bisect_left(self._sums, dice.positive() * self._sums[-1]), len(self._things) - 1)]
 
 
-def _shared_texts(kind: Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Texts | None:
-    """Return what conversations share; None if each has its own."""
-    texts = [(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)]
-    return _Zipf(texts) if texts else None
+def _shared_texts(kind: Kind, shape: DayShape, dice: Dice, numbers: count[int]) -> _Texts:
+    """Return the beginnings that conversations share."""
+    return _Zipf([(next(numbers), _length(kind.shared, shape, dice)) for _ in range(kind.texts)])
 
 
 def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
@@ -211,17 +184,16 @@ def _length(median: tuple[float, float], shape: DayShape, dice: Dice) -> int:
 
 
 def _conversation(
-    first: int, at_s: float, shared: list[_Texts | None], shape: DayShape, dice: Dice, numbers: count[int]
+    first: int, at_s: float, shared: list[_Texts], shape: DayShape, dice: Dice, numbers: count[int]
 ) -> list[DayRequest]:
     place = dice.positive()
     index = 0
-    while index < len(shape.kinds) - 1 and place > shape.kinds[index].share:
-        place -= shape.kinds[index].share
+    while index < len(KINDS) - 1 and place > KINDS[index].share:
+        place -= KINDS[index].share
         index += 1
-    kind, texts = shape.kinds[index], shared[index]
+    kind, texts = KINDS[index], shared[index]
     first_part = (next(numbers), _length(kind.first, shape, dice))
-    beginning = (next(numbers), _length(kind.shared, shape, dice)) if texts is None else texts.pick(dice)
-    parts: tuple[tuple[int, int], ...] = (beginning, first_part)
+    parts: tuple[tuple[int, int], ...] = (texts.pick(dice), first_part)
     found: list[DayRequest] = []
     while True:
         answer = (next(numbers), _length(kind.answer, shape, dice))

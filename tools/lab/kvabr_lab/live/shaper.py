@@ -11,7 +11,7 @@ Packets to the player pass the bottleneck; packets to the origin only the delay.
 order for their time on the monotonic clock. Sleep ends up to `_EARLY_S` early, since waking for every packet would cost
 more precision than it gains.
 
-Measured by `kvabr_lab.gauge` (tools/bench-real-link) on two shared cores: the rate is exact to 0.1 % up to 100
+Measured by `kvabr_lab.gauge` on two shared cores: the rate is exact to 0.1 % up to 100
 Mbit/s, packets are 0.1 to 0.2 ms late (99 % within 0.6 ms, within 3 ms on a busy machine), and one process carries
 80,000 packets of 1,200 bytes per second (770 Mbit/s) with half a core.
 """

@@ -1,0 +1,48 @@
+"""Running totals, such as the bytes that an interface has received: their growth between two rows is the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvabr.replay.readers.source import GAP_STEPS, Rows, TraceFile, median_step
+
+_RISES_PER_FALL = 10
+"""A counter falls only where it starts again at zero, so that a series with more falls is none."""
+
+
+def is_total(values: Sequence[float | None]) -> bool:
+    """Return whether values rise as a running total does, which may have started again a few times."""
+    known = [value for value in values if value is not None]
+    rises = sum(after > before for before, after in pairwise(known))
+    falls = sum(after < before for before, after in pairwise(known))
+    return len(known) > 2 and rises > _RISES_PER_FALL * falls
+
+
+def growth(source: TraceFile, places: Sequence[int], times: Sequence[float], totals: Sequence[float | None]) -> Rows:
+    """Return rows from one reading of a counter to the next; a row has no rate where the counter fell or has a gap.
+
+    Args:
+        source: the file.
+        places: line of each reading.
+        times: seconds.
+        totals: bytes; None where one is missing, which the rows around it bridge.
+
+    Raises:
+        TraceError: there are fewer than two readings, or two at a time.
+    """
+    readings = [
+        (place, time, total) for place, time, total in zip(places, times, totals, strict=True) if total is not None
+    ]
+    # Loggers of cells repeat a row for each neighbour.
+    kept = [reading for index, reading in enumerate(readings) if index == 0 or reading[1:] != readings[index - 1][1:]]
+    if len(kept) < 2:
+        raise source.error(f"{len(kept)} readings of the counter; a rate needs at least two")
+    longest = GAP_STEPS * median_step([time for _, time, _ in kept])
+    rates: list[float | None] = []
+    for (_, start, before), (place, end, after) in pairwise(kept):
+        if end <= start:
+            raise source.error("the counter's time is not later than in the row before; correct or remove it", place)
+        fits = after >= before and end - start <= longest
+        rates.append((after - before) / (end - start) if fits else None)
+    return Rows([place for place, _, _ in kept[1:]], [t for _, t, _ in kept[:-1]], [t for _, t, _ in kept[1:]], rates)
