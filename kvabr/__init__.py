@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         PlayError,
         PolicyError,
         RequestError,
-        SealedError,
         StoreError,
         TraceError,
         TraceQuestionError,
@@ -106,7 +105,6 @@ __all__ = [
     "PolicyError",
     "PrefillCost",
     "RequestError",
-    "SealedError",
     "Snapshot",
     "StepGate",
     "StoreError",
@@ -142,7 +140,7 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError "
         "ForkedError FormatError HoleError KvabrError MissingAssetError MissingTraceError ModelError "
-        "NotFiniteError NotFoundError PlayError PolicyError RequestError SealedError StoreError "
+        "NotFiniteError NotFoundError PlayError PolicyError RequestError StoreError "
         "TraceError TraceQuestionError TransportError UnauthorizedError UnknownPolicyError "
         "UsageError VersionError"
     ),

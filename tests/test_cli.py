@@ -342,29 +342,6 @@ def test_an_error_of_the_options_is_one_line_with_the_way_out(capsys):
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "new", "value"),
-    [
-        ("replay", "--scale-to-mean", "--load", "0.5"),
-        ("replay", "--engine-mode", "--recompute-mode", "suffix"),
-        ("fetch", "--tokens", "--prompt", "p.json"),
-        ("fetch", "--asset", "--name", "m/d"),
-        ("fetch", "--metrics", "--metrics-file", "m.prom"),
-        ("serve", "--tokens", "--grants", "g.json"),
-        ("relay", "--token-file", "--player-token-file", "t"),
-    ],
-)
-def test_a_renamed_option_keeps_its_old_name_for_one_version(capsys, command, old, new, value):
-    first = {"fetch": ["moqt://h/"], "relay": ["--upstream", "moqt://h/"]}.get(command, [])
-    renamed = parse([command, *first, new, value])
-    assert capsys.readouterr().err == ""
-    assert parse([command, *first, old, value]) == renamed
-    assert capsys.readouterr().err == f"kvabr: {old} is now {new}; the next version drops the old name\n"
-    with pytest.raises(SystemExit):
-        parse([command, "--help"])
-    assert f" {old} " not in capsys.readouterr().out
-
-
 def test_short_options(capsys):
     given = parse(["replay", "-p", "mpc", "rate", "-d", "2", "-j", "3"])
     assert (given.policy, given.deadline, given.jobs) == (["mpc", "rate"], 2.0, 3)

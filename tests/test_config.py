@@ -74,7 +74,6 @@ def test_what_excludes_an_option_of_the_command_line_is_taken_back(write):
     [
         ("[fetch]\ndeadlin = 2", r"\[fetch\] deadlin: no such option \(did you mean 'deadline'\?\)"),
         ("[fetch]\nxyzzy = 2", r"\[fetch\] xyzzy: no such option; `kvabr fetch --help` lists them"),
-        ("[fetch]\nasset = 'a/b'", r"\[fetch\] asset: no such option"),  # a former name
         ("[fetch]\nhelp = true", r"\[fetch\] help: no such option"),
         ("[fetch]\nurl = 'moqt://x/'", r"\[fetch\] url: no such option"),
         ("[fetch]\ndeadline = '2s'", r"\[fetch\] deadline: '2s' is not a number of seconds; write 2"),

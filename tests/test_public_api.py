@@ -52,7 +52,6 @@ NAMES = {
     "PolicyError",
     "PrefillCost",
     "RequestError",
-    "SealedError",
     "Snapshot",
     "StoreError",
     "StepGate",

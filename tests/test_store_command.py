@@ -29,7 +29,7 @@ def test_ls_and_du(place, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert store("ls", place, "--json", out) == 0
     value = json.loads(out.read_text())
-    assert value["schema"] == "kvabr.store-ls/1"
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "store ls")
     assert [asset["tokens"] for asset in sorted(value["assets"], key=lambda each: each["tokens"])] == [128, 200]
     assert all(0 < asset["own_bytes"] <= asset["bytes"] for asset in value["assets"])
     shown = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_rm(place, tmp_path, capsys):
     assert store("rm", place, name[:10], "--json", out) == 0
     assert "1 asset removed" in capsys.readouterr().out
     value = json.loads(out.read_text())
-    assert value["schema"] == "kvabr.store-rm/1"
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "store rm")
     assert value["removed"] == [name]
     assert value["bytes"] > 0
     assert len(open_store(place).list().versions) == 2

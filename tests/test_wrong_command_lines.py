@@ -18,7 +18,6 @@ import pytest
 
 from kvabr.cli.commands import names
 from kvabr.cli.main import command_parser, main
-from kvabr.types.sealing import new_key
 from tests.catalogs import catalog
 from tests.examples import PROFILE
 from tests.toymodel import toy_asset
@@ -86,9 +85,6 @@ def right(folder, port):
         "traces info": [trace],
         "traces import": [trace, "--out", out],
         "traces synth": ["markov", "--mean-mbps", "3", "--duration", "3", "--out", out],
-        "keys new": ["name"],
-        "keys list": [str(folder / "ring"), store],
-        "keys rewrap": [store, "--keys", str(folder / "ring")],
         "store ls": [store],
         "store du": [store],
         "store rm": [store, name],
@@ -103,8 +99,7 @@ def right(folder, port):
 
 
 NAMES = (
-    *(name for name in names() if name not in {"traces", "store", "bench", "keys"}),
-    *(f"keys {name}" for name in ("new", "list", "rewrap")),
+    *(name for name in names() if name not in {"traces", "store", "bench"}),
     *(f"traces {name}" for name in ("info", "import", "synth")),
     *(f"store {name}" for name in ("ls", "du", "rm", "verify", "copy")),
     *(f"bench {name}" for name in ("quality", "rd", "blend", "codec")),
@@ -119,7 +114,6 @@ def place(tmp_path_factory):
     """Make what the commands need; return the wrong paths, and all commands' right words."""
     folder, before = tmp_path_factory.mktemp("commands"), Path.cwd()
     (folder / "catalog.json").write_text(catalog(2).dumps())
-    (folder / "ring").write_text(new_key("name").line())
     (folder / "text").write_text("some words " * 200)
     toy_asset(folder / "assets" / "one")
     (work := folder / "work").mkdir()

@@ -13,7 +13,6 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.digests import SHA256
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
-from kvabr.types.sealing import KeyRing
 from tests import kvdata
 
 SPEC = kvdata.spec(group_tokens=16)
@@ -101,12 +100,11 @@ def toy_asset(
     force: bool = False,
     salt: bytes = b"",
     digest: str = SHA256,
-    keys: KeyRing | None = None,
 ) -> Asset:
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
     with FolderAssetWriter(path, force=force) as writer:
-        catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt, digest=digest, keys=keys)
+        catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt, digest=digest)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
         writer.commit(catalog)
     return FolderAsset.open(path)
@@ -136,15 +134,12 @@ def toy_passage(
     *,
     profile=None,
     salt: bytes = b"",
-    keys: KeyRing | None = None,
     **notes,
 ) -> Asset:
     """Publish a passage of the toy model into a folder."""
     made = Prompt(tuple(ids), prompt().continuation)
     with FolderAssetWriter(path) as writer:
         base = toy_base(ids, **notes)
-        catalog = publish(
-            ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, keys=keys, time_engine=False
-        )
+        catalog = publish(ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, time_engine=False)
         writer.commit(catalog)
     return FolderAsset.open(path)

@@ -36,7 +36,6 @@ COMMANDS = {
     "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
     "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
-    "keys": ("keys:add", "make the keys that seal caches from stores and relays"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
 """kvabr's own commands: the function that declares each, in a module of `kvabr.cli`, and its one-line help."""

@@ -158,7 +158,7 @@ def _kinds(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersActi
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the long options, without old names and ``--help``."""
+    """Yield the long options, without ``--help``."""
     for action in parser._actions:  # noqa: SLF001 - no public list
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):  # noqa: SLF001
             for option in action.option_strings:

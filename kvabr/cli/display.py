@@ -244,6 +244,11 @@ def write_json(path: Path | None, value: object) -> None:
         write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def write_result(path: Path | None, command: str, value: Mapping[str, object]) -> None:
+    """Write the result of a command as JSON, if there is a path."""
+    write_json(path, {"schema": "kvabr.result/1", "command": command, **value})
+
+
 def table(
     title: str | None,
     columns: Sequence[str],

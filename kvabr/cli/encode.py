@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvabr.cli import encode_passage
 from kvabr.cli.options import (
     add_digest_option,
-    add_keys_option,
     add_model_option,
     add_salt_option,
     add_text_option,
@@ -103,7 +102,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "270M; otherwise estimated from the asset)",
     )
     add_digest_option(parser)
-    add_keys_option(parser, "seal the groups and their losses; prompt.json is left out")
     add_salt_option(parser)
     encode_passage.add(parser)
     parser.add_argument(
@@ -135,13 +133,11 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.store.files import read_salt
     from kvabr.store.locations import open_store
     from kvabr.types.digests import check_kind
-    from kvabr.types.sealing import read_keys
 
     # Check everything that does not need the model before loading it.
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
-    keys = read_keys(args.keys)
     encode_passage.check(args)
     prior = _prior(args)
     salt = read_salt(args.salt_file)
@@ -184,15 +180,13 @@ def run(args: argparse.Namespace) -> int:
             source=source,
             salt=salt,
             digest=args.digest,
-            keys=keys,
             questions=questions(loaded, args.tokens),
             estimate=None if offer is None else offer.catalog,
             named=check_new,
             progress=bar,
             tell=unusual.append,
         )
-        if keys is None:
-            writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
+        writer.prompt(prompt.sealed(catalog.namespace.prompt) if salt else prompt)
         writer.commit(catalog)
     _report(args, catalog, writer.location, time.perf_counter() - start, unusual)
     return 0
@@ -200,10 +194,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
     """Print the tracks, and write them as JSON."""
-    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_json
+    from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_result
 
     result = {
-        "schema": "kvabr.encode/1",
         "asset": location,
         "model": catalog.spec.model,
         "tokens": catalog.tokens,
@@ -213,7 +206,7 @@ def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: 
         "tracks": track_rows(catalog),
         "mixes": mix_rows(catalog),
     }
-    write_json(args.json, result)
+    write_result(args.json, "encode", result)
     out = output()
     out.print(
         track_table(

@@ -21,8 +21,6 @@ from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
-    add_keys_option,
-    add_old_name,
     add_patience_option,
     add_salt_option,
     add_time_price_option,
@@ -89,13 +87,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
         "left if one fails; may be repeated",
     )
-    add_keys_option(parser, "opens the cache, if it is sealed")
     which = parser.add_argument_group("which cache")
-    name = which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
-    add_old_name(which, "--asset", name)
+    which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     prompt = which.add_mutually_exclusive_group()
-    tokens = prompt.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json")
-    add_old_name(prompt, "--tokens", tokens)
+    prompt.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json")
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
     which.add_argument(
         "--model",
@@ -168,7 +163,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
     )
     metrics = "write Prometheus metrics of the play"
-    add_old_name(out, "--metrics", out.add_argument("--metrics-file", type=Path, metavar="F.prom", help=metrics))
+    out.add_argument("--metrics-file", type=Path, metavar="F.prom", help=metrics)
     parser.set_defaults(run=run)
 
 
@@ -188,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from rich.console import Console
 
-    from kvabr.cli.display import write_json
+    from kvabr.cli.display import write_result
     from kvabr.client.origins import asset_of, dialling, parse_namespace
 
     # Find every error that needs no network first.
@@ -217,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             if args.log is not None:
                 _write(args.log, "".join(json.dumps(line.to_json()) + "\n" for line in lines), private=True)
-    write_json(args.json, result)
+    write_result(args.json, "fetch", result)
     unwritten = "" if args.out is None else f"; {args.out} was not written"
     if "incomplete" in result:
         written = "" if args.out is None else f"; {args.out} has the first {result['tokens']:,} tokens"
@@ -372,7 +367,6 @@ async def _fetch(
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
         limits=_limits(args),
-        keys=args.keys,
     )
     async with client:
         start = time.monotonic()
@@ -541,7 +535,6 @@ def _result(
     from kvabr.client.result import NothingCached
 
     result = {
-        "schema": "kvabr.fetch/1",
         "url": args.url.partition("#")[0],
         "backend": origin and origin.backend,
         "protocol": origin and origin.protocol,

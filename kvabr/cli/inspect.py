@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvabr.cli import network
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import add_keys_option
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
 from kvabr.types.words import counted
@@ -51,7 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", action="store_true", help="also show every group")
     parser.add_argument("--check", action="store_true", help="read every part; exit 1 if any is damaged")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
-    add_keys_option(parser, "opens the asset, if it is sealed")
     network.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         tail_table,
         track_rows,
         track_table,
-        write_json,
+        write_result,
     )
 
     catalog, asset = _open(args)
@@ -84,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
         out.print(mix_table(catalog))
     bad = _check(asset) if args.check and asset is not None else None
     result: dict[str, Any] = {
-        "schema": "kvabr.inspect/1",
         "model": catalog.spec.model,
         "source": catalog.source,
         "tokens": catalog.tokens,
@@ -107,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
     if bad is not None:
         result["bad"] = bad
-    write_json(args.json, result)
+    write_result(args.json, "inspect", result)
     if bad:
         raise FormatError(
             f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"
@@ -118,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
     from kvabr.store.locations import is_store, open_catalog
 
-    catalog, asset = open_catalog(args.asset, args.keys) if is_store(args.asset) else (_fetch_catalog(args), None)
+    catalog, asset = open_catalog(args.asset) if is_store(args.asset) else (_fetch_catalog(args), None)
     if args.check and asset is None:
         raise UsageError("--check needs an asset: a catalog alone has no groups to read")
     return catalog, asset
@@ -129,7 +126,6 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
     from kvabr.client.lookup import fetch_catalog
     from kvabr.client.origins import asset_of, dialling
-    from kvabr.types.sealing import read_keys
 
     connecting, namespace = dialling(args.asset, **network.options(args)), asset_of(args.asset)
     if namespace is None:
@@ -137,7 +133,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
 
     async def fetch() -> Catalog:
         async with connecting as origin, asyncio.timeout(args.timeout):
-            return (await fetch_catalog(origin, namespace, keys=read_keys(args.keys))).catalog
+            return (await fetch_catalog(origin, namespace)).catalog
 
     try:
         return run_async(fetch())

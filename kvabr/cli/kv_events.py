@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _WHY: dict[Reason, str] = {
     "no tokens": "its token ids are not kept beside it; engines tell such by themselves, or keep them: publish_tokens",
     "salted": "tokens of salted prompts are told to nobody",
-    "sealed": "tokens of sealed prompts are told to nobody",
     "passage": "passages begin no prompt",
     "short": "it is shorter than a block",
     "another model": "it is of another model than those that are told: --kv-events-topic, --kv-events-model",

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,8 +17,6 @@ from kvabr.types.digests import KINDS, SHA256
 from kvabr.types.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from kvabr.engines.transformers.model_loader import LoadedModel
@@ -53,37 +50,6 @@ class CommandParser(argparse.ArgumentParser):
         if isinstance(value, float) and math.isnan(value):
             raise argparse.ArgumentError(action, f"{arg_string}: must be a number")
         return value
-
-
-class _OldName(argparse.Action):
-    """The former name of an option: does what the option does, and warns."""
-
-    def __init__(self, old: str, target: argparse.Action) -> None:
-        super().__init__([old], target.dest, target.nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        self.type, self.choices = target.type, target.choices
-        self._target = target
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
-        option_string: str | None = None,
-    ) -> None:
-        new = self._target.option_strings[-1]
-        print(f"kvabr: {option_string} is now {new}; the next version drops the old name", file=sys.stderr)
-        self._target(parser, namespace, values, option_string)
-
-
-def add_old_name(parser: argparse._ActionsContainer, old: str, target: argparse.Action) -> None:
-    """Accept a former name of an option for one version, with a warning; ``--help`` does not show it.
-
-    Args:
-        parser: The parser or group that has the option.
-        old: The former name, with its dashes.
-        target: The option.
-    """
-    parser._add_action(_OldName(old, target))  # noqa: SLF001 - the public way makes the action itself
 
 
 def seconds(text: str) -> float:
@@ -176,11 +142,6 @@ def add_salt_option(parser: argparse.ArgumentParser) -> None:
         help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
         "make one with: head -c 32 /dev/urandom > F",
     )
-
-
-def add_keys_option(parser: argparse._ActionsContainer, what: str) -> None:
-    """Declare ``--keys``; `kvabr.types.sealing.read_keys` reads its value."""
-    parser.add_argument("--keys", type=Path, metavar="F", help=f"key ring (see `kvabr keys`): {what}")
 
 
 def add_digest_option(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvabr.cli.options import (
     add_digest_option,
-    add_keys_option,
     add_model_option,
     add_salt_option,
     add_text_option,
@@ -89,7 +88,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--run-tokens", type=int, default=512, metavar="N", help="tokens computed at a time (default: 512)"
     )
     add_digest_option(parser)
-    add_keys_option(parser, "seal what is published")
     add_salt_option(parser)
     parser.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
     parser.set_defaults(run=run)
@@ -100,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     yield_processors()
     from rich.console import Console
 
-    from kvabr.cli.display import plain, write_json
+    from kvabr.cli.display import plain, write_result
     from kvabr.engines.transformers.publish import cache_publisher, find_profile
     from kvabr.publish.live_publisher import LivePublisher
     from kvabr.store.asset_folder import asset_version
@@ -124,9 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if asset_version(args.out / name) is not None:
         plain(f"this cache is published already: {args.out / name}")
         return 0
-    publisher = cache_publisher(
-        engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest, keys=args.keys
-    )
+    publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)
     live = LivePublisher(publisher, edge=args.edge)
     began_s = time.perf_counter()
     try:
@@ -137,7 +133,6 @@ def run(args: argparse.Namespace) -> int:
     if outcome.verdict not in ("published", "known"):
         raise AssetError(f"{args.out}: not published ({outcome.why}){_left(outcome)}")
     result = {
-        "schema": "kvabr.prefill/1",
         "asset": str(args.out / name),
         "model": spec.model,
         "tokens": len(ids),
@@ -148,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         "prefill_s": round(prefill_s, 3),
         "seconds": round(seconds, 3),
     }
-    write_json(args.json, result)
+    write_result(args.json, "prefill", result)
     if outcome.verdict == "known":
         plain(f"another process is publishing this cache: {args.out / name}")
         return 0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from kvabr.cli import kv_events, network, serving
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import add_old_name
 from kvabr.types.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -73,8 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="size of that folder in GiB (default: 16); stores are not bounded",
     )
     needed = "token that players must show (default: everyone may enter)"
-    player_token = parser.add_argument("--player-token-file", type=Path, metavar="F", help=needed)
-    add_old_name(parser, "--token-file", player_token)
+    parser.add_argument("--player-token-file", type=Path, metavar="F", help=needed)
     parser.add_argument(
         "--connections", type=int, metavar="N", help="players at a time (default: 512), as --limit connections=N"
     )

@@ -13,8 +13,6 @@ from kvabr.cli.commands import part
 from kvabr.cli.options import (
     add_deadline_option,
     add_gpu_price_option,
-    add_keys_option,
-    add_old_name,
     add_patience_option,
     add_time_price_option,
     check_writable,
@@ -81,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_time_price_option(parser)
     link = parser.add_argument_group("the link")
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
-    add_old_name(link, "--scale-to-mean", link.add_argument("--load", type=float, metavar="X", help=load))
+    link.add_argument("--load", type=float, metavar="X", help=load)
     link.add_argument("--rtt", type=float, metavar="MS", help="round trip in ms (default: the trace's, else 40)")
     link.add_argument(
         "--link",
@@ -126,11 +124,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     mode = "suffix: all behind the first miss; prefix: the same by itself, as vLLM; hole: any group (default: hole)"
-    add_old_name(
-        engine,
-        "--engine-mode",
-        engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode),
-    )
+    engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode)
     add_gpu_price_option(engine)
     engine.add_argument(
         "--question",
@@ -179,7 +173,6 @@ def _add_asset_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
     )
-    add_keys_option(parser, "opens the asset, if it is sealed")
     group = parser.add_argument_group(
         "a prompt of passages",
         "Instead of one asset, play a prompt that is joined from passages, of which tokens are computed again.",
@@ -215,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True)
     _check(args)
-    catalog, asset = _asset(args.asset, args.keys) if args.passages is None else (_joined(args, console), None)
+    catalog, asset = _asset(args.asset) if args.passages is None else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
     check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
@@ -262,14 +255,14 @@ def _show(args: argparse.Namespace, result: dict[str, Any]) -> None:
         say(out, f"page: {args.html.resolve()}")
 
 
-def _asset(path: str | None, keys: Path | None) -> tuple[Catalog, Asset | None]:
+def _asset(path: str | None) -> tuple[Catalog, Asset | None]:
     if path is None:
         from kvabr.data import default_catalog
 
         return default_catalog(), None
     from kvabr.store.locations import open_catalog
 
-    return open_catalog(path, keys)
+    return open_catalog(path)
 
 
 def _joined(args: argparse.Namespace, console: Console) -> Catalog:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.cli import kv_events, serving
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import add_old_name, parse_address
+from kvabr.cli.options import parse_address
 from kvabr.cli.serve_processes import MOST_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 
@@ -70,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "itself, and its metrics on a port of its own, from that of --metrics on",
     )
     grants = "who may read what, JSON (default: all read all)"
-    add_old_name(parser, "--tokens", parser.add_argument("--grants", type=Path, metavar="F", help=grants))
+    parser.add_argument("--grants", type=Path, metavar="F", help=grants)
     kv_events.add_options(parser)
     parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
     parser.add_argument("--expires", type=float, metavar="DAYS", help="days until that token expires (default: never)")
@@ -124,7 +124,7 @@ def _process(args: argparse.Namespace, limits: ServerLimits, number: int) -> int
 
 def _new_token(days: float | None, file: Path | None) -> int:
     """Print the token alone on standard output, so that scripts can take it, and what to do with it beside."""
-    from kvabr.cli.display import write_json
+    from kvabr.cli.display import write_result
     from kvabr.server.grants import new_token
 
     if days is not None and not 0 < days <= _MAX_DAYS:
@@ -132,7 +132,7 @@ def _new_token(days: float | None, file: Path | None) -> int:
     token, entry = new_token(days=days)
     before = os.umask(0o077)  # the file holds a secret
     try:
-        write_json(file, {"schema": "kvabr.token/1", "token": token, "entry": entry})
+        write_result(file, "serve", {"token": token, "entry": entry})
     finally:
         os.umask(before)
     print("a new token; give it to the client (--token-file, KVABR_TOKEN). It is shown only here:", file=sys.stderr)

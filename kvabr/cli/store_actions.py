@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_json
+from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
 from kvabr.store.admin.copying import copy_assets
@@ -53,10 +53,10 @@ def ls(args: argparse.Namespace) -> int:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
     plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{admin.location}: no assets")
-    write_json(
+    write_result(
         args.json,
+        "store ls",
         {
-            "schema": "kvabr.store-ls/1",
             "store": admin.location,
             "tenant": admin.tenant,
             "assets": [_row(each, shared) for each in held],
@@ -75,7 +75,7 @@ def du(args: argparse.Namespace) -> int:
         with StageBar(_STAGES) as bar:
             found: Inventory = run_async(admin.inventory(bar))
         tenants.append(_du(admin.tenant, found))
-    write_json(args.json, {"schema": "kvabr.store-du/1", "store": args.store, "tenants": tenants})
+    write_result(args.json, "store du", {"store": args.store, "tenants": tenants})
     return 0
 
 
@@ -127,8 +127,8 @@ def rm(args: argparse.Namespace) -> int:
             names |= dict.fromkeys(each.name for each in found.holdings if each.model == args.model)
         freed = run_async(admin.remove(list(names), unnamed=args.unnamed, progress=bar))
     plain(f"{counted(len(names), 'asset')} removed, {human(freed)} freed")
-    value = {"schema": "kvabr.store-rm/1", "store": admin.location, "tenant": admin.tenant}
-    write_json(args.json, value | {"removed": list(names), "bytes": freed})
+    value = {"store": admin.location, "tenant": admin.tenant, "removed": list(names), "bytes": freed}
+    write_result(args.json, "store rm", value)
     return 0
 
 
@@ -143,10 +143,10 @@ def verify(args: argparse.Namespace) -> int:
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]
-    write_json(
+    write_result(
         args.json,
+        "store verify",
         {
-            "schema": "kvabr.store-verify/1",
             "store": admin.location,
             "deep": args.deep,
             "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
@@ -188,10 +188,10 @@ def copy(args: argparse.Namespace) -> int:
         plain(f"{name}: not copied: {why}")
     were = "was" if len(done.kept) == 1 else "were"
     plain(f"{counted(len(done.assets), 'asset')} copied, {human(done.bytes)}; {len(done.kept):,} {were} there already")
-    write_json(
+    write_result(
         args.json,
+        "store copy",
         {
-            "schema": "kvabr.store-copy/1",
             "copied": done.assets,
             "kept": done.kept,
             "failed": done.failed,

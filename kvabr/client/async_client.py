@@ -78,7 +78,6 @@ from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part
-from kvabr.types.sealing import Keys, read_keys
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -108,7 +107,6 @@ class AsyncClient:
         limits: Limits | None = None,
         cache: str | os.PathLike[str] | None = None,
         metrics: ClientMetrics | None = None,
-        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Prepare. Nothing is dialled before `connect` or the first play.
 
@@ -135,8 +133,6 @@ class AsyncClient:
             cache: folder in which codec profiles, the speed of peers, how fast this machine decodes and what prefills
                 cost outlive the process; None: memory only.
             metrics: counts what happens; `kvabr.telemetry.prometheus.ScrapeServer` serves it.
-            keys: a key ring, or the file that has it, which is read again when it changes: opens sealed caches
-                (`kvabr.types.sealing`). Others are not played then.
 
         Raises:
             UsageError: an argument is wrong, or the folder for groups belongs to another client.
@@ -144,7 +140,7 @@ class AsyncClient:
         """
         self.engine, self.options = engine, options or PlayOptions()
         self.metrics = metrics or ClientMetrics()
-        self._model, self._keys = model, read_keys(keys)
+        self._model = model
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
@@ -357,7 +353,7 @@ class AsyncClient:
                     if prompt is not None:
                         await play.connection.reached()
                         play.connection.alone()
-                        found, spec = await prompt.find(play.connection, self._keys)
+                        found, spec = await prompt.find(play.connection)
                     else:
                         found, spec = await self._find(
                             play.connection, peer, tokens, wanted, lookup_s, wait_s=wait_s, **how
@@ -777,7 +773,7 @@ class AsyncClient:
             for key, each in list(self._peers.items()):
                 if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
-            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, self._keys)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:
@@ -815,7 +811,7 @@ class AsyncClient:
         return found
 
     def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
-        return ClientPeer(url, dialling(url, **how), self.store, self.metrics, self._keys)
+        return ClientPeer(url, dialling(url, **how), self.store, self.metrics)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:

@@ -35,7 +35,6 @@ from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
 """Name of the file in the folder of a client or user."""
-SCHEMA = "kvabr.decode-rates/1"
 _MAX_TRACKS = 64
 _MAX_S = 10.0
 """Longest plausible time for one token."""
@@ -43,7 +42,7 @@ BUDGET_S, _GPU_BUDGET_S = 0.05, 0.5
 """Processor seconds for all tracks of a model, and seconds on a GPU. A family is then represented by the tracks that
 were measured so far."""
 BATCH = "batch "
-"""Before a family's name: the seconds that a batch takes besides those of its groups. Files from before lack it."""
+"""Before a family's name: the seconds that a batch takes besides those of its groups."""
 _GPU_GUESS = 32.0
 """How many times faster than a thread a GPU that was not measured should be, at least."""
 _BATCHED = 8
@@ -264,7 +263,7 @@ class DecodeSpeeds:
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if it exists; never raises. Without a path nothing is measured, only corrected."""
-        self._file = MachineFile(path, SCHEMA, _tracks)
+        self._file = MachineFile(path, "decode_rates", _tracks)
         self._lock = threading.Lock()
         self._tried: set[ModelKey] = set()
         self._rates: LRUCache[tuple[object, ...], DecodeRates] = LRUCache(MAX_MODELS)

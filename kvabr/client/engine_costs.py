@@ -16,7 +16,6 @@ from kvabr.types.once import once
 
 COSTS_FILE = "prefill-costs.json"
 """Name of the file in the folder of a client or user."""
-SCHEMA = "kvabr.prefill-costs/1"
 
 
 class EngineCosts:
@@ -24,7 +23,7 @@ class EngineCosts:
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if it exists; never raises. Without a path nothing is kept."""
-        self._file: MachineFile[list[Timing]] = MachineFile(path, SCHEMA, read_rows)
+        self._file: MachineFile[list[Timing]] = MachineFile(path, "prefill_costs", read_rows)
         self._lock = threading.Lock()
 
     def of(self, engine: Engine) -> PrefillTimings:

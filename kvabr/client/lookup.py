@@ -28,7 +28,6 @@ from kvabr.types.errors import (
     FormatError,
     NotFoundError,
     RequestError,
-    SealedError,
     TransportError,
     UsageError,
 )
@@ -47,7 +46,6 @@ from kvabr.types.naming import (
     prefix_gap,
     prefix_track,
 )
-from kvabr.types.sealing import Keys
 from kvabr.types.units import with_snapshots_of
 
 _SLACK_BYTES = 1 << 20
@@ -128,7 +126,6 @@ async def fetch_catalog(
     *,
     live: bool = False,
     limit: int = MAX_CATALOG_BYTES,
-    keys: Keys | None = None,
 ) -> Found:
     """Return the catalog of an asset whose name is known; with ``live``, also of one that is still being prefilled.
 
@@ -137,18 +134,16 @@ async def fetch_catalog(
         namespace: the asset's name.
         live: whether one that is still being prefilled will do.
         limit: bytes that a complete asset's may have.
-        keys: open a sealed one; None: it is returned as it is.
 
     Raises:
         NotFoundError: there is none, or none that we may read.
         TransportError: it cannot be fetched.
         ForeignError: it is of something else.
-        SealedError: none of the keys opens it.
         FormatError: it is no catalog, or promises what cannot be.
     """
-    ordinary = _read(origin, namespace, CATALOG_TRACK, limit, keys)
+    ordinary = _read(origin, namespace, CATALOG_TRACK, limit)
     if live:
-        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES, keys)
+        growing = _read(origin, namespace, LIVE_TRACK, MAX_LIVE_BYTES)
         found = await _first_of(ordinary, growing)
     else:
         found = await ordinary
@@ -184,14 +179,13 @@ async def find_prefix(
     salt: bytes = b"",
     any_dtype: bool = False,
     live: bool = False,
-    keys: Keys | None = None,
 ) -> Found | Unplayable | None:
     """Return the asset that shares the longest prefix with a prompt, cut to the shared groups; None if there is none.
 
     An origin takes one round trip for a prompt of up to 321 groups, and two for a longer one; in a store the connection
     looks itself (`Connection.finder`). With ``any_dtype`` the cache's element type
     need not be the spec's. With ``live``, assets that are still being prefilled are looked for at the same time; a
-    complete one that shares as much is preferred. Sealed catalogs are opened with ``keys``; without, they stay sealed.
+    complete one that shares as much is preferred.
 
     Raises:
         TransportError: the origin cannot be asked.
@@ -199,7 +193,7 @@ async def find_prefix(
         FormatError: it answers with what is no catalog, or promises what cannot be.
     """
     digests = await _digests(tokens, spec, salt)
-    lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype, keys=keys)
+    lookup = _Lookup(origin, tokens, digests, spec, salt, any_dtype=any_dtype)
     best = await (lookup.any() if live else lookup.complete())
     if best is None:
         return None
@@ -236,7 +230,6 @@ class _Lookup:
     spec: KVSpec
     salt: bytes
     any_dtype: bool = field(kw_only=True)
-    keys: Keys | None = field(kw_only=True)
 
     async def any(self) -> _Answer | None:
         """Return the asset of which the most groups can be played, complete or not; of equals the complete one."""
@@ -285,13 +278,12 @@ class _Lookup:
 
     async def _found(self, finder: PrefixFinder) -> _Answer | None:
         """Return what a connection finds itself."""
-        keys = None if self.keys is None else {key.id for key in self.keys.ring.keys}
-        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype, keys=keys)
+        prefix = await finder.find(self.spec, self.digests, any_dtype=self.any_dtype)
         if prefix is None:
             return None
         if prefix.catalog is None:
             return _Answer(None, 0, 0, prefix.limited_by)
-        catalog = await asyncio.get_running_loop().run_in_executor(decoders(), _checked, prefix.catalog, self.keys)
+        catalog = await asyncio.get_running_loop().run_in_executor(decoders(), _checked, prefix.catalog)
         shared = shared_groups(catalog, self.tokens, self.digests, self.salt)
         groups, limit = catalog.playable(shared)
         return _Answer(Found(catalog, prefix.sha256), shared, groups, limit or prefix.limited_by)
@@ -300,7 +292,7 @@ class _Lookup:
         spec = self.spec
         try:
             namespace = TrackNamespace(spec.model, self.digests[0])
-            found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)), self.keys)
+            found = await _read(self.origin, namespace, track, catalog_limit(len(self.digests)))
         except NotFoundError:
             return None
         wanted = with_snapshots_of(spec, found.catalog.spec)
@@ -375,37 +367,29 @@ def playable(catalog: Catalog, *, profile: bool, why: str = "") -> Catalog:
     return catalog.with_tracks(tracks)
 
 
-async def _read(
-    origin: Connection, namespace: TrackNamespace, track: str, limit: int, keys: Keys | None = None
-) -> Found:
+async def _read(origin: Connection, namespace: TrackNamespace, track: str, limit: int) -> Found:
     parse = _parse_live if track.startswith((LIVE_TRACK, LIVE_PREFIX_TRACK)) else _parse
     data = bytes(await fetch_view(origin, namespace, track, limit))
-    return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data, keys)
+    return await asyncio.get_running_loop().run_in_executor(decoders(), parse, data)
 
 
-def _parse(data: bytes, keys: Keys | None = None) -> Found:
-    return Found(_checked(Catalog.loads(data), keys), hashlib.sha256(data).hexdigest())
+def _parse(data: bytes) -> Found:
+    return Found(_checked(Catalog.loads(data)), hashlib.sha256(data).hexdigest())
 
 
-def _parse_live(data: bytes, keys: Keys | None = None) -> Found:
+def _parse_live(data: bytes) -> Found:
     live = LiveCatalog.loads(data)
-    catalog = _checked(live.catalog, keys)
-    if catalog.key is not None:
-        live.check_mac(catalog.key)
+    catalog = _checked(live.catalog)
     return Found(catalog, hashlib.sha256(data).hexdigest(), live=live)
 
 
-def _checked(catalog: Catalog, keys: Keys | None = None) -> Catalog:
+def _checked(catalog: Catalog) -> Catalog:
     require(catalog.digest_kind)
     most = most_frame_bytes(catalog.spec)
     for track in catalog.tracks:
         if max(track.bytes) > most:
             raise FormatError(f"catalog: a group of {track.name} with {max(track.bytes)} bytes, no cache needs {most}")
-    if keys is None:
-        return catalog
-    if catalog.seal is None:  # or a store could put a cache of its own in the place of a sealed one
-        raise SealedError("this cache is not sealed, and a client with keys plays sealed ones alone")
-    return catalog.opened(keys.ring)
+    return catalog
 
 
 def most_frame_bytes(spec: KVSpec) -> int:

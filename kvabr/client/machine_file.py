@@ -28,6 +28,7 @@ from kvabr.types.errors import FormatError, KvabrError
 
 V = TypeVar("V")
 
+SCHEMA = "kvabr.machine/1"
 MAX_BYTES = 1 << 18
 MAX_MODELS = 64
 """Entries that a file of models keeps; the ones measured first make room."""
@@ -40,19 +41,19 @@ _WAIT_S = 0.01
 class MachineFile(Generic[V]):
     """What a file says, and what was measured since. May be used from several threads."""
 
-    table, owner, most = "models", "machine", MAX_MODELS
-    """Key of the entries, key of whose they are, and how many entries are kept."""
+    owner, most = "machine", MAX_MODELS
+    """Key of whose the entries are, and how many are kept."""
 
-    def __init__(self, path: Path | None, schema: str, read: Callable[[Any], V | None]) -> None:
+    def __init__(self, path: Path | None, table: str, read: Callable[[Any], V | None]) -> None:
         """Read the file if it exists; never raises.
 
         Args:
             path: None: nothing is kept.
-            schema: what the file says that it is.
+            table: key of the entries, which tells such files apart.
             read: returns an entry from plain JSON values; None if it cannot be one. It is then measured anew. If it
                 raises a `FormatError`, the whole file is.
         """
-        self.path, self._schema, self._parse = path, schema, read
+        self.path, self.table, self._parse = path, table, read
         self._lock = threading.Lock()
         self._known = self._read()
 
@@ -115,14 +116,14 @@ class MachineFile(Generic[V]):
     def dumps(self, known: dict[str, V]) -> str:
         """Return the file with these entries."""
         entries = {key: self.plain(value) for key, value in known.items()}
-        head = {"schema": self._schema, self.owner: self.whose(), "sha256": digest(entries)}
+        head = {"schema": SCHEMA, self.owner: self.whose(), "sha256": digest(entries)}
         return json.dumps(head | {self.table: entries}) + "\n"
 
     def loads(self, text: str) -> dict[str, V]:
         """Return the entries of a file; a `FormatError` if it is damaged, or another machine's."""
         try:
             whole = json.loads(text)
-            if whole["schema"] != self._schema or whole[self.owner] != self.whose():
+            if whole["schema"] != SCHEMA or whole[self.owner] != self.whose():
                 raise FormatError("of another machine or version")
             entries = whole[self.table]
             long = any(len(key) > _MOST_NAME for key in entries)
@@ -131,7 +132,7 @@ class MachineFile(Generic[V]):
             found = {key: self._parse(value) for key, value in entries.items()}
             return {key: value for key, value in found.items() if value is not None}
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise FormatError(f"not a file of {self._schema} ({error!r})") from error
+            raise FormatError(f"not a file of {self.table} ({error!r})") from error
 
     def _read(self) -> dict[str, V]:
         try:

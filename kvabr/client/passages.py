@@ -24,7 +24,6 @@ from kvabr.types.joined import join, joinable
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Exact, Part, Passage, check_movable, check_parts, passage_chain
-from kvabr.types.sealing import Keys
 
 
 async def find_passages(
@@ -34,19 +33,17 @@ async def find_passages(
     *,
     salt: bytes = b"",
     any_dtype: bool = False,
-    keys: Keys | None = None,
     refused: Callable[[Passage, str], None] = lambda *_: None,
 ) -> dict[Passage, Found]:
     """Return what an origin has of some passages; those that it lacks, or that cannot be used, are left out.
 
     All are asked for at the same time, so that takes one round trip. ``refused`` is told why one cannot be used. With
-    ``any_dtype`` the cache's element type need not be the spec's; with ``keys`` only sealed ones are found, without,
-    only open ones.
+    ``any_dtype`` the cache's element type need not be the spec's.
 
     Raises `TransportError` or `FormatError` if nothing was found, and one of them could not be asked for, or used.
     """
     wanted = list(dict.fromkeys(passages))
-    asked = (_find(origin, each, spec, salt, keys, any_dtype=any_dtype) for each in wanted)
+    asked = (_find(origin, each, spec, salt, any_dtype=any_dtype) for each in wanted)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     found = {passage: answer for passage, answer in zip(wanted, answers, strict=True) if isinstance(answer, Found)}
     for passage, answer in zip(wanted, answers, strict=True):
@@ -58,15 +55,13 @@ async def find_passages(
     return found
 
 
-async def _find(
-    origin: Connection, passage: Passage, spec: KVSpec, salt: bytes, keys: Keys | None, *, any_dtype: bool
-) -> Found:
+async def _find(origin: Connection, passage: Passage, spec: KVSpec, salt: bytes, *, any_dtype: bool) -> Found:
     chunks = passage_chain(
         passage.ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
     )
     name = TrackNamespace(spec.model, chunks[-1])
-    found = await fetch_catalog(origin, name, limit=catalog_limit(len(chunks)), keys=keys)
-    catalog = found.catalog.opened(None)
+    found = await fetch_catalog(origin, name, limit=catalog_limit(len(chunks)))
+    catalog = found.catalog
     if catalog.passage is None or catalog.tokens != len(passage.ids) or catalog.chunks != tuple(chunks):
         raise ForeignError(f"what the origin has under the name of {catalog.namespace.prompt[:12]}... is no passage")
     if catalog.spec.digest() != (spec.with_dtypes(catalog.spec) if any_dtype else spec).digest():
@@ -146,10 +141,10 @@ class PassagePrompt:
         """Ids of the whole prompt."""
         return [token for part in self.parts for token in part.ids]
 
-    async def find(self, origin: Connection, keys: Keys | None = None) -> tuple[Found | None, KVSpec]:
+    async def find(self, origin: Connection) -> tuple[Found | None, KVSpec]:
         """Return what an origin has of the passages, joined; None if it has none. As `find_passages`."""
         passages, salt = [part for part in self.parts if isinstance(part, Passage)], self.options.salt
-        found = await find_passages(origin, passages, self.spec, salt=salt, keys=keys, refused=self._refused)
+        found = await find_passages(origin, passages, self.spec, salt=salt, refused=self._refused)
         catalogs = {passage: one.catalog for passage, one in found.items()}
         usable = joinable(catalogs, self.options.max_loss, self._refused)
         catalog = join(self.parts, usable, self.spec)

@@ -20,7 +20,6 @@ from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.sealing import Keys
 
 _MODELS_S = 5.0
 """Seconds for which a peer's list of models is believed. A prompt that is not found under it asks again sooner."""
@@ -49,13 +48,9 @@ class ClientPeer:
         source: Dialling | PeerConnection,
         store: TieredGroupStore,
         metrics: ClientMetrics,
-        keys: Keys | None = None,
     ) -> None:
-        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed.
-
-        ``keys`` open sealed catalogs.
-        """
-        self.name, self._keys = name, keys
+        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
+        self.name = name
         self.transfers = SharedTransfers(source, store, metrics)
         """Of its connection, which is dialled when something is asked of it."""
         self._models: Sequence[KVSpec] = ()
@@ -90,7 +85,7 @@ class ClientPeer:
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
         await self.transfers.connected()
-        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live, keys=self._keys)
+        lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
         answer = await find()
         with contextlib.suppress(TimeoutError):  # what was answered last is still an answer
@@ -129,7 +124,7 @@ class ClientPeer:
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
         """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
         await self.transfers.connected()
-        return await fetch_catalog(connection, name, live=live, keys=self._keys), None
+        return await fetch_catalog(connection, name, live=live), None
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""

@@ -62,7 +62,7 @@ from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, ResidentEngine, prefill_classes
-from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, SealedError, TransportError, UsageError
+from kvabr.types.errors import FormatError, KvabrError, ModelError, PlayError, TransportError, UsageError
 from kvabr.types.events import (
     CacheDelivered,
     Log,
@@ -76,7 +76,6 @@ from kvabr.types.events import (
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import GrowingCatalog
 from kvabr.types.loss import played_loss, predicted_loss, promised_loss
-from kvabr.types.sealing import ids
 from kvabr.types.units import computed_shape
 from kvabr.types.words import counted
 
@@ -173,12 +172,10 @@ class Play:
         was found, less may be played than was found (`shortened`, `kvabr.abr.tail`).
 
         Raises:
-            FormatError: none of the asset's tracks can be decoded here, or it is sealed, and there are no keys.
+            FormatError: none of the asset's tracks can be decoded here.
             PlayError: the deadline has come, and there is no engine.
             UsageError: everything is skipped.
         """
-        if (seal := found.catalog.seal) is not None:
-            raise SealedError(f"this cache is sealed: give one of the keys {ids(seal.wraps)} (--keys FILE, keys=...)")
         catalog = found.to_play
         with suppress(TransportError, TimeoutError):  # then its requests say why
             async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):

@@ -31,7 +31,6 @@ from kvabr.transfer.interface import Connection
 from kvabr.types.errors import FormatError, PolicyError
 from kvabr.types.once import once
 
-SCHEMA = "kvabr.priors/1"
 MAX_PEERS = 512
 """Peers that are kept; the ones heard of longest ago make room."""
 _MOST_NAME = 300
@@ -103,12 +102,12 @@ class KnownLink(NamedTuple):
 class PeerHistory(MachineFile[PeerRecord]):
     """The file, and what this process has learned since. May be used from several threads."""
 
-    table, owner, most = "peers", "host", MAX_PEERS
+    owner, most = "host", MAX_PEERS
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file if it exists; never raises. Without a path, records are kept in memory only."""
         self._told = False
-        super().__init__(path, SCHEMA, _record)
+        super().__init__(path, "peers", _record)
 
     def of(self, peer: str, now: float | None = None) -> Prior | None:
         """Return what a play to a peer may assume; None if nothing recent is known."""

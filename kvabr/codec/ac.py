@@ -13,19 +13,18 @@ coefficients exceed a decoder's integers: nothing is ever coded to noise. An enh
 finer step adds.
 
 A payload with references begins with them (`kvabr.codec.referring`). Where the coded part is cut into streams
-(`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else, and frames have version 7.
+(`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else.
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
     codes:  [token, layer, K/V, head, dim], in units of the scale, see `kvabr.codec.stored`
     far:    FP16, [token, layer, K/V, head, dim]
     biases: size 4 | see `kvabr.codec.bias`; only if the highest bit of `listed` is set
 
-Of a chain of layers the biases of the last one count. Frames of payloads with biases have version 5.
+Of a chain of layers the biases of the last one count.
 
 Of codes AC-L0 has the coarse parts. AC-L1 and AC-L2 add fine ones: number of tokens 4 | fine, behind the list. AC-5x
 has the coarse ones and those of both layers, one behind the other. The number 0xFFFFFFFA precedes all else of such a
-payload, and frames have version 8. Of few numbers, and in frames up to version 7, a code is a byte, in units of the
-scale, and layers add nothing.
+payload. Of few numbers a code is a byte, in units of the scale, and layers add nothing.
 
 Of a state, columns stand for tokens (`kvabr.codec.columns`). Payloads of unusual groups are different
 (`kvabr.codec.unusual`): no finite cache is refused, and no payload, with those below it, is more than a hundredth
@@ -34,6 +33,7 @@ larger than the group in FP16.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,6 @@ from numpy.typing import NDArray
 from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
 from kvabr.codec.bias import UNITS, biases, error_sums, join_biases, shift_of, split_biases
-from kvabr.codec.centred import CENTRED
 from kvabr.codec.coefficients import Coefficients, encode_rows, hold, indices
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
@@ -79,18 +78,15 @@ from kvabr.codec.stored import (
     UNITS as CODES,
 )
 from kvabr.codec.unusual import (
-    CENTRED_VERSION,
     COARSE,
     EXACT,
     FINE,
-    FRAME_VERSION,
     NOTHING,
     Chain,
     by_another,
     contained,
     crowded,
     glanced,
-    is_unusual,
     layered,
     other,
     other_codec,
@@ -147,20 +143,6 @@ class Ac(Codec):
             coded = _layer(self.name, work, _coded(context), list(map(bytes, chain.payloads)))
         taken = sum(map(len, below))
         return NOTHING if coded is None or taken + len(coded) > room + room // 100 else coded
-
-    def frame_version(self, payload: bytes | memoryview) -> int:
-        if payload[:4] == NOTHING:
-            return FRAME_VERSION
-        chain = read_chain((self.name,), (payload,))
-        if chain.other is not None and chain.other[0].endswith(CENTRED):
-            return CENTRED_VERSION
-        if any(map(_is_parted, chain.payloads)):
-            return PARTED_VERSION
-        if any(map(_is_streamed, chain.payloads)):
-            return STREAMED_VERSION
-        if any(map(_is_newer, chain.payloads)):
-            return NEWER_VERSION
-        return FRAME_VERSION if is_unusual(payload) else super().frame_version(payload)
 
     def decode(
         self, payload: memoryview, context: GroupContext, out: torch.Tensor, below: Sequence[memoryview] = ()
@@ -587,14 +569,10 @@ _FAR = 1 << 31
 """Flag in the offset of a token that is stored as FP16."""
 _HAS_BIASES = 1 << 31
 """Flag in the number of listed tokens. With it, that number is still below those of `kvabr.codec.unusual`."""
-NEWER_VERSION = 5
-"""Version of the frame of a payload with references (`kvabr.codec.referring`) or biases."""
 STREAMED = _COUNT.pack(0xFFFFFFFB)
-STREAMED_VERSION = 7
-"""Version of the frame of a payload whose coded part is cut into streams."""
+"""Begins a payload whose coded part is cut into streams."""
 PARTED = _COUNT.pack(0xFFFFFFFA)
-PARTED_VERSION = 8
-"""Version of the frame of a payload with codes in parts (`kvabr.codec.stored`)."""
+"""Begins a payload with codes in parts (`kvabr.codec.stored`)."""
 
 
 def _is_parted(payload: memoryview) -> bool:
@@ -603,11 +581,6 @@ def _is_parted(payload: memoryview) -> bool:
 
 def _is_streamed(payload: memoryview) -> bool:
     return payload[: len(STREAMED)] == STREAMED
-
-
-def _is_newer(payload: memoryview) -> bool:
-    """Return whether the first number has its highest bit set: that of the listed tokens, or the mark of references."""
-    return len(payload) >= _COUNT.size and bool(_COUNT.unpack_from(payload)[0] & _HAS_BIASES)
 
 
 class NearTokens(NamedTuple):
@@ -804,9 +777,12 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     if len(tokens):  # of most groups there are none
         count = int(far.sum())
         shape = (len(tokens) - count, layers, halves)
+        full = (*shape, heads, dim)
         scale = finite(reader.tensor(torch.float16, shape), what).float()
-        if parted and len(scale) and track_below(what) is None:
-            parted, full = False, (*shape, heads, dim)
+        if math.prod(full) >= LEAST_NUMBERS:
+            if not parted or track_below(what) is not None:
+                raise FormatError(f"{what}: so many numbers without parts; the payload is corrupt")
+            parted = False
             size = coarse_size(reader.bytes(_COUNT.size))
             coarse = split_coarse(reader.bytes(size), scale.numel(), heads * dim, what).reshape(full)
             two = (reader.bytes(fine_size(coarse.size)) for _ in _layers_in(what))
@@ -814,10 +790,10 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
             near = NearTokens(tokens[~far.numpy()], ~far, scale, coarse, fines)
             values[~far] = near.values
         else:
-            values[~far] = _scaled(reader.tensor(torch.int8, (*shape, heads, dim)), scale)
+            values[~far] = _scaled(reader.tensor(torch.int8, full), scale)
         values[far] = finite(reader.tensor(torch.float16, (count, *values.shape[1:])), what).float()
     if parted:
-        raise FormatError(f"{what}: parts of no numbers; the payload is corrupt")
+        raise FormatError(f"{what}: parts of few numbers; the payload is corrupt")
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])

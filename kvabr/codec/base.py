@@ -17,16 +17,11 @@ from kvabr.codec.builtin import BUILTIN, PayloadLayout
 from kvabr.types.errors import FormatError, did_you_mean
 from kvabr.types.kv import FP16_MAX, KVSpec
 from kvabr.types.naming import check_track_name
-from kvabr.types.sealing import AssetKey
 
 if TYPE_CHECKING:
     import torch
 
     from kvabr.codec.profile import Profile
-
-
-OLDEST_VERSION = 3
-"""Version of most frames. Version 1 stored a payload tensor by tensor, not token by token; 2 had another AC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +45,6 @@ class GroupContext:
     finer: int = 0
     """Of a group that is encoded, how many of its last tokens are stored finer because the prompt ends there: what
     follows looks at them most. No reader needs to know."""
-    key: AssetKey | None = field(default=None, repr=False)
-    """Opens and seals payloads; None: they are not sealed."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
     """Intermediate results that the tracks of one group share while they are encoded. Pass each group that is encoded
     on several tracks a dict of its own, and do not change the group in between."""
@@ -88,10 +81,6 @@ class Codec(ABC):
     def outliers(self, payload: memoryview, context: GroupContext) -> int:  # noqa: ARG002
         """Return the number of tokens that the encoder found too unusual to code like the others."""
         return 0
-
-    def frame_version(self, payload: bytes | memoryview) -> int:  # noqa: ARG002
-        """Return the oldest version of frames whose readers understand a payload, see `kvabr.codec.container`."""
-        return OLDEST_VERSION
 
     def largest(self, spec: KVSpec) -> float:  # noqa: ARG002
         """Return the largest magnitude of numbers of a layer class that a payload keeps within this codec's loss.

@@ -3,8 +3,7 @@
     magic 4 | version 1 | track length 1 | spec digest 16 | chunk digest 32 | group 4 | first token 8 | tokens 4 |
     payload length 8 | CRC-32 of the payload 4 | track name | CRC-32 of all before 4 | payload
 
-The highest bit of the version says that the payload is sealed (`kvabr.types.sealing`), bound to all of the header but
-the checksums. All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every
+All numbers are unsigned and little-endian. The checksums detect accidents, the catalog's digest of every
 frame manipulation; a reader that compares it need not compute the payload's CRC. The chunk digest binds a frame to one
 prompt and one place in it.
 
@@ -22,23 +21,16 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvabr.codec.base import OLDEST_VERSION, payload_layout
+from kvabr.codec.base import payload_layout
 from kvabr.types import digests
-from kvabr.types.errors import ForeignError, FormatError, SealedError
+from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import check_track_name
-from kvabr.types.sealing import SEAL_BYTES, AssetKey
 
 MAGIC = b"KVAB"
-VERSION = 8
-"""Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
-`kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), 5 if tokens
-refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), 6 if the group is coded about
-medians (`kvabr.codec.centred`), 7 if the coded part is cut into streams (`kvabr.codec.native.reference`), and 8 if
-tokens that are stored separately are in parts (`kvabr.codec.stored`)."""
+VERSION = 1
+"""Of frames and payloads."""
 MAX_PAYLOAD = 1 << 40
-_SEALED = 0x80
-"""Bit of the version."""
 _FIXED = struct.Struct("<4sBB16s32sIQIQI")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CRC = struct.Struct("<I")
@@ -63,15 +55,9 @@ class FrameHeader:
     payload_bytes: int = 0
 
 
-def pack(
-    payload: bytes | memoryview, header: FrameHeader, version: int = OLDEST_VERSION, key: AssetKey | None = None
-) -> bytes:
-    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range.
-
-    ``version`` is that of the frame, see `kvabr.codec.base.Codec.frame_version`; ``key`` seals the payload.
-    """
-    size = len(payload) + (SEAL_BYTES if key is not None else 0)
-    name, it = check_track_name(header.track).encode(), header
+def pack(payload: bytes | memoryview, header: FrameHeader) -> bytes:
+    """Frame a payload, whatever ``header.payload_bytes`` says; raise a `FormatError` if a field is out of range."""
+    name, it, size = check_track_name(header.track).encode(), header, len(payload)
     if len(it.spec_digest) != 16 or not _DIGEST.fullmatch(it.chunk):
         raise FormatError("a frame needs a spec digest of 16 bytes and a chunk digest of 64 hex digits")
     numbers = it.group, it.first_token, it.tokens, size
@@ -80,9 +66,7 @@ def pack(
         or size > MAX_PAYLOAD
     ):
         raise FormatError(f"no frame can hold group {it.group}: {it.tokens} tokens from {it.first_token}, {size} bytes")
-    fixed = MAGIC, version | (_SEALED if key is not None else 0), len(name), it.spec_digest, bytes.fromhex(it.chunk)
-    if key is not None:
-        payload = key.seal(payload, _FIXED.pack(*fixed, *numbers, 0) + name)
+    fixed = MAGIC, VERSION, len(name), it.spec_digest, bytes.fromhex(it.chunk)
     head = _FIXED.pack(*fixed, *numbers, zlib.crc32(payload)) + name
     return b"".join((head, _CRC.pack(zlib.crc32(head)), payload))
 
@@ -98,7 +82,7 @@ def unpack(
     digest: str | None = None,
     has_digest: HasDigest | None = None,
 ) -> tuple[FrameHeader, memoryview]:
-    """Check an untrusted frame and return its header and a view of its payload, which may be sealed: see `opened`.
+    """Check an untrusted frame and return its header and a view of its payload.
 
     Args:
         frame: the bytes.
@@ -135,28 +119,6 @@ def unpack(
     return header, payload
 
 
-def opened(frame: bytes | memoryview, payload: memoryview, key: AssetKey | None) -> memoryview:
-    """Return the payload of a frame, both as `unpack` was given and returned them, opened if it is sealed.
-
-    Raises:
-        SealedError: it is sealed, and there is no key, or another; or it should be sealed, and is not.
-    """
-    view = memoryview(frame)
-    head = view[: len(view) - len(payload) - _CRC.size]
-    sealed = bool(head[len(MAGIC)] & _SEALED)
-    if sealed != (key is not None):
-        what = "is sealed, and there is no key" if sealed else "is not sealed, but the catalog is"
-        raise SealedError(f"frame: it {what}")
-    if key is None:
-        return payload
-    bound = bytearray(head)
-    bound[_FIXED.size - _CRC.size : _FIXED.size] = bytes(_CRC.size)
-    try:
-        return key.open(payload, bytes(bound))
-    except SealedError as error:
-        raise SealedError(f"frame: {error}") from error
-
-
 def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     """Return a frame's header, where its payload begins, and the payload's checksum."""
     if len(view) < _FIXED.size + _CRC.size:
@@ -164,10 +126,8 @@ def _header(view: memoryview) -> tuple[FrameHeader, int, int]:
     magic, version, name_length, spec, chunk, group, first, tokens, size, crc = _FIXED.unpack_from(view)
     if magic != MAGIC:
         raise FormatError(f"frame: starts with {bytes(magic)!r} instead of {MAGIC!r}; this is not a kvabr group")
-    version &= ~_SEALED
-    if not OLDEST_VERSION <= version <= VERSION:
-        hint = "upgrade kvabr" if version > VERSION else "an older kvabr wrote it: encode the asset again"
-        raise FormatError(f"frame: version {version}, this kvabr reads versions {OLDEST_VERSION} to {VERSION}; {hint}")
+    if version != VERSION:
+        raise FormatError(f"frame: version {version}, this kvabr reads version {VERSION}; upgrade kvabr")
     begin = _FIXED.size + name_length + _CRC.size
     if len(view) < begin:
         raise FormatError("frame: truncated within its header")

@@ -11,14 +11,13 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import Codec, GroupContext, codec
-from kvabr.codec.container import FrameHeader, HasDigest, opened, pack, unpack
+from kvabr.codec.container import FrameHeader, HasDigest, pack, unpack
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.payload import place
 from kvabr.codec.quantised import all_finite, check_type, codes_of, is_quantised, numbers_of, special
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec
-from kvabr.types.sealing import AssetKey
 from kvabr.types.units import Unit
 
 
@@ -119,8 +118,7 @@ def encode_payload(kv: torch.Tensor, track: str, context: GroupContext, below: S
 
 def framed(payload: bytes, track: str, context: GroupContext, chunk: str, group: int) -> bytes:
     """Frame what `encode_payload` returned."""
-    header = frame_header(track, context, chunk, group)
-    return pack(payload, header, codec(track).frame_version(payload), context.key)
+    return pack(payload, frame_header(track, context, chunk, group))
 
 
 def decode_group(
@@ -142,11 +140,9 @@ def decode_group(
 
     Raises:
         ForeignError: a valid frame of something else.
-        SealedError: sealed, and the context has no key, or another.
         FormatError: corrupt, truncated, a different digest, not a payload of this codec, or ``out`` has another shape.
     """
     _, payload = unpack(frame, frame_header(track, context, chunk, group), digest, has_digest)
-    payload = opened(frame, payload, context.key)
     decode_payload(payload, track, context if at is None else replace(context, at=at), group, out, below)
 
 
@@ -210,6 +206,6 @@ def frame_header(track: str, context: GroupContext, chunk: str, group: int) -> F
     return FrameHeader(spec.track_name(track), spec.digest(), chunk, group, context.first_token, context.tokens)
 
 
-def payload_of(frame: bytes | memoryview, key: AssetKey | None = None) -> memoryview:
-    """Return the payload of a frame that has been checked before; ``key`` opens it."""
-    return opened(frame, unpack(frame)[1], key)
+def payload_of(frame: bytes | memoryview) -> memoryview:
+    """Return the payload of a frame that has been checked before."""
+    return unpack(frame)[1]

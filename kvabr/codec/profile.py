@@ -3,8 +3,7 @@
 It holds what does not change from prompt to prompt: the mean of every channel, the norms, the transforms, and for every
 depth the quantiser's step and the entropy coder's tables. `kvabr.codec.fit` makes one.
 
-The file, format 2, or 3 with gains or tables for tokens that refer to others, is safetensors: arrays and one string,
-nothing executable.
+The file, format kvabr.profile/1, is safetensors: arrays and one string, nothing executable.
 
     metadata    kvabr: JSON of format, spec, sinks, outlier, structure, depths {track: step, dead}; and, where it helps,
                 gains [stack] of a depth, quiet {threshold, usual [layer]}, which only encoders read, and seen, see
@@ -20,9 +19,8 @@ nothing executable.
     TRACK.flags [flag context, row] int16; or [flag context, class] if all rows of a class are equal
 
 The axis K/V has length 1 where keys and values are unlike in shape, as in the cache's tensor. The file of a model with
-several layer classes, format kvabr.profile.classes/1, or 2 with gains or such tables, has all this for each: the
-metadata has format, spec and classes {name: {sinks, outlier, structure, depths}}, and the name of every array begins
-with the class's and a slash.
+several layer classes has all this for each: the metadata has format, spec and classes {name: {sinks, outlier,
+structure, depths}}, and the name of every array begins with the class's and a slash.
 """
 
 from __future__ import annotations
@@ -51,12 +49,7 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 
 _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
-FORMAT = "kvabr.profile/2"
-FORMAT_OF_CLASSES = "kvabr.profile.classes/1"
-NEWER = {FORMAT: "kvabr.profile/3", FORMAT_OF_CLASSES: "kvabr.profile.classes/2"}
-"""Formats of profiles with what older readers do not know."""
-_ONE, _SEVERAL = ((each, NEWER[each]) for each in (FORMAT, FORMAT_OF_CLASSES))
-_OLD = "kvabr.profile/1"
+FORMAT = "kvabr.profile/1"
 MAX_STEP = 1024.0
 _MOST_COPIES = 128.0
 _NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
@@ -129,11 +122,11 @@ class Profile(ABC):
             spec = KVSpec.from_json(facts["spec"])
             profile: Profile
             seen = Seen.from_json(facts["seen"]) if "seen" in facts else None
-            if facts["format"] in _ONE:
+            if "classes" in facts:
+                profile = ModelProfile(spec, _unpacked_parts(spec, facts["classes"], arrays), seen)
+            else:
                 only = _unpacked(spec, facts, arrays)
                 profile = only if seen is None else replace(only, seen=seen)
-            else:
-                profile = ModelProfile(spec, _unpacked_parts(spec, facts["classes"], arrays), seen)
         except FormatError:
             raise
         except _NOT_A_FILE as error:
@@ -191,7 +184,7 @@ class ClassProfile(Profile):
 
     def _packed(self) -> tuple[dict[str, Any], _Arrays]:
         facts, arrays = self.packed()
-        return {**facts, "format": _format(FORMAT, (self,)), "spec": self.spec.to_json()}, arrays
+        return {**facts, "format": FORMAT, "spec": self.spec.to_json()}, arrays
 
     def packed(self) -> tuple[dict[str, Any], _Arrays]:
         """Return what a file says of this class: facts as plain JSON values, and arrays by name."""
@@ -258,18 +251,7 @@ class ModelProfile(Profile):
         for name, profile in zip(self.spec.names, self.classes, strict=True):
             classes[name], own = profile.packed()
             arrays |= {f"{name}/{key}": array for key, array in own.items()}
-        return {
-            "format": _format(FORMAT_OF_CLASSES, self.classes),
-            "spec": self.spec.to_json(),
-            "classes": classes,
-        }, arrays
-
-
-def _format(oldest: str, classes: Sequence[ClassProfile]) -> str:
-    """Return the oldest format whose readers understand these classes."""
-    depths = [depth for each in classes for depth in each.depths.values()]
-    newer = any(depth.gains or depth.coder.near is not None for depth in depths)
-    return NEWER[oldest] if newer else oldest
+        return {"format": FORMAT, "spec": self.spec.to_json(), "classes": classes}, arrays
 
 
 def joined(spec: KVSpec, classes: Sequence[ClassProfile], seen: Seen | None = None) -> Profile:
@@ -387,9 +369,6 @@ def _facts(data: bytes) -> dict[str, Any]:
     facts = json.loads(text["kvabr"]) if isinstance(text, dict) else None
     if not isinstance(facts, dict):
         raise FormatError("profile: a safetensors file, but not a profile")
-    if facts["format"] == _OLD:
-        raise FormatError("profile: made by an older kvabr; make it again with `kvabr calibrate`")
-    if facts["format"] not in (*_ONE, *_SEVERAL):
-        known = ", ".join(map(repr, (*_ONE, *_SEVERAL)))
-        raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {known}; upgrade kvabr")
+    if facts["format"] != FORMAT:
+        raise FormatError(f"profile: format {facts['format']!r}, this kvabr reads {FORMAT!r}; upgrade kvabr")
     return facts

@@ -5,7 +5,7 @@ have the number of their listed tokens:
 
     0xFFFFFFFC | references | the rest, like other payloads
 
-Layers above it are coded with the same references. Frames of such a payload have version 5.
+Layers above it are coded with the same references.
 
 Two tokens go together if their coefficients are alike: a repeated word, the same construction, the same indentation.
 The receiver needs no token ids, and groups stay independent of each other.

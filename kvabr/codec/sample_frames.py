@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.ac import STREAMED_VERSION, payload_head
+from kvabr.codec.ac import payload_head
 from kvabr.codec.base import GroupContext
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.container import pack
@@ -54,7 +54,7 @@ class SampleFrames:
         below = None if lower is None else self._of(lower).indices(context.tokens)
         coded = coder.encode_indices(model, self._of(track).indices(context.tokens), below)
         header = frame_header(track, context, CHUNK, 0)
-        return pack(payload_head(coded) + _NOTHING_LISTED + coded, header, STREAMED_VERSION)
+        return pack(payload_head(coded) + _NOTHING_LISTED + coded, header)
 
     def _of(self, track: str) -> _Drawn:
         if track not in self._drawn:

@@ -12,8 +12,7 @@ is not an ordinary one:
     0xFFFFFFFD  of a base, layers in one: enhancements 1 | size 4 of each payload ... | ordinary payloads, base first
 
 The last of several payloads of other codecs counts: a base may have four bits, and the finest layer eight. Above a
-layer with nothing all layers have nothing; so do those that a base contains. Frames of such payloads have version 4, or
-6 if `kvabr.codec.centred` encoded the group.
+layer with nothing all layers have nothing; so do those that a base contains.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ _NUMBER = struct.Struct("<I")
 _CODE = struct.Struct("<IB")
 NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 """Payload of an enhancement that adds nothing."""
-FRAME_VERSION, CENTRED_VERSION = 4, 6
-"""Version of the frame of a payload that `is_unusual`, and of one that `kvabr.codec.centred` encoded."""
 
 _COPIES = (2.15, 4.1)
 """Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -61,8 +60,6 @@ _MAX_FOUND_BYTES = 64 << 20
 _MAX_PROFILES = 8
 _PROFILE_S = 300.0
 """Seconds that a codec profile, which has some megabytes, may take in the background."""
-_UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")
-"""What names of earlier versions did not have."""
 _PAUSED_SHARE = 0.1
 """Share of its deadline that a play gets while the origin does not answer: its groups may be here already."""
 
@@ -108,48 +105,28 @@ def spec_of(
     return KVSpec.uniform(model, engine, layers, heads, dim, kind)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """What an engine's model is called in the names of its caches."""
-
-    name: str
-    former: tuple[str, str] | None = None
-    """What earlier versions of kvabr called it, in namespaces and in keys, where that told all that this name tells;
-    None: the same, or there is no such name."""
-
-
 def named(
     settings: KeyedSettings,
     given: str,
     facts: Mapping[str, object],
     *,
     folder: Path | None = None,
-    kept: str = "",
-    raw_keys: bool = False,
-) -> ModelNames:
-    """Return the name of an engine's model.
+) -> str:
+    """Return what an engine's model is called in the names of its caches.
 
     Args:
         settings: the user's; a name there stands for the weights.
         given: the engine's name of the model: a repository, a path, or anything else.
         facts: what else changes KV, see `with_facts`; of a usual configuration nothing.
         folder: where the weights are, if that is known, for their digest.
-        kept: the only fact that names of earlier versions need not tell, as readers compare it.
-        raw_keys: whether keys of earlier versions had the name as it was given, whatever characters it has.
 
     Raises:
         ModelError: the weights cannot be read.
     """
     raw = settings.model or given
-    if settings.model is None and folder is not None:
-        if settings.version is None:
-            return ModelNames(with_facts(f"{safe_name(raw)}-{weights_digest(folder)[:DIGITS]}", facts))
-        return ModelNames(with_facts(safe_name(raw), {**facts, "version": settings.version}))
-    name = with_facts(safe_name(raw), {**facts, "version": settings.version})
-    others = [key for key, value in facts.items() if value is not None and key != kept]
-    former = (_UNSAFE.sub("-", raw).strip("/") or "model")[-256:]
-    sure = settings.version is None and not others and (raw_keys or former == raw)
-    return ModelNames(name, (former, raw) if sure and not name == former == raw else None)
+    if settings.model is None and folder is not None and settings.version is None:
+        return with_facts(f"{safe_name(raw)}-{weights_digest(folder)[:DIGITS]}", facts)
+    return with_facts(safe_name(raw), {**facts, "version": settings.version})
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
@@ -281,7 +258,6 @@ class ChunkStore:
         max_tokens: int,
         min_tokens: int = 1,
         unplaced: str = "",
-        former: tuple[str, str] | None = None,
         told: Callable[[], str | None] = lambda: None,
         step_tokens: int = STEP_TOKENS,
         least: int = 0,
@@ -297,7 +273,6 @@ class ChunkStore:
             max_tokens: maximum length of a cache; a longer one is not the engine's.
             min_tokens: minimum length of a cache; an engine that copies a fixed number of tokens must not get fewer.
             unplaced: why the position of a cache may not be known, in words, for the log.
-            former: see `ModelNames.former`.
             told: returns the version of the weights that the engine declares, if any; is called often.
             step_tokens: tokens that the engine computes in a step, if the settings do not say.
             least: tokens of a prefix below which the engine fetches nothing.
@@ -314,7 +289,6 @@ class ChunkStore:
         self.trouble = TroubleLog(LOG)
         self.generation = settings.generation(told)
         """Which weights the engine has."""
-        self._former = former
         self._tails = KeyedTails(settings, settings.step_tokens or step_tokens, least)
         self._found: ByteLru[str, Found] = ByteLru(_MAX_FOUND_BYTES, _memory_of)
         self._profiles: dict[str, asyncio.Task[None]] = {}
@@ -340,7 +314,6 @@ class ChunkStore:
                 queue=settings.queue,
                 max_bytes=settings.publish_bytes,
                 source=source,
-                keys=settings.keys,
             )
         self._any_heads = any_heads
         self._origin = origin or KeyedOrigin(settings)
@@ -396,7 +369,7 @@ class ChunkStore:
         is not returned; none is if there is no position, as the key then stands for several caches.
         """
         text = self._text(key)
-        found = self._found.get(text) or await self._ask(key, text)
+        found = self._found.get(text) or await self._ask(text)
         if found is None or text != self._text(key):  # the weights have changed meanwhile
             return None
         # Without a profile nothing in the asset depends on its position, which the publisher may not have known.
@@ -410,17 +383,16 @@ class ChunkStore:
         self.trouble.tell("the origin has a cache of another place", f"token {at} of a prompt, wanted is {wanted}")
         return None
 
-    async def _ask(self, key: str, text: str) -> Found | None:
-        settings, spec = self._settings, self.spec
-        if settings.url is None or self._pause.active:
+    async def _ask(self, text: str) -> Found | None:
+        if self._settings.url is None or self._pause.active:
             return None
-        asked = [(spec, text)]
-        if self._former is not None and not self.generation.name:
-            model, prefix = self._former
-            asked.append((replace(spec, model=model), prefix + key))
         began_s = time.monotonic()
         try:
-            found = await asyncio.gather(*(self._look(each, full) for each, full in asked))
+            wanted = namespace(self.spec, text)
+            found = await self.client.find_asset(wanted, within_s=self._settings.lookup_s)
+        except NotFoundError:
+            self._pause.answered()
+            return None
         except TransportError as error:
             self._failed(began_s, "the origin cannot be asked", error)
             return None
@@ -428,23 +400,16 @@ class ChunkStore:
             self.trouble.tell("the origin's answer cannot be used", error)
             return None
         self._pause.answered()
-        for (wanted, _), one in zip(asked, found, strict=True):
-            if one is not None and self._fits(one.catalog, wanted):
-                self._found.add(text, one)
-                self._want_profile(one.catalog)
-                return one
-        return None
-
-    async def _look(self, spec: KVSpec, text: str) -> Found | None:
-        try:
-            return await self.client.find_asset(namespace(spec, text), within_s=self._settings.lookup_s)
-        except NotFoundError:
+        if not self._fits(found.catalog):
             return None
+        self._found.add(text, found)
+        self._want_profile(found.catalog)
+        return found
 
-    def _fits(self, catalog: Catalog, spec: KVSpec) -> bool:
+    def _fits(self, catalog: Catalog) -> bool:
         """Return whether a catalog describes a cache as the engine wants it; the log says why it does not."""
-        if not _alike(catalog.spec, spec, any_heads=self._any_heads):
-            why = f"{catalog.spec}; this engine's {spec}"
+        if not _alike(catalog.spec, self.spec, any_heads=self._any_heads):
+            why = f"{catalog.spec}; this engine's {self.spec}"
         elif not self._min_tokens <= catalog.tokens <= self._max_tokens:
             why = f"{catalog.tokens} tokens, where one has {self._min_tokens} to {self._max_tokens}"
         else:

@@ -33,7 +33,6 @@ class ClientArguments:
     transport: TransportChoice
     limits: Limits
     cache: Path | None
-    keys: Path | None
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
@@ -55,7 +54,6 @@ class ClientArguments:
             settings.transport,
             limits,
             _absolute(settings.cache),
-            _absolute(settings.keys),
         )
 
     def open(self, metrics: ClientMetrics | None = None) -> AsyncClient:
@@ -79,7 +77,6 @@ class ClientArguments:
             transport=self.transport,
             limits=limits,
             cache=self.cache,
-            keys=self.keys,
             metrics=metrics,
         )
 

@@ -182,9 +182,6 @@ class EngineSettings(SettingsTable):
     ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
-    keys: FilePath | None = None
-    """Key ring (`kvabr keys`): what is published is sealed with it, and sealed caches are played, no others. It is read
-    again when it has changed. None: nothing is sealed."""
     token_file: FilePath | None = None
     """File with the token for the origin; read again for each connection, so that it may be replaced. None: the
     environment variable ``KVABR_TOKEN``, if set."""

@@ -21,7 +21,7 @@ import torch
 
 from kvabr.codec.base import GroupContext, payload_layout
 from kvabr.codec.block_slots import Place, TensorPlace, TensorRoom
-from kvabr.codec.container import HasDigest, opened, unpack
+from kvabr.codec.container import HasDigest, unpack
 from kvabr.codec.group import frame_header
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.codec.profile import Profile
@@ -505,15 +505,14 @@ class Assembler:
         return tuple(parts), found
 
     def check(self, group: int, layer: Layer) -> memoryview:
-        """Return the payload of a frame of a group, opened; raise a `FormatError` or `ForeignError` as `put` does."""
+        """Return the payload of a frame of a group; raise a `FormatError` or `ForeignError` as `put` does."""
         catalog, offer = self._catalog, self._catalog.track(layer.track)
         if len(layer.frame) != (promised := offer.bytes[group]):
             came = f"{len(layer.frame)} bytes came, the catalog says {promised}"
             raise FormatError(f"group {group} of {offer.name}: {came}")
         unit = self._catalog.unit(group)
         header = frame_header(offer.name, self._context(group), catalog.chunks[unit.chunk], unit.group)
-        _, payload = unpack(layer.frame, header, offer.digests[group], layer.has_digest)
-        return opened(layer.frame, payload, catalog.key_of(group))
+        return unpack(layer.frame, header, offer.digests[group], layer.has_digest)[1]
 
     def _context(self, group: int) -> GroupContext:
         unit = self._catalog.unit(group)

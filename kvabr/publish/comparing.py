@@ -21,7 +21,7 @@ _MOST_ERROR = 0.25
 def compare_tracks(asset: Asset) -> None:
     """Decode every group on all tracks that need no profile, and compare them with the most exact one.
 
-    Sealed assets and frames that this version cannot decode are left out.
+    Frames that this version cannot decode are left out.
 
     Raises:
         AssetError: a frame cannot be read.
@@ -30,7 +30,7 @@ def compare_tracks(asset: Asset) -> None:
     catalog, known = asset.catalog, set(names())
     tracks = [each.name for each in catalog.tracks if each.name in known and not codec(each.name).needs_profile]
     exact = next((each for each in _EXACT if each in tracks), None)
-    if exact is None or catalog.seal is not None:
+    if exact is None:
         return
     tracks.remove(exact)
     for unit in catalog.units:

@@ -29,7 +29,6 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, check_movable, passage_chain
-from kvabr.types.sealing import Keys
 from kvabr.types.units import cache_length, snapshot_ends
 
 Progress = Callable[[str, int, int], None]
@@ -137,15 +136,10 @@ def compute_cache(
     return cache
 
 
-def _check_profile(spec: KVSpec, tracks: Sequence[str], profile: Profile | None, *, sealed: bool) -> None:
+def _check_profile(spec: KVSpec, tracks: Sequence[str], profile: Profile | None) -> None:
     check_class(spec, next(track for track in tracks if codec(track).needs_profile))
     if profile is not None:
         profile.check(spec)
-    elif sealed:
-        raise UsageError(
-            f"no profile of {spec.model}: one that is estimated from this cache would tell of it, as profiles are "
-            "not sealed; make one with `kvabr calibrate` (--profile F), or name other tracks (--tracks FP16 Int4)"
-        )
 
 
 def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
@@ -168,7 +162,6 @@ def publish(
     source: str = "",
     salt: bytes = b"",
     digest: str = SHA256,
-    keys: Keys | None = None,
     questions: Sequence[Sequence[int]] = (),
     max_passes: int = MAX_PASSES,
     time_engine: bool = True,
@@ -184,7 +177,7 @@ def publish(
         prompt: what to publish, and what followed it.
         tracks: names of the tracks, see `ordered_tracks`.
         profile: side information of the model, for the tracks that need it; None: one is estimated from this cache,
-            small and without a transform, and published with it, unless it is sealed.
+            small and without a transform, and published with it.
         store: keeps every frame and the profile, and gives frames back for measuring; as a rule an asset's writer.
         passage: the cache, if what is published is a passage; None: the engine computes that of the prompt.
         group_tokens: tokens per group; None: as in the engine's spec.
@@ -194,7 +187,6 @@ def publish(
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not kept, so `Prompt.sealed` must tie the token
             ids to the catalog.
         digest: kind of the frames' digests, see `kvabr.types.digests`.
-        keys: seal the frames and the catalog, see `kvabr.types.sealing`.
         questions: token ids of questions about the text, see `kvabr.publish.tails.questions`: losses behind tails are
             those of its continuation and of answers to them.
         max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
@@ -208,12 +200,12 @@ def publish(
     Raises `ForeignError` if the profile is of another model, `FormatError` if a group cannot have that many tokens,
     snapshots do not lie between groups, no track holds the cache's numbers, or the model can have no passages,
     `NotFiniteError` if a number of the cache is NaN or infinite, and `UsageError` if it has no states to take
-    snapshots of, or if a sealed asset needs a profile and there is none.
+    snapshots of.
     """
     spec = published_spec(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
     if needing:
-        _check_profile(spec, tracks, profile, sealed=keys is not None)
+        _check_profile(spec, tracks, profile)
     chained = chain if passage is None else passage_chain
     chunks = chained(
         prompt.tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt
@@ -242,7 +234,6 @@ def publish(
         passage=None if passage is None else passage.notes,
         digest=digest,
         finer_end=passage is None and estimate is None,  # as engines publish, who take such groups over
-        keys=keys,
     )
     frames.encode(coded, partial(progress, "encode"))
     del coded

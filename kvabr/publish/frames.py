@@ -14,14 +14,12 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.container import opened, unpack
 from kvabr.codec.group import (
     check_holds,
     check_shape,
     cut,
     decode_group,
     encode_payload,
-    frame_header,
     framed,
     holds,
     largest,
@@ -36,7 +34,6 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
-from kvabr.types.sealing import Keys
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
@@ -96,7 +93,6 @@ class FrameEncoder:
         passage: PassageNotes | None = None,
         digest: str = SHA256,
         finer_end: bool = False,
-        keys: Keys | None = None,
     ) -> None:
         """Prepare to encode.
 
@@ -112,16 +108,13 @@ class FrameEncoder:
             digest: kind of the frames' digests, see `kvabr.types.digests`.
             finer_end: whether the last tokens are stored finer, for players whose engine computes nothing behind them.
                 Its last group then differs from that of a longer prompt that begins alike.
-            keys: seal the frames, and the catalog; None: anybody who has them can read them.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
         self.units = units_of(spec, tokens)
         self._profile = profile if needs_profile(tracks) else None
         self._store, self._position, self._passage = store, position, passage
-        self._finer_end, self._key = finer_end, None
-        if keys is not None:
-            self._key = keys.ring.asset_key(chunks[0], "" if self._profile is None else self._profile.digest)
+        self._finer_end = finer_end
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
         """Size of every frame, by track and group; 0: it is not made yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
@@ -191,19 +184,11 @@ class FrameEncoder:
             and catalog.digest_kind == self.digest
             and catalog.chunks[group : group + 1] == self.chunks[group : group + 1]
         )
-        wraps = None if catalog.seal is None else catalog.seal.wraps
-        if not same or wraps != (None if self._key is None else self._key.wraps):
-            return False
-        if catalog.profile != (None if self._profile is None else self._profile.digest):
+        if not same or catalog.profile != (None if self._profile is None else self._profile.digest):
             return False
         if any(track not in catalog.by_name for track in self.tracks):
             return False
         frames = [asset.frame(group, track) for track in self.tracks]
-        if self._key is not None:  # the catalog that says what they should be is no secret
-            context, chunk = self._context(group), self.chunks[group]
-            for track, frame in zip(self.tracks, frames, strict=True):
-                _, payload = unpack(frame, frame_header(track, context, chunk, group))
-                opened(frame, payload, self._key)
         for track, frame in zip(self.tracks, frames, strict=True):
             store.frame(group, track, bytes(frame))
             self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]
@@ -294,7 +279,6 @@ class FrameEncoder:
             ),
             profile=None if profile is None else profile.digest,
             profile_bytes=0 if profile is None else len(profile.to_bytes()),
-            key=self._key,
             **facts,
         )
 
@@ -302,15 +286,15 @@ class FrameEncoder:
         unit, part = self.units[group], self._context(group).spec
         names = [part.track_name(name) for name in (*_below(track), track)]
         *below, frame = (self._store.read_frame(unit.group, name) for name in names)
-        return frame, [payload_of(each, self._key) for each in below]
+        return frame, [payload_of(each) for each in below]
 
     def _context(self, group: int) -> GroupContext:
         unit = self.units[group]
         part, place = self.spec.parts[unit.part], self._position + unit.first
         if self._passage is not None:
-            return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place, key=self._key)
+            return GroupContext(part, unit.first, unit.tokens, self._profile, free=True, at=place)
         finer = finer_in(unit.first, unit.first + unit.tokens, self.tokens) if self._finer_end else 0
-        return GroupContext(part, place, unit.tokens, self._profile, finer=finer, key=self._key)
+        return GroupContext(part, place, unit.tokens, self._profile, finer=finer)
 
 
 class GroupEncoder:
@@ -344,7 +328,7 @@ class GroupEncoder:
         for lower in _below(track):
             if lower not in self._payloads:  # it was made before
                 made = self._store.read_frame(unit.group, name(lower))
-                self._payloads[lower] = bytes(payload_of(made, self.context.key))
+                self._payloads[lower] = bytes(payload_of(made))
         below = [self._payloads[lower] for lower in _below(track)]
         self._payloads[track] = encode_payload(self.kv, track, self.context, below)
 

@@ -8,7 +8,7 @@ that `kvabr calibrate --blend` writes. They hold for one model, and one way to c
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from kvabr.publish.passages import CONTEXTS
 from kvabr.store.files import read_text
 from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import was_named
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import read, to_json
 
@@ -47,8 +46,7 @@ class FusionLosses:
 
     def check(self, spec: KVSpec) -> FusionLosses:
         """Return these losses; raise `ForeignError` if they are of another model than that with ``spec``."""
-        same = was_named(self.spec.model, spec.model)
-        if not (replace(self.spec, model=spec.model) if same else self.spec).same_cache(spec):
+        if not self.spec.same_cache(spec):
             raise ForeignError(
                 f"these fusion losses were measured with {self.spec.title}, the passage is of {spec.title}; measure "
                 "them with `kvabr calibrate --blend`"

@@ -37,7 +37,6 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames, published_catalog
 from kvabr.types.naming import LAYERS
-from kvabr.types.sealing import AssetKey
 
 Pace = Sequence[float] | PrefillCost
 """When groups of tokens will have been computed: seconds since the beginning for each, or what a prefill costs."""
@@ -247,8 +246,6 @@ class LiveProduction(Production):
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()
         self._budget, self._on_told = EncodingBudget(publisher.share), publisher.on_told
         self._folder: LiveFolderWriter | None = None
-        self._asset_key: AssetKey | None = None
-        """Of a sealed asset, what its news are signed with."""
         self._base = ""
         self._layers: deque[_PutOff] = deque()
         """Further tracks of the edge, of groups that were told of."""
@@ -293,7 +290,6 @@ class LiveProduction(Production):
 
     def _begin(self, frames: FrameEncoder) -> None:
         live = self._live(frames, self._tracks)
-        self._asset_key = live.catalog.key
         alone = [track for track in live.catalog.tracks if track.refines is None]
         self._base = min(alone, key=lambda track: track.total_bytes).name
         assert self._folder is not None  # noqa: S101  # made a moment ago
@@ -355,7 +351,7 @@ class LiveProduction(Production):
         if self._computed and self._pieces.lag(chunk):
             self._left_out += len(made)
         ready_s = max(0.0, self._clock() - self._began_s)
-        self._tell(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s).signed(self._asset_key))
+        self._tell(message := PublishedFrames(self._key, chunk, ready_s, made, rest_s))
         self._on_told(message)
 
     def _made(self, frames: FrameEncoder, chunk: int, tracks: Collection[str]) -> dict[str, tuple[int, str]]:

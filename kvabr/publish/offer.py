@@ -24,7 +24,6 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import ITEM_BYTES, KVSpec
 from kvabr.types.naming import LAYERS
 from kvabr.types.passage import PassageNotes
-from kvabr.types.sealing import Keys
 
 PLAIN_TRACKS = ("FP16", "Int8", "Int4")
 """Default tracks; the AC layers are added if there is a profile."""
@@ -55,7 +54,6 @@ class TrackOffer:
         profile: Profile | None,
         source: str,
         digest: str = SHA256,
-        keys: Keys | None = None,
     ) -> None:
         """Choose the tracks; the arguments are those of `kvabr.publish.publisher.Publisher`."""
         if tracks is None:
@@ -72,7 +70,7 @@ class TrackOffer:
         if profile is not None:
             profile.check(spec)
         self.spec, self.prior, self.profile, self._source = spec, prior, profile, source
-        self.digest, self._keys = check_kind(digest), keys
+        self.digest = check_kind(digest)
         self._named: dict[str, TrackOffer] = {}
 
     def named(self, model: str) -> TrackOffer:
@@ -124,7 +122,6 @@ class TrackOffer:
             position=position or 0,
             passage=passage,
             digest=self.digest,
-            keys=self._keys,
         )
 
     def catalog(self, frames: FrameEncoder, expected: Sequence[str] | None = None) -> Catalog:

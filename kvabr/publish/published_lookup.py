@@ -2,8 +2,7 @@
 
 A damaged asset is published anew when it is computed again, which is when each is checked: that all parts are there,
 and on a local disk also every byte. That is done once an hour at most, of one asset at a time, at a low priority; what
-is told meanwhile is that it is sound. Where caches are sealed, one that was published openly is treated alike. Buckets
-check their objects themselves, so their bytes are not read.
+is told meanwhile is that it is sound. Buckets check their objects themselves, so their bytes are not read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from queue import Empty, SimpleQueue
 from cachetools import LRUCache, TTLCache
 
 from kvabr.store.asset import AssetStore, is_damage
-from kvabr.types.errors import KvabrError, SealedError
+from kvabr.types.errors import KvabrError
 
 WAIT_S = 0.5
 """Seconds that an engine waits for the answer at most."""
@@ -109,9 +108,9 @@ _NICENESS = 10
 class SoundAssets:
     """What checks have found, of one store; for several threads."""
 
-    def __init__(self, store: AssetStore, *, sealed: bool = False) -> None:
-        """Nothing is checked yet. ``sealed``: what an engine published openly counts as damaged."""
-        self._store, self._sealed = store, sealed
+    def __init__(self, store: AssetStore) -> None:
+        """Nothing is checked yet."""
+        self._store = store
         self._sound: TTLCache[tuple[str, str], bool] = TTLCache(_MAX_KNOWN, _AGAIN_S)
         self._damaged: LRUCache[str, str] = LRUCache(_MAX_KNOWN)
         """By name, the version that is damaged."""
@@ -158,8 +157,6 @@ class SoundAssets:
             asset.check_parts()
             if asset.local:
                 asset.check_frames()
-            if self._sealed and asset.catalog.seal is None and asset.catalog.estimated:
-                raise SealedError(f"{asset.location}: is not sealed, so clients with keys do not play it")
         except KvabrError as error:
             if is_damage(error):
                 _log.warning(

@@ -37,7 +37,6 @@ from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes, passage_chain
-from kvabr.types.sealing import Keys, read_keys
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ class Publisher:
         source: str = "",
         digest: str = SHA256,
         keep_tokens: bool = False,
-        keys: str | os.PathLike[str] | Keys | None = None,
     ) -> None:
         """Open the store, and start.
 
@@ -83,15 +81,10 @@ class Publisher:
             digest: kind of the groups' digests, see `kvabr.types.digests`.
             keep_tokens: keep the token ids of prompts without salt beside their assets, for KV events
                 (`kvabr.telemetry.kv_events`); stores that many read keep none.
-            keys: a key ring, or its file: what is published is sealed, see `kvabr.types.sealing`.
         """
-        if keep_tokens and keys is not None:
-            raise UsageError("sealed caches are for those who have a key: their token ids are not kept beside them")
         if queue < 1:
             raise UsageError(f"a queue for {queue} caches; it must have room for one")
-        self.offer = TrackOffer(
-            spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest, keys=read_keys(keys)
-        )
+        self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
         self.store = open_store(location)
         self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
@@ -111,7 +104,7 @@ class Publisher:
                     "there; leave the bound out, and give the bucket a lifecycle rule"
                 )
             self._quota = FolderQuota(self._folder, max_bytes)
-        self._sound = SoundAssets(self.store, sealed=keys is not None)
+        self._sound = SoundAssets(self.store)
         self._lookup = PublishedLookup(
             lambda name: self.store.version(name) is not None, self._touch, sound=self._sound.look
         )

@@ -45,8 +45,7 @@ from kvabr.store.files import (
     write_file,
 )
 from kvabr.store.memory import GROUPS as POOL
-from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMAS, Catalog
-from kvabr.types.digests import SHA256
+from kvabr.types.catalog import MAX_CATALOG_BYTES, SCHEMA, Catalog
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError
 from kvabr.types.naming import check_track_name
 
@@ -444,7 +443,7 @@ def _is_asset(path: Path) -> bool:
     except FormatError:
         # A damaged or newer catalog still marks an asset if it begins like one, or there are groups.
         with (path / CATALOG).open("rb") as file:
-            return SCHEMAS[SHA256].rsplit("/", 1)[0].encode() in file.read(256) or (path / GROUPS).is_dir()
+            return SCHEMA.rsplit("/", 1)[0].encode() in file.read(256) or (path / GROUPS).is_dir()
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -14,8 +13,7 @@ from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
 from kvabr.store.objects import url
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import MissingAssetError, SealedError, UsageError
-from kvabr.types.sealing import Keys, read_keys
+from kvabr.types.errors import MissingAssetError, UsageError
 
 Location = str | Path
 """A folder, or a URL whose scheme is in `SCHEMES`."""
@@ -101,21 +99,12 @@ def open_asset(location: Location) -> Asset:
     return open_store(location).open()
 
 
-def open_catalog(location: Location, keys: str | os.PathLike[str] | Keys | None = None) -> tuple[Catalog, Asset | None]:
+def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
     """Read the catalog of an asset at a path or URL, or from a catalog's file, which has no asset.
 
-    ``keys``: a key ring, or its file, which opens a sealed one.
-
-    Raises `AssetError` if there is neither, `FormatError` if the catalog is damaged, or of a newer version, and
-    `SealedError` if it is sealed, and no key opens it.
+    Raises `AssetError` if there is neither, and `FormatError` if the catalog is damaged, or of another version.
     """
-    ring = read_keys(keys)
-    asset = None
     if "://" not in str(location) and Path(location).is_file():
-        catalog = Catalog.read(Path(location))
-    else:
-        catalog = (asset := open_asset(location)).catalog
-    try:
-        return catalog.opened(None if ring is None else ring.ring), asset
-    except SealedError as error:
-        raise SealedError(f"{location}: {error}") from error
+        return Catalog.read(Path(location)), None
+    asset = open_asset(location)
+    return asset.catalog, asset

@@ -56,17 +56,13 @@ class FoundPrefix:
 class PrefixFinder(Protocol):
     """Finds the longest prefix of a prompt itself, where a peer has no lookups."""
 
-    async def find(
-        self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool, keys: Collection[str] | None = None
-    ) -> FoundPrefix | None:
+    async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
         """Return what begins as a prompt with these chained digests does; None: nothing does.
 
         Args:
             spec: of the model; the number of a state's snapshots is up to the publisher.
             digests: all chained digests of the prompt, whole.
             any_dtype: the element type need not be the spec's.
-            keys: IDs of the reader's keys, if sealed ones are wanted. Others are returned only if there are none, and
-                so is what none of the keys opens.
 
         Raises:
             TransportError: the store cannot be asked.

@@ -23,11 +23,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.digests import BLAKE3, SHA256, kind_of
-from kvabr.types.errors import AssetError, FormatError, MissingAssetError, SealedError, UsageError, did_you_mean
+from kvabr.types.digests import kind_of
+from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
@@ -37,14 +37,11 @@ from kvabr.types.records import (
     Positive,
     Sha256,
     check,
-    decode,
     fields_of,
     own_state,
-    read_members,
+    read,
     to_json,
 )
-from kvabr.types.sealed_runs import SealedRuns
-from kvabr.types.sealing import AssetKey, KeyRing, Seal, boxed, ids, unboxed
 from kvabr.types.tails import (
     MOST_LOSS,
     Loss,
@@ -59,7 +56,7 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 T = TypeVar("T")
 
 _TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "bytes", "loss", "digests")
-"""Fields of a track in the order in which they have always been written; others come before them."""
+"""Fields of a track in the order in which they are written; others come before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ class Quality:
     top1: Number
     """Share of continuation tokens where the most likely next token is the same."""
     kl8: Number | None = None
-    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer, or of an older asset."""
+    """The KL divergence over the first 8 tokens of the continuation; None if it is not longer."""
     kl32: Number | None = None
     """The same over the first 32 tokens."""
 
@@ -198,25 +195,14 @@ MAX_PROFILE_BYTES = 1 << 29
 """Bytes of a codec profile, wherever it comes from."""
 MAX_GROUPS = 1 << 20
 MAX_TRACKS = 64
-SCHEMAS = {SHA256: "kvabr.catalog/1", BLAKE3: "kvabr.catalog/2"}
-"""Schemas of catalogs by the kind of their groups' digests: older versions refuse a kind that they cannot check."""
-PASSAGE_SCHEMA = "kvabr.catalog/3"
-"""Schema of catalogs of passages, with digests of either kind: older versions would take them for prompts."""
-SEALED_SCHEMA = "kvabr.catalog/4"
-"""Schema of sealed catalogs, with digests of either kind: older versions would take them for such without loss."""
+SCHEMA = "kvabr.catalog/1"
 _ORDER = (
     *("namespace", "spec", "tokens", "position", "passage", "source", "chunks", "profile", "profile_bytes", "prefill"),
     *("loss_method", "mixes", "tracks"),
 )
-"""Fields in the order in which they have always been written; others come before them."""
+"""Fields in the order in which they are written; others come before them."""
 _ALWAYS = "source", "profile", "profile_bytes", "prefill", "loss_method", "mixes"
 """Fields that are written even if they are the default."""
-_NOT_MEASURED = "not measured"
-"""Beginning of `CommonFacts.loss_method` in what engines published before there was `CommonFacts.estimated`."""
-_SECRET: dict[str, Any] = {"source": "", "prefill": None, "loss_method": "", "mixes": (), "asked": ()}
-_SECRET_OF_TRACK = "measured", "tails", "loss"
-"""Fields of a catalog, with what a sealed one says instead; and of its tracks. Of a passage's notes, it says how its
-cache was computed."""
 RECOMPUTED = "recomputed"
 """Stands in a list of tracks for a group that the engine computed from the groups before it."""
 
@@ -270,11 +256,6 @@ class Catalog(CommonFacts):
     """
     whole: Catalog | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     """The catalog that its units were chosen from."""
-    seal: Seal | None = None
-    """Of a sealed asset, what is not said openly: until it is `opened`, no loss is known. None: it is not sealed, or
-    opened."""
-    key: AssetKey | None = field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
-    """Of a sealed asset that is `opened`, or is being published, its key."""
 
     def __post_init__(self) -> None:
         check(self, "catalog")
@@ -407,10 +388,6 @@ class Catalog(CommonFacts):
         """Return the namespace under which a group is published; that of the prompt if no asset has it."""
         source = self.units[group].source if self.sources else COMPUTED
         return self.namespace if source == COMPUTED else self.sources[source].namespace
-
-    def key_of(self, group: int) -> AssetKey | None:
-        """Return what opens a group of a sealed asset; None: it is not sealed."""
-        return self.sources[self.unit(group).source].key if self.sources else self.key
 
     def address(self, group: int, track: str) -> tuple[str, int]:
         """Return the name of the track, and the number of the group in it, that a group of a level is published as."""
@@ -646,97 +623,11 @@ class Catalog(CommonFacts):
             chosen=units,
         )
 
-    @property
-    def schema(self) -> str:
-        """Schema of its JSON."""
-        if self.seal is not None or self.key is not None:
-            return SEALED_SCHEMA
-        return SCHEMAS[self.digest_kind] if self.passage is None else PASSAGE_SCHEMA
-
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; equal catalogs give equal values. A `UsageError` if it is joined from several."""
         if self.sources:
             raise UsageError("a prompt that is joined from passages is not published")
-        if self.key is not None:
-            return self.sealed.to_json()
-        return {"schema": self.schema, **to_json(self, *_ALWAYS, last=_ORDER)}
-
-    def _sealed(self, key: AssetKey) -> Catalog:
-        """Return what stores and relays may see of it."""
-        tracks = tuple(replace(each, loss=(0.0,) * len(each.loss), tails=(), measured=None) for each in self.tracks)
-        notes = None if self.passage is None else PassageNotes(self.passage.base, self.passage.contexts)
-        public = replace(self, tracks=tracks, whole=None, key=None, passage=notes, **_SECRET)
-        own = to_json(replace(self, key=None))
-        hidden = {name: value for name, value in own.items() if name in _SECRET or name == "passage"}
-        hidden["tracks"] = [{name: each[name] for name in _SECRET_OF_TRACK if name in each} for each in own["tracks"]]
-        box = boxed(key, json.dumps(hidden, separators=(",", ":")), self._bound)
-        tails = [[list(tail) for tail in track.tails] for track in self.tracks]
-        runs = self._runs.seal(key, [track.loss for track in self.tracks], tails)
-        return replace(public, seal=Seal(key.wraps, box, key.maker, runs))
-
-    @property
-    def _runs(self) -> SealedRuns:
-        levels = [(track.name, track.refines) for track in self.tracks]
-        return SealedRuns(self.spec, self.profile, self.position, levels, self.chunks, self.units)
-
-    @property
-    def _bound(self) -> bytes:
-        """What a seal is bound to: a store cannot change it, nor put another catalog's in its place."""
-        tracks = [(each.name, each.refines, each.bytes, each.digests) for each in self.tracks]
-        # The profile, too: with the means of another one, the same frames are other numbers.
-        facts = [self.tokens, self.position, self.chunks, self.profile, self.profile_bytes, self.estimated]
-        what = [self.namespace.model, self.spec.digest().hex(), *facts, tracks]
-        return b"kvabr.catalog/4\0" + hashlib.sha256(json.dumps(what).encode()).digest()
-
-    @property
-    def open(self) -> bool:
-        """Whether this is the catalog of an asset that anybody can read."""
-        return self.seal is None and self.key is None
-
-    @property
-    def sealed(self) -> Catalog:
-        """What stores may see of it: a sealed catalog as it is written; itself if it is not sealed."""
-        return self if self.key is None else self._sealed(self.key)
-
-    def check_seal(self, key: AssetKey) -> None:
-        """Raise a `SealedError` unless a catalog is sealed with a key, and as its publisher wrote it."""
-        if self.seal is None:
-            raise SealedError("it is not sealed")
-        unboxed(key, self.seal.box, self._bound, 1)
-
-    def check_run(self, number: int, box: str) -> None:
-        """Raise a `SealedError` or `FormatError` unless a box is that of a run of this catalog, whose key is known."""
-        if self.key is not None:
-            self._runs.open_run(self.key, number, box)
-
-    def opened(self, keys: KeyRing | None) -> Catalog:
-        """Return the catalog with what is sealed in it, and its key; itself if it is not sealed.
-
-        Raises:
-            SealedError: none of the keys opens it, or it was changed.
-            FormatError: what is sealed is no part of a catalog.
-        """
-        if (seal := self.seal) is None:
-            return self
-        if keys is None:
-            raise SealedError(f"it is sealed for the keys {ids(seal.wraps)}; give one of them (--keys FILE, keys=...)")
-        key, public = keys.unwrap(seal.wraps, seal.made_by), to_json(replace(self, seal=None))
-        if seal.box:
-            text = unboxed(key, seal.box, self._bound, MAX_CATALOG_BYTES)
-            hidden = decode(text, _Hidden, "catalog, sealed")
-        else:
-            hidden = _Hidden(self._runs.open(key, seal.runs))
-        if len(hidden.tracks) != len(public["tracks"]):
-            raise FormatError("catalog: what is sealed in it is of other tracks")
-        public["tracks"] = [
-            {**shown, **{name: value for name, value in own.items() if name in _SECRET_OF_TRACK}}
-            for shown, own in zip(public["tracks"], hidden.tracks, strict=True)
-        ]
-        if (hidden.passage is None) != (self.passage is None):
-            raise FormatError("catalog: what is sealed in it is not of a passage, or is of one")
-        own = {name: value for name in (*_SECRET, "passage") if (value := getattr(hidden, name)) is not None}
-        open_catalog = json.dumps({"schema": replace(self, seal=None).schema, **public, **own})
-        return replace(Catalog.loads(open_catalog), key=key)
+        return {"schema": SCHEMA, **to_json(self, *_ALWAYS, last=_ORDER)}
 
     def dumps(self) -> str:
         """Return the catalog as JSON text."""
@@ -746,17 +637,12 @@ class Catalog(CommonFacts):
     def loads(cls, text: str | bytes) -> Catalog:
         """Parse the output of `dumps` from an untrusted source; raise a `FormatError` if a field is bad.
 
-        Other threads run meanwhile (`kvabr.types.records.read_members`).
+        Other threads run meanwhile (`kvabr.types.records.read`).
         """
         if len(text) > MAX_CATALOG_BYTES:
             raise FormatError(f"catalog: {len(text)} bytes, more than the {MAX_CATALOG_BYTES} allowed")
         data = text.encode(errors="replace") if isinstance(text, str) else text
-        members, schema = read_members(data, cls, "catalog", *SCHEMAS.values(), PASSAGE_SCHEMA, SEALED_SCHEMA)
-        catalog = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
-        if schema != catalog.schema:
-            what = "a passage" if catalog.passage is not None else f"{catalog.digest_kind} digests"
-            what = what if catalog.seal is None else "a seal"
-            raise FormatError(f"catalog: with {what} it has the schema {catalog.schema!r}")
+        catalog = read(data, cls, "catalog", SCHEMA)
         if catalog.passage is not None and catalog.position:
             raise FormatError(f"catalog: a passage has no position, but it says {catalog.position}")
         return catalog
@@ -775,22 +661,5 @@ class Catalog(CommonFacts):
             raise type(error)(f"{path}: {error}") from error
 
 
-class _Hidden(Struct):
-    """What is sealed in a catalog; checked with the rest of it."""
-
-    tracks: list[dict[str, Any]]
-    source: Any = None
-    prefill: Any = None
-    loss_method: Any = None
-    mixes: Any = None
-    asked: Any = None
-    passage: Any = None
-
-
 def _with_losses(track: Track, losses: tuple[float, ...]) -> Track:
     return replace(track, loss=losses)
-
-
-def is_estimated(said: bool | None, loss_method: str) -> bool:
-    """Return `CommonFacts.estimated` of a catalog or an offer; older ones do not say it (None), but in words."""
-    return loss_method.startswith(_NOT_MEASURED) if said is None else said

@@ -42,10 +42,6 @@ class ForeignError(FormatError):
     """A valid frame or profile that belongs to another model, prompt, group or track."""
 
 
-class SealedError(FormatError):
-    """A group or catalog is sealed, and none of the keys at hand opens it; or one that should be sealed is not."""
-
-
 class AssetError(KvabrError):
     """An asset is incomplete on disk, or cannot be written."""
 

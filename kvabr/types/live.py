@@ -4,9 +4,7 @@ A *live catalog* is a catalog whose sizes and losses are expected, not measured,
 with the times at which groups should appear. *Edge messages* follow. The first news of each group of tokens, in order,
 say how large the frames are that ended with it, and their digests. They may come when only the base is encoded; then
 they say so, and further news of the group name the rest. The last message says that the cache is complete, or why its
-producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix. Of a sealed
-asset, who has its key can tell that times, sizes and digests are its publisher's (`kvabr.types.sealing`); an end
-needs no proof, since a relay can withhold the rest anyway.
+producer stopped. All of them carry the live catalog's key, so that the news of two productions never mix.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from msgspec import Meta, Struct
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog, Track
 from kvabr.types.digests import DIGEST, kind_of, unknown
 from kvabr.types.errors import FormatError
-from kvabr.types.naming import LOOKUP_RUN, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import Positive, check, convert, decode, read_schema
-from kvabr.types.sealing import AssetKey, Mac
 from kvabr.types.tails import losses_behind
 from kvabr.types.units import Unit, prefix_units, units_by_chunk, units_of
 
@@ -53,7 +50,6 @@ class _Head(Struct):
 
     key: Key
     seconds: tuple[Positive, ...]
-    mac: Mac | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +61,6 @@ class LiveCatalog:
     seconds: tuple[Positive, ...]
     """For each group of tokens, when it should be published, seconds since the producer began; ascending."""
     key: Key
-    mac: Mac | None = None
-    """Of a sealed asset, made when it is written; see `check_mac`."""
 
     def __post_init__(self) -> None:
         check(self, "live catalog")
@@ -79,21 +73,9 @@ class LiveCatalog:
 
     def dumps(self) -> str:
         """Return it as text: a line of JSON, and the catalog's JSON."""
-        key, public = self.catalog.key, self.catalog.sealed
-        mac = self.mac if key is None else key.mac(self._signed(public))
-        head = {**self._head(), **({} if mac is None else {"mac": mac})}
-        return f"{json.dumps(head, separators=(',', ':'))}\n{public.dumps()}"
-
-    def check_mac(self, key: AssetKey) -> None:
-        """Raise a `SealedError` unless it is as its publisher wrote it, given the asset's key."""
-        key.check_mac(self.mac, self._signed(self.catalog), "live catalog")
-
-    def _head(self) -> dict[str, Any]:
-        return {"schema": LIVE_SCHEMA, "key": self.key, "seconds": [round(time_s, 6) for time_s in self.seconds]}
-
-    def _signed(self, public: Catalog) -> bytes:
-        """Return what `mac` is of. The catalog's own seal is bound to the rest of it."""
-        return json.dumps([self._head(), None if public.seal is None else public.seal.box]).encode()
+        seconds = [round(time_s, 6) for time_s in self.seconds]
+        head = {"schema": LIVE_SCHEMA, "key": self.key, "seconds": seconds}
+        return f"{json.dumps(head, separators=(',', ':'))}\n{self.catalog.dumps()}"
 
     @classmethod
     def loads(cls, text: bytes) -> LiveCatalog:
@@ -108,7 +90,7 @@ class LiveCatalog:
             raise FormatError(f"live catalog: more times than its {len(catalog.chunks)} groups")
         read_schema(head, "live catalog", LIVE_SCHEMA)
         found = decode(head, _Head, "live catalog")
-        return cls(catalog, found.seconds, found.key, found.mac)
+        return cls(catalog, found.seconds, found.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +106,12 @@ class PublishedFrames:
     """Size and digest of its frames, by the name of the published track. Some tracks may be missing."""
     rest_s: Positive | None = None
     """Seconds after which the tracks should follow that no news of the group have named; None: they will not."""
-    mac: Mac | None = None
-    """Of a sealed asset, see `signed`."""
-
-    def signed(self, key: AssetKey | None) -> PublishedFrames:
-        """Return these news with the proof that they are from who has an asset's key; themselves if there is none."""
-        return self if key is None else replace(self, mac=key.mac(replace(self, mac=None).dumps()))
-
-    def check_mac(self, key: AssetKey) -> None:
-        """Raise a `SealedError` unless they are `signed` with an asset's key."""
-        key.check_mac(self.mac, replace(self, mac=None).dumps(), f"news of group {self.group}")
 
     def dumps(self) -> bytes:
         """Return it as one line of JSON."""
         value: dict[str, Any] = {"key": self.key, "group": self.group, "ready_s": round(self.ready_s, 6)}
         if self.rest_s is not None:
             value["rest_s"] = round(self.rest_s, 6)
-        if self.mac is not None:
-            value["mac"] = self.mac
         frames = {name: list(frame) for name, frame in self.frames.items()}
         return json.dumps({**value, "frames": frames}, separators=(",", ":")).encode()
 
@@ -255,16 +225,12 @@ def _shorter(catalog: Catalog, news: Sequence[PublishedFrames]) -> Catalog | Non
             else:
                 loss = tuple(track.loss[alike.get(index, index)] for index in own)
             tracks[track.name] = replace(track, bytes=sizes, digests=digests, loss=loss, measured=None)
-    seal = catalog.seal
-    if not tracks or (seal is not None and (len(tracks) < len(catalog.tracks) or not seal.runs)):
-        return None  # without the key, what is sealed is that of all tracks
-    if seal is not None:
-        seal = replace(seal, box="", runs=seal.runs[: -(-groups // LOOKUP_RUN)])
+    if not tracks:
+        return None
     chunks = catalog.chunks[:groups]
     space = TrackNamespace(catalog.namespace.model, chunks[-1])
     made = tuple(tracks.values())
-    found = replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=made, mixes=(), asked=())
-    return replace(found, seal=seal)
+    return replace(catalog, namespace=space, tokens=tokens, chunks=chunks, tracks=made, mixes=(), asked=())
 
 
 class NewsOrder:
@@ -401,11 +367,8 @@ class GrowingCatalog:
 
         Raises:
             FormatError: as `NewsOrder.take`; or a frame is too large, or no track of those played stands alone.
-            SealedError: the asset is sealed, and they are not its publisher's.
         """
         order, catalog = self.order, self.catalog
-        if catalog.key is not None:
-            news.check_mac(catalog.key)
         new, units = news.group == order.groups, self._begun.get(news.group, range(0))
         order.take(news)
         if new:

@@ -6,9 +6,8 @@ longest cached prefix.
 
 The model's name tells caches apart: what changes KV is in it, and what is usual adds nothing to it. It has a readable
 part. Where that does not tell everything, a tilde and 16 hex digits follow: a digest of the raw name, if characters of
-it had to be replaced, or of facts such as adapters, quantisation and ranks. Names to which nothing had to be added are
-those of earlier versions of kvabr. `docs/guides/engines.md` lists what is in a name, and `kvabr.engines.weights`
-computes the digest of a model's weights.
+it had to be replaced, or of facts such as adapters, quantisation and ranks. `docs/guides/engines.md` lists
+what is in a name, and `kvabr.engines.weights` computes the digest of a model's weights.
 """
 
 from __future__ import annotations
@@ -274,8 +273,7 @@ STRICT = re.compile(r"[^A-Za-z0-9._/-]")
 LOOSE = re.compile(r"[\x00-\x1f\x7f~\ud800-\udfff]")
 """What names that a folder gives must not have: everything that can be written and shown may stay."""
 
-_OLD, _NEW = re.compile(r"(.+)-[0-9a-f]{8}"), re.compile(r"(.+)-[0-9a-f]{16}")
-_DIGESTS = re.compile(r"(-[0-9a-f]{8}|-[0-9a-f]{16})?(~[0-9a-f]{16})*$")
+_DIGESTS = re.compile(r"(-[0-9a-f]{16})?(~[0-9a-f]{16})*$")
 
 
 def safe_name(raw: str, unsafe: re.Pattern[str] = STRICT) -> str:
@@ -311,17 +309,11 @@ def with_facts(name: str, facts: Mapping[str, Any]) -> str:
 
 
 def akin(one: str, other: str) -> bool:
-    """Return whether two names may be those of one model that was tuned further, or named by another version of kvabr.
+    """Return whether two names may be those of one model that was tuned further.
 
     Their readable parts are equal. Caches are never shared by that; codec profiles and measured losses may be.
     """
     return _DIGESTS.sub("", one) == _DIGESTS.sub("", other)
-
-
-def was_named(old: str, new: str) -> bool:
-    """Return whether ``old`` may be what earlier versions of kvabr called the model in a folder that is now ``new``."""
-    before, now = _OLD.fullmatch(old), _NEW.fullmatch(new)
-    return before is not None and now is not None and before[1] == now[1]
 
 
 def _marked(readable: str, domain: bytes, text: str) -> str:

@@ -90,61 +90,56 @@ def check(record: object, what: str) -> None:
         raise
 
 
-def read(data: bytes, kind: type[T], what: str, *schemas: str) -> T:
+def read(data: bytes, kind: type[T], what: str, schema: str | None = None) -> T:
     """Return a record from the JSON of an untrusted source, without keeping other threads waiting.
 
     Args:
         data: the JSON.
         kind: the dataclass. Fields whose class has a method ``from_json`` are read by that.
         what: begins the error's message.
-        schemas: those that this version reads, if the record has one; it becomes no field.
+        schema: the one that this version reads, if the record has one; it becomes no field.
 
     Raises:
         FormatError: it is something else, see `decode`; a `VersionError` if another version of kvabr has written it.
     """
-    return kind(**read_members(data, kind, what, *schemas)[0])
-
-
-def read_members(data: bytes, kind: type, what: str, *schemas: str) -> tuple[dict[str, Any], str]:
-    """Return the fields of a record that `read` would make, and its schema."""
     _check_dense(data, what)
     parts = decode(data, _parts(kind), what)
-    schema = ""
-    if schemas:
+    if schema is not None:
         said = None if parts.schema is None else decode(parts.schema, str, what, ".schema")
-        schema = check_schema(said, what, *schemas)
+        check_schema(said, what, schema)
     given = {name: part for name in parts.__struct_fields__ if (part := getattr(parts, name)) is not None}
     if len(data) - sum(map(_bytes, given.values())) > MAX_SKIPPED_BYTES:
         raise FormatError(f"{what}: more than {MAX_SKIPPED_BYTES} bytes of what this version does not know")
     if lacks := [each.name for each in _fields(kind) if each.default is MISSING and each.name not in given]:
         raise FormatError(f"{what}: a field is missing, {lacks[0]}")
     kinds = _published(kind)
-    return {name: _read(part, kinds[name], what, f".{name}") for name, part in given.items() if name in kinds}, schema
+    own = {name: _read(part, kinds[name], what, f".{name}") for name, part in given.items() if name in kinds}
+    return kind(**own)
 
 
 class _Schema(msgspec.Struct):
     schema: str | None = None
 
 
-def read_schema(data: bytes, what: str, *known: str) -> str:
-    """Return the schema that an object of JSON says it has; errors as `decode` and `check_schema`."""
-    return check_schema(decode(data, _Schema, what).schema, what, *known)
+def read_schema(data: bytes, what: str, known: str) -> None:
+    """Check the schema that an object of JSON says it has; errors as `decode` and `check_schema`."""
+    check_schema(decode(data, _Schema, what).schema, what, known)
 
 
-def check_schema(found: object, what: str, *known: str) -> str:
-    """Return the schema of something; raise unless this version reads it.
+def check_schema(found: object, what: str, known: str) -> None:
+    """Raise unless this version reads a schema.
 
     Raises:
         VersionError: it is that of another version.
         FormatError: it is none of kvabr's.
     """
-    if isinstance(found, str) and found in known:
-        return found
+    if found == known:
+        return
     told = repr(str(found)[:80])
-    newer = str(found).partition("/")[0] in {each.partition("/")[0] for each in known}
+    newer = str(found).partition("/")[0] == known.partition("/")[0]
     hint = "it was written by another version: upgrade kvabr" if newer else f"is this a {what}?"
     kind = VersionError if newer else FormatError
-    raise kind(f"{what}: schema is {told}, this version reads {', '.join(map(repr, known))}; {hint}")
+    raise kind(f"{what}: schema is {told}, this version reads {known!r}; {hint}")
 
 
 def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -153,7 +148,7 @@ def to_json(record: object, *always: str, last: tuple[str, ...] = ()) -> dict[st
     Args:
         record: the record.
         always: fields that are never left out.
-        last: fields that come last, in this order; older versions wrote them so.
+        last: fields that come last, in this order.
     """
     value = {}
     for each in _fields(type(record)):

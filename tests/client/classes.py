@@ -14,7 +14,6 @@ from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
-from kvabr.types.sealing import KeyRing
 from kvabr.types.units import snapshot_ends
 from tests.memory_transport import MemoryConnection, MemoryLink
 
@@ -74,11 +73,11 @@ def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
     return tuple(parts)
 
 
-def published(root, spec: KVSpec, tokens: list[int], keys: KeyRing | None = None) -> PublishedAssets:
+def published(root, spec: KVSpec, tokens: list[int]) -> PublishedAssets:
     """Publish the made-up cache of some tokens in a folder."""
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     with FolderAssetStore(root).writer(spec.model.rpartition("/")[2]) as writer:
-        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer, keys=keys)
+        frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer)
         cache = list(numbers(spec, tokens))
         for number, part in enumerate(spec.parts):
             if ends := snapshot_ends(part, len(tokens)):

@@ -11,8 +11,6 @@ from kvabr.codec.fit import fit
 from kvabr.server.published_assets import PublishedAssets
 from tests.client.live import Producer
 from tests.client.playing import connection
-from tests.client.sealed import RING
-from tests.client.sealed import TRACKS as SEALED_TRACKS
 from tests.toymodel import SPEC, ToyModel, prompt, toy_asset
 
 torch.set_num_threads(1)
@@ -43,16 +41,6 @@ def short(libraries):
 def long(libraries):
     """Catalog of the asset of 160 tokens."""
     return libraries["long"].assets[0].catalog
-
-
-@pytest.fixture(scope="session")
-def both(tmp_path_factory):
-    """A folder with the same cache, open and sealed, on tracks of every kind."""
-    made = tmp_path_factory.mktemp("sealed")
-    profile = fit(SPEC, lambda: iter([ToyModel().prefill(prompt(200).tokens)]))
-    for name, keys in (("open", None), ("sealed", RING)):
-        toy_asset(made / name / "asset", SEALED_TRACKS, profile=profile, tokens=160, keys=keys)
-    return made
 
 
 @pytest.fixture

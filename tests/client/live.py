@@ -89,9 +89,7 @@ class Producer:
                 self.levels[name].append(frame if spoil is None else spoil(name, frame))
             self.published += 1
             if tell:
-                self.news.append(
-                    PublishedFrames(KEY, chunk, float(chunk), told, rest_s).signed(self.catalog.key).dumps()
-                )
+                self.news.append(PublishedFrames(KEY, chunk, float(chunk), told, rest_s).dumps())
 
     def add(self, chunk, names, rest_s=None):
         """Tell of further frames of a group of tokens."""
@@ -104,7 +102,7 @@ class Producer:
 
     def _tell(self, chunk, told, rest_s):
         news = PublishedFrames(KEY, chunk, float(chunk), told, rest_s)
-        self.news.append(news.signed(self.catalog.key).dumps())
+        self.news.append(news.dumps())
 
     async def run(self, pace_s, chunks=None):
         """Publish what is left at a pace, and end if that is all."""

@@ -16,8 +16,8 @@ import torch
 
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import SCHEMA, DecodeSpeeds, ModelKey, complete, measure, on_one_core
-from kvabr.client.machine_file import MAX_BYTES, MAX_MODELS, digest, this_machine
+from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure, on_one_core
+from kvabr.client.machine_file import MAX_BYTES, MAX_MODELS, SCHEMA, digest, this_machine
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
@@ -40,7 +40,7 @@ def unmeasured(offer: Catalog, **changes: float) -> Catalog:
 def written(path: Path, models: Any = None, **changes: Any) -> Path:
     """A file as `DecodeSpeeds.measure` would have written it, but for ``changes``."""
     models = {str(ModelKey.of(catalog())): PER_TOKEN} if models is None else models
-    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "models": models, **changes}
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "decode_rates": models, **changes}
     path.write_text(json.dumps(whole))
     return path
 
@@ -142,14 +142,14 @@ def test_a_rate_that_cannot_be_is_measured_anew(tmp_path: Path, seconds: object)
     assert speeds.lacks(catalog())
     assert speeds.rates(catalog()).seconds("Int8") == 0.002
     speeds.measure(catalog(2), None)
-    kept = json.loads(path.read_text())["models"]
+    kept = json.loads(path.read_text())["decode_rates"]
     assert kept[str(good)] == PER_TOKEN
     assert all(each > 0 for each in kept[str(ModelKey.of(catalog()))].values())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "7", "null", '{"schema": "kvabr.decode-rates/1"}', "[" * 100_000, "x" * (MAX_BYTES + 1), "\0\xff"],
+    ["", "{", "[]", "7", "null", '{"schema": "kvabr.machine/1"}', "[" * 100_000, "x" * (MAX_BYTES + 1), "\0\xff"],
 )
 def test_a_file_that_is_none_is_written_anew(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rates.json"
@@ -160,7 +160,7 @@ def test_a_file_that_is_none_is_written_anew(tmp_path: Path, text: str) -> None:
     assert not DecodeSpeeds(path).lacks(catalog())
 
 
-@pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"schema": "kvabr.decode-rates/0"}, {"models": [1]}])
+@pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"schema": "kvabr.machine/0"}, {"decode_rates": [1]}])
 def test_a_damaged_file_is_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert DecodeSpeeds(written(tmp_path / "rates.json", **changes)).lacks(catalog())
 
@@ -169,7 +169,7 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     models = {f"{index}::path": PER_TOKEN for index in range(MAX_MODELS)}
     path = written(tmp_path / "rates.json", models)
     DecodeSpeeds(path).measure(catalog(2), None)
-    kept = json.loads(path.read_text())["models"]
+    kept = json.loads(path.read_text())["decode_rates"]
     assert len(kept) == MAX_MODELS
     assert "0::path" not in kept
     assert DecodeSpeeds(written(path, models | {"one::more": PER_TOKEN})).lacks(catalog())
@@ -197,7 +197,7 @@ async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: 
         for _ in range(100):  # of a clock that waits for threads
             await asyncio.sleep(0.01)
         assert file.exists()
-    (measured,) = json.loads(file.read_text())["models"].values()
+    (measured,) = json.loads(file.read_text())["decode_rates"].values()
     assert set(measured) <= {"FP16", "Int8", "Int4"}
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_costs import COSTS_FILE, SCHEMA, EngineCosts, costs_at, engine_key
-from kvabr.client.machine_file import digest, this_machine
+from kvabr.client.engine_costs import COSTS_FILE, EngineCosts, costs_at, engine_key
+from kvabr.client.machine_file import SCHEMA, digest, this_machine
 from kvabr.client.prefill_timings import MOST, PrefillTimings, guess, guess_of
 from kvabr.types.cost import PrefillCost
 from tests import kvdata
@@ -136,7 +136,7 @@ def test_costs_are_there_in_the_next_process_for_the_same_engine_alone(
 )  # fmt: skip
 def test_timings_that_cannot_be_are_not_read(tmp_path: Path, rows: object) -> None:
     models = {engine_key(Timed()): rows}
-    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "models": models}
+    whole = {"schema": SCHEMA, "machine": this_machine(), "sha256": digest(models), "prefill_costs": models}
     path = tmp_path / COSTS_FILE
     path.write_text(json.dumps(whole))
     engine, costs = Timed(), EngineCosts(path)

@@ -77,7 +77,7 @@ def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, ca
     assert facts["tracks"] == ["Int8"] * 5
     assert facts["namespace"] == {"model": short.namespace.model, "prompt": short.namespace.prompt}
     line = json.loads(result.read_text())
-    assert line["schema"] == "kvabr.fetch/1"
+    assert (line["schema"], line["command"]) == ("kvabr.result/1", "fetch")
     assert line["catalog_sha256"] == facts["catalog_sha256"]
     assert line["met"]
     assert [group["track"] for group in line["groups"]] == ["Int8"] * 5

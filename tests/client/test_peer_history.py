@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from kvabr.client.machine_file import MAX_BYTES, digest, this_host
-from kvabr.client.shared_bandwidth import MAX_PEERS, SCHEMA, PeerHistory, history_at
+from kvabr.client.machine_file import MAX_BYTES, SCHEMA, digest, this_host
+from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory, history_at
 
 NOW = 1.8e9
 
@@ -76,11 +76,11 @@ def known(**changes):
         lambda path: path.write_bytes(b"\xff\x00" * 50),
         lambda path: path.write_text(""),
         lambda path: path.write_text("[" * 50_000),
-        lambda path: path.write_text('{"schema": "kvabr.priors/1"}'),
+        lambda path: path.write_text('{"schema": "kvabr.machine/1"}'),
         lambda path: path.write_bytes(path.read_bytes()[:-20]),
         lambda path: path.write_text(path.read_text().replace("1000000.0", "9000000.0")),
         lambda path: path.write_text(" " * (MAX_BYTES + 1)),
-        lambda path: written(path, schema="kvabr.priors/2"),
+        lambda path: written(path, schema="kvabr.machine/2"),
         lambda path: written(path, host="0123456789abcdef"),
         lambda path: written(path, known(rate=math.inf)),
         lambda path: written(path, known(rate=-5)),

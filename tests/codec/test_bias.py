@@ -149,7 +149,6 @@ def test_the_means_of_values_come_back_and_keys_stay(track, monkeypatch):
     errors = [float((each - kv)[:, 1].mean(dim=2).square().sum()) for each in (out, plain)]
     assert errors[0] < 0.4 * errors[1]
     assert sum(map(len, frames)) < 1.05 * sum(map(len, plain_frames))
-    assert {frame[4] for frame in frames} == {5}
 
 
 @pytest.mark.slow

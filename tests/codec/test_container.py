@@ -75,11 +75,10 @@ def test_a_header_that_no_encoder_writes_is_refused(at, size, value):
         unpack(frame)
 
 
-@pytest.mark.parametrize(("version", "words"), [(1, "encode the asset again"), (VERSION + 1, "upgrade")])
-def test_frames_of_other_versions_say_what_to_do(version, words):
+def test_frames_of_other_versions_say_what_to_do():
     frame = bytearray(pack(b"x", FrameHeader(**FIELDS)))
-    frame[4] = version
-    with pytest.raises(FormatError, match=f"version {version}, .* {words}"):
+    frame[4] = VERSION + 1
+    with pytest.raises(FormatError, match=f"version {VERSION + 1}, .* upgrade"):
         unpack(frame)
 
 

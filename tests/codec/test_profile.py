@@ -108,8 +108,7 @@ def filled(name, value):
 
 
 IMPOSSIBLE = [
-    {"format": "kvabr.profile/4"},
-    {"format": "kvabr.profile/1"},
+    {"format": "kvabr.profile/2"},
     {"sinks": -1},
     {"sinks": "many"},
     {"sinks": 1 << 40},
@@ -202,11 +201,6 @@ def test_an_array_of_no_elements_and_impossible_axes_is_refused():
     header = json.dumps({"__metadata__": {"kvabr": json.dumps(FACTS)}, "mean": empty}).encode()
     with pytest.raises(FormatError, match="not a profile file"):
         Profile.from_bytes(len(header).to_bytes(8, "little") + header)
-
-
-def test_profiles_of_older_versions_say_what_to_do():
-    with pytest.raises(FormatError, match="older kvabr; make it again"):
-        Profile.from_bytes(file_of(format="kvabr.profile/1"))
 
 
 @pytest.mark.parametrize("name", ["block", "stack__0"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.ac import STREAMED
-from kvabr.codec.base import OLDEST_VERSION, GroupContext, codec
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import fit
 from kvabr.codec.native import coder
 from kvabr.codec.native.references import (
@@ -23,7 +23,7 @@ from kvabr.codec.native.references import (
     references_size,
     tiles,
 )
-from kvabr.codec.profile import FORMAT, NEWER, Profile
+from kvabr.codec.profile import Profile
 from kvabr.codec.referring import MARK, choose_references
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
@@ -99,12 +99,6 @@ def test_layers_of_other_calls_know_the_references_of_their_base():
     assert again == payloads
 
 
-def test_frames_of_such_payloads_have_a_version_of_their_own():
-    base, first, *_ = encode(repeated(128), fitted())
-    assert codec("AC-L0").frame_version(base) == 5
-    assert codec("AC-L1").frame_version(first) == OLDEST_VERSION
-
-
 def test_every_path_makes_the_same_payloads(monkeypatch):
     made = []
     for path in coder.available_paths():
@@ -113,16 +107,14 @@ def test_every_path_makes_the_same_payloads(monkeypatch):
     assert all(each == made[0] for each in made)
 
 
-def test_profiles_with_tables_have_a_format_of_their_own():
-    old, new = without(fitted()), fitted()
-    assert NEWER[FORMAT].encode() in new.to_bytes()[:2000]
-    assert FORMAT.encode() in old.to_bytes()[:2000]
-    read = Profile.from_bytes(new.to_bytes()).of(SHAPE)
-    for track, depth in new.depths.items():
+def test_the_road_of_profiles_with_tables_and_without():
+    made = fitted()
+    read = Profile.from_bytes(made.to_bytes()).of(SHAPE)
+    for track, depth in made.depths.items():
         near = read.depths[track].coder.near
         assert np.array_equal(near.freqs, depth.coder.near.freqs)
         assert np.array_equal(near.bucket, depth.coder.near.bucket)
-    assert Profile.from_bytes(old.to_bytes()).of(SHAPE).depths["AC-L0"].coder.near is None
+    assert Profile.from_bytes(without(made).to_bytes()).of(SHAPE).depths["AC-L0"].coder.near is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import struct
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native.coder_model import CoderModel
 from kvabr.codec.stored import (
     LARGEST,
+    LEAST_NUMBERS,
     coarse_of,
     coarse_size,
     fine_size,
@@ -129,19 +131,15 @@ def test_each_layer_knows_a_sink_better_and_the_last_adds_nothing():
     )
 
 
-def test_payloads_of_earlier_versions_are_read():
+def test_so_many_numbers_without_parts_are_refused():
     kv = kvdata.cache(SHAPE, 128, 2)
     context = GroupContext(SHAPE, 0, 128, SIDE)
-    parts = split_payload(codec("AC-L0").encode(kv, context), context, SINKS, "AC-L0")
-    assert parts.references is None
-    codes = np.random.default_rng(3).integers(-127, 128, (SINKS, *SHAPE.shape(1)[:3], 64)).astype(np.int8)
-    scale = torch.full((SINKS, 2, 2), 0.25, dtype=torch.float16)
-    old = struct.pack("<I", 0) + scale.numpy().tobytes() + codes.tobytes() + bytes(parts.coded)
-    out = decoded([old], "AC-L0", 128)
-    assert torch.equal(out[:, :, :, :SINKS], torch.from_numpy(codes).permute(1, 2, 3, 0, 4).float() / 4)
-    above = codec("AC-L1").encode(kv, context, [old])
-    assert above[:4] != PARTED
-    assert torch.equal(decoded([old, above], "AC-L1", 128)[:, :, :, :SINKS], out[:, :, :, :SINKS])
+    coded = split_payload(codec("AC-L0").encode(kv, context), context, SINKS, "AC-L0").coded
+    numbers = SINKS * math.prod(SHAPE.shape(1))
+    assert numbers >= LEAST_NUMBERS
+    whole = struct.pack("<I", 0) + bytes(2 * SINKS * 2 * 2) + bytes(numbers) + bytes(coded)
+    with pytest.raises(FormatError, match="without parts"):
+        decoded([whole], "AC-L0", 128)
 
 
 def test_parts_that_do_not_fit_together_are_refused():

@@ -62,7 +62,7 @@ def sglang_name(monkeypatch, one):
     ranks = {f"{name}_{part}": one[name][at] for name in ("tp", "pp", "attn_cp", "dcp") for at, part in parts}
     config = SimpleNamespace(model_name=one["model_name"], logical_page_size=one["dcp"][2], **ranks)
     given = KeyedSettings(**URL, model=one["declared"], version=one["version"])
-    name = sglang.names_of(config, given, one["dtype"]).name
+    name = sglang.name_of(config, given, one["dtype"])
     generation = Generation(sglang.weight_version).name
     spec = spec_of(name, "sglang", 2, 2, 16, one["dtype"])
     return tuple(key_digests(spec, f"{name}{generation}{sglang.page_key(config, one['key'])}", 128))
@@ -87,7 +87,7 @@ def lmcache_name(_monkeypatch, one):
     key = SimpleNamespace(
         model_name=one["model_name"], to_string=lambda: f"{one['model_name']}@{size}@{rank}@{one['rest']}"
     )
-    name = chunks.names_of(given, metadata).name
+    name = chunks.name_of(given, metadata)
     return tuple(key_digests(chunks.spec_of(name, one["shape"], torch.float16), name + chunks.chunk_key(key), 256))
 
 
@@ -199,20 +199,18 @@ def test_folders_of_models_have_names_by_their_weights(tmp_path, monkeypatch):
         names = [
             folder_name(folder),
             vllm._names(served, vllm.VllmSettings(**URL), {})[0],
-            sglang.names_of(page, given, torch.bfloat16).name,
-            chunks.names_of(given, chunk).name,
+            sglang.name_of(page, given, torch.bfloat16),
+            chunks.name_of(given, chunk),
         ]
         assert names[0] == names[1]
-        assert sglang.names_of(page, given, torch.bfloat16).former is None
         seen += names[1:]
     assert len(set(seen)) == 6 - 2  # SGLang and LMCache call it alike
 
 
-# -------------------------------------------------- names of earlier versions
+# ------------------------------------------------------- usual names
 
 
-def test_safe_names_are_as_they_were(monkeypatch):
-    """What earlier versions published is found under the same names, where these told all."""
+def test_usual_models_are_called_as_the_engine_calls_them(monkeypatch):
     usual = {name: values[0] for name, values in SGLANG.items()}
     spec = spec_of("org/model", "sglang", 2, 2, 16, torch.bfloat16)
     assert sglang_name(monkeypatch, usual) == tuple(key_digests(spec, "org/model@1@0@1@0@6f1d", 128))
@@ -226,31 +224,6 @@ def test_safe_names_are_as_they_were(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "former"),
-    [
-        ({}, None),  # it is the same
-        ({"dtype": torch.float16}, ("org/model", "org/model")),
-        ({"dtype": torch.float16, "tp": (1, 2)}, ("org/model", "org/model")),
-        ({"dtype": torch.float16, "attn_cp": (1, 2)}, None),
-        ({"dtype": torch.float16, "quantization": "fp8"}, None),
-        ({"dtype": torch.float16, "version": "1"}, None),
-        ({"dtype": torch.float16, "model_name": "org:model"}, None),
-    ],
-)
-def test_old_names_of_pages_are_asked_for_where_they_told_all(changes, former):
-    one = {"model_name": "org/model", "dtype": torch.bfloat16, "version": None, "quantization": None} | changes
-    server = SimpleNamespace(model_path="org/none", quantization=one["quantization"])
-    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
-    if "attn_cp" in changes:
-        ranks |= {"attn_cp_rank": 1, "attn_cp_size": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, sglang._CONTEXT, SimpleNamespace(get_server_args=lambda: server))
-        config = SimpleNamespace(model_name=one["model_name"], **ranks)
-        given = KeyedSettings(**URL, version=one["version"])
-        assert sglang.names_of(config, given, one["dtype"]).former == former
-
-
-@pytest.mark.parametrize(
     ("told", "tokens"), [(4096, 4096), (-1, STEP_TOKENS), (None, STEP_TOKENS), ("4096", STEP_TOKENS)]
 )
 def test_a_step_of_sglang_has_the_tokens_that_it_was_told(told, tokens):
@@ -258,20 +231,6 @@ def test_a_step_of_sglang_has_the_tokens_that_it_was_told(told, tokens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, sglang._CONTEXT, context)
         assert sglang.step_tokens() == tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "version", "former"),
-    [
-        ("org/model", 1, None, None),
-        ("org/model", 2, None, ("org/model", "org/model")),
-        ("qwen:base", 1, None, ("qwen-base", "qwen:base")),  # keys had the name as it was given
-        ("qwen:base", 1, "2", None),
-    ],
-)
-def test_old_names_of_chunks_are_asked_for_where_they_told_all(name, size, version, former):
-    metadata = SimpleNamespace(model_name=name, kv_shape=(2, 2, 256, 4, 16), world_size=size)
-    assert chunks.names_of(KeyedSettings(**URL, version=version), metadata).former == former
 
 
 def test_a_salt_of_any_characters_has_a_name():

@@ -290,27 +290,6 @@ def test_a_play_that_a_signal_comes_in_between_brings_nothing(origin, loop):
     loop.call(one.close())
 
 
-def test_what_earlier_versions_published_is_played_where_its_name_told_all(origin, loop):
-    """A float16 engine, whose old keys did not tell that; the asset is published under the old key here."""
-    earlier = store(loop, publish=origin.root)
-    assert earlier.put("@1@0@1@0@6f1d", piece(0)).result(300.0)
-    origin.look(1)
-    loop.call(earlier.close())
-    spec = spec_of("test/model~0123456789abcdef", "engine", LAYERS, HEADS, DIM, torch.float16)
-
-    async def opened(former):
-        settings = KeyedSettings(policy="fixed:FP16", **reach_of(origin))
-        return ChunkStore(spec, settings, "a test", max_tokens=256, former=former)
-
-    now, never = loop.call(opened(("test/model", "test/model"))), loop.call(opened(None))
-    assert torch.equal(loop.call(now.play("@1@0@1@0@6f1d")).kv, piece(0))
-    assert loop.call(never.play("@1@0@1@0@6f1d")) is None
-    now.generation.changed()
-    assert loop.call(now.play("@1@0@1@0@6f1d")) is None
-    for each in (now, never):
-        loop.call(each.close())
-
-
 def test_an_origin_that_does_not_answer_costs_one_lookup_its_time(origin, loop, caplog):
     """And the caches that are here are still played. The origin comes back, and is asked again."""
     reach = reach_of(origin) | {"deadline_s": 2.0, "lookup_s": 0.5}

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvabr.cli.config import VARIABLE, Config
 from kvabr.cli.options import CommandParser, read_tokens
-from kvabr.client import decode_speeds, engine_costs, shared_bandwidth
-from kvabr.client.machine_file import MachineFile
+from kvabr.client import decode_speeds, shared_bandwidth
+from kvabr.client.machine_file import SCHEMA, MachineFile
 from kvabr.client.prefill_timings import read_rows
 from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
@@ -91,26 +91,26 @@ def _sealed(schema: str, name: str, identity: dict[str, Any], inner: bytes) -> b
 
 
 def _peers(data: bytes) -> bool:
-    found = _kept(data, shared_bandwidth.PeerHistory(), shared_bandwidth.SCHEMA)
+    found = _kept(data, shared_bandwidth.PeerHistory())
     for record in (found or {}).values():
         record.prior(record.at + 1.0)
         assert record.heard(record).plays == record.plays + 1
     return found is not None
 
 
-def _kept(data: bytes, file: MachineFile[Any], schema: str) -> dict[str, Any] | None:
-    text = _sealed(schema, file.table, {file.owner: file.whose()}, data)
+def _kept(data: bytes, file: MachineFile[Any]) -> dict[str, Any] | None:
+    text = _sealed(SCHEMA, file.table, {file.owner: file.whose()}, data)
     found = refused(lambda: file.loads(text.decode("utf-8", "replace")), FormatError)
     assert found is None or file.loads(file.dumps(found)) == found
     return found
 
 
 def _speeds(data: bytes) -> bool:
-    return _kept(data, MachineFile(None, decode_speeds.SCHEMA, decode_speeds._tracks), decode_speeds.SCHEMA) is not None
+    return _kept(data, MachineFile(None, "decode_rates", decode_speeds._tracks)) is not None
 
 
 def _costs(data: bytes) -> bool:
-    return _kept(data, MachineFile(None, engine_costs.SCHEMA, read_rows), engine_costs.SCHEMA) is not None
+    return _kept(data, MachineFile(None, "prefill_costs", read_rows)) is not None
 
 
 def _config(data: bytes) -> bool:

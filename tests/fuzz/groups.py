@@ -71,7 +71,7 @@ def _frame(data: bytes) -> bool:
     if found is None:
         return False
     header, payload = found
-    assert pack(payload, header, frame[4]) == frame
+    assert pack(payload, header) == frame
     refused(lambda: unpack(frame, FrameHeader("Int4", bytes(16), "0" * 64, 0, 0, 1)), FormatError)
     assert refused(lambda: unpack(frame, digest="0" * 64), FormatError) is None
     for size in (len(frame), header.tokens):

@@ -13,21 +13,17 @@ from typing import Any
 from kvabr.link.objects.index import _parsed_catalog
 from kvabr.store.admin.survey import Manifest
 from kvabr.store.objects import spans
-from kvabr.store.objects.layout import StoredCatalog, StoredWraps, StoreOffer, span_key, span_names
+from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
 from kvabr.store.objects.url import StoreUrl, split_asset
 from kvabr.types.catalog import Catalog, Level
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, KvabrError, SealedError, UsageError
+from kvabr.types.errors import FormatError, KvabrError, UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.sealing import MAX_KEYS, KeyRing, RingKey, boxed
 from tests.client.classes import HYBRID
 from tests.fuzz.target import Target, family, refused
 from tests.store.objects.made import catalog_of, spans_of
 
 SPAN_GROUPS = 2
-_RING = KeyRing((RingKey("fuzz", bytes(range(32))),))
-_KEY = _RING.asset_key("ab" * 32)
-_WRAPS = StoredWraps(_KEY.wraps)
 _SPAN = struct.Struct("<4sHHIQ32s")
 
 
@@ -92,7 +88,6 @@ def identified(data: bytes) -> bytes:
             profile=value["profile"],
             span_groups=value["span_groups"],
             digest=value["digest"],
-            maker=value.get("maker"),
         )
         return json.dumps({**value, "id": known.id}).encode()
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError, KvabrError):
@@ -170,29 +165,6 @@ def _catalog(data: bytes) -> bool:
     return True
 
 
-def _wraps(data: bytes) -> bool:
-    found = refused(lambda: StoredWraps.loads(data), FormatError)
-    if found is None:
-        return False
-    assert StoredWraps.loads(found.dumps()) == found
-    joined = refused(lambda: found.joined(_WRAPS), SealedError)
-    assert joined is None or len(StoredWraps.loads(joined.dumps()).wraps) <= MAX_KEYS
-    return True
-
-
-def _run(data: bytes) -> bool:
-    """What is sealed of a run, as only who has the key can write it."""
-    catalog = made()
-    runs = replace(catalog, key=_KEY)._runs
-    opened = refused(
-        lambda: runs.open(_KEY, [boxed(_KEY, data.decode("utf-8", "replace"), runs._bound(0))]), FormatError
-    )
-    for track, level in zip(opened or (), catalog.tracks, strict=bool(opened)):
-        assert len(track["loss"]) == len(level.bytes)
-        assert all(loss >= 0 for loss in track["loss"])
-    return opened is not None
-
-
 def _url(data: bytes) -> bool:
     text = data.decode("utf-8", "replace")
     found = refused(lambda: StoreUrl.parse(text), UsageError)
@@ -226,9 +198,7 @@ STORED = family(
     Target(_pointer, _valid_pointers),
     Target(
         _offer,
-        lambda: [
-            _json(json.loads(each.dumps())) for each in (offer(), offer(hybrid=True), replace(offer(), maker="ab" * 8))
-        ],
+        lambda: [_json(json.loads(each.dumps())) for each in (offer(), offer(hybrid=True))],
     ),
     Target(_catalog, lambda: [stored().dumps(), stored(hybrid=True).dumps()], most_bytes=8192),
     Target(
@@ -238,6 +208,4 @@ STORED = family(
             b"az://box/p?account=a", b"file:///a/b%20c?layout=objects", b"memory://name?tenant=x",
         ],
     ),
-    Target(_wraps, lambda: [_WRAPS.dumps()]),
-    Target(_run, lambda: [_json({"tracks": [{"loss": {each.name: [0, list(each.loss)]}} for each in made().tracks]})]),
 )  # fmt: skip

@@ -39,7 +39,7 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
         assert words in out
     value = json.loads(report.read_text())
     catalog = FolderAsset.open(toy).catalog
-    assert value["schema"] == "kvabr.inspect/1"
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "inspect")
     assert [row["track"] for row in value["tracks"]] == ["FP16", "Int8", "Int4"]
     four = value["tracks"][2]
     assert four["bytes"] == catalog.track("Int4").total_bytes

@@ -20,7 +20,6 @@ from kvabr.types.errors import ForeignError, FormatError, NotFiniteError, UsageE
 from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import chain
 from kvabr.types.passage import passage_chain
-from kvabr.types.sealing import KeyRing, new_key
 from tests import kvdata
 from tests.catalogs import catalog as made_catalog
 from tests.toymodel import SPEC, ToyModel, prompt, toy_base
@@ -106,13 +105,6 @@ def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
     assert sizes[0] > 2 * sizes[2]
     assert catalog.track("AC-5x").measured.kl < 0.1
     assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
-
-
-def test_a_profile_of_the_prompt_alone_would_tell_of_a_sealed_one():
-    keys = KeyRing((new_key("ours"),))
-    with pytest.raises(UsageError, match="no profile of"):
-        publish(ToyModel(), prompt(1), ("FP16", "AC-L0"), None, MemoryFrames(), keys=keys)
-    assert publish(ToyModel(), prompt(1), ("FP16",), None, MemoryFrames(), keys=keys).profile is None
 
 
 class Wild(ToyModel):

@@ -43,7 +43,7 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
     FolderAsset.open(path).check_parts()
     value = json.loads(report.read_text())
-    assert value["schema"] == "kvabr.prefill/1"
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "prefill")
     assert (value["asset"], value["tokens"], value["verdict"]) == (str(path), 300, "published")
     assert value["bytes"] == sum(track.total_bytes for track in catalog.tracks)
     capsys.readouterr()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import threading
 import time
@@ -28,7 +27,6 @@ from kvabr.types.errors import AssetError, ForeignError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
-from kvabr.types.sealing import KeyRing, new_key
 from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length
 from tests import kvdata
@@ -89,8 +87,6 @@ def test_token_ids_are_kept_only_if_wanted_and_only_of_prompts_that_they_name_al
         told = prompt_of(found[name])
         assert list(told.tokens) == TOKENS
         assert (tmp_path / name / found[name].name / "prompt.json").stat().st_mode & 0o077 == 0
-    with pytest.raises(UsageError, match="not kept"):
-        publisher(tmp_path / "sealed", keep_tokens=True, keys=KeyRing((new_key("k"),)))
 
 
 def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
@@ -330,25 +326,6 @@ def test_longer_prompts_of_a_model_of_states_share_no_units_with_shorter_ones(tm
     assert sorted(asset.catalog.tokens for asset in assets) == [32, 64]
     for asset in assets:
         asset.check_frames()
-
-
-@pytest.mark.parametrize("swapped", [True, False])
-def test_what_a_store_put_in_the_place_of_a_sealed_group_is_not_taken_over(tmp_path, swapped):
-    keys, kv = KeyRing((new_key("ours"),)), kvdata.related(SPEC, 64)
-    made = publisher(tmp_path, tracks=("FP16",), keys=keys)
-    turn(made, list(range(32)), kv[:, :, :, :32].contiguous())
-    (frame,) = tmp_path.glob("*/groups/FP16/00001.kvg")
-    place = frame.parents[2] / "catalog.json"
-    before = hashlib.sha256(frame.read_bytes()).hexdigest()
-    frame.write_bytes(frame.with_name("00000.kvg").read_bytes() if swapped else frame.read_bytes()[:-1] + b"?")
-    place.write_text(place.read_text().replace(before, hashlib.sha256(frame.read_bytes()).hexdigest()))
-    turn(made, list(range(64)), kv)
-    made.close()
-    longer = max(PublishedAssets(tmp_path).assets, key=lambda asset: asset.catalog.tokens)
-    assembler = Assembler(longer.catalog.opened(keys), dtype=torch.float32)
-    for group in range(4):
-        assembler.put(group, "FP16", longer.frame(group, "FP16"))
-    assert torch.allclose(assembler.take(), kv, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])

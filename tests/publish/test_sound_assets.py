@@ -12,7 +12,6 @@ from kvabr.publish.published_lookup import SoundAssets
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
-from kvabr.types.sealing import KeyRing, new_key
 from tests.needs import ORDINARY_USER, may_read_everything
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -51,15 +50,6 @@ def lose_frame(root):
 def damage_catalog(root):
     name = next(iter(open_store(root).list().versions))
     (root / name / "catalog.json").write_bytes(bytes(300))
-
-
-def test_what_was_published_openly_is_sealed_by_a_publisher_with_keys(tmp_path):
-    keys = KeyRing((new_key("ours"),))
-    assert publish(tmp_path) == "published"
-    assert [publish(tmp_path, keys=keys) for _ in range(2)] == ["published", "known"]
-    assert publish(tmp_path) == "known"
-    (name,) = open_store(tmp_path).list().versions
-    assert open_store(tmp_path).open(name).catalog.seal is not None
 
 
 @pytest.mark.parametrize("harm", [damage_frame, lose_frame, damage_catalog])

@@ -117,7 +117,12 @@ def test_a_new_token_and_its_entry(tmp_path, capsys):
     assert out.count("\n") == 1
     assert grants.check(out.strip().encode()).name == entry["name"]
     assert grants.check(out.strip().encode()).expires_s is None
-    assert json.loads(file.read_text()) == {"schema": "kvabr.token/1", "token": out.strip(), "entry": entry}
+    assert json.loads(file.read_text()) == {
+        "schema": "kvabr.result/1",
+        "command": "serve",
+        "token": out.strip(),
+        "entry": entry,
+    }
     assert file.stat().st_mode & 0o077 == 0
     assert kvabr("serve", "--new-token", "--expires", "90") == 0
     later = json.loads(capsys.readouterr().err.splitlines()[-1])

@@ -36,22 +36,18 @@ def test_an_asset_may_be_a_piece_of_a_prompt():
 
 
 def test_newer_version_says_so():
-    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/5"}
+    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/2"}
     with pytest.raises(FormatError, match="upgrade"):
         Catalog.loads(json.dumps(value))
 
 
-def test_digests_of_another_kind_make_another_schema():
+def test_digests_may_be_of_another_kind():
     plain = catalog(2)
     tracks = tuple(replace(track, digests=tuple(f"b3-{one}" for one in track.digests)) for track in plain.tracks)
     other = replace(plain, tracks=tracks)
     assert (plain.digest_kind, other.digest_kind) == ("sha256", "blake3")
-    assert json.loads(other.dumps())["schema"] == "kvabr.catalog/2"  # which an older kvabr asks to upgrade for
     assert Catalog.loads(other.dumps()) == other
     assert other.prefix(1).digest_kind == "blake3"
-    for wrong in (plain.to_json() | {"schema": "kvabr.catalog/2"}, other.to_json() | {"schema": "kvabr.catalog/1"}):
-        with pytest.raises(FormatError, match="digests it has the schema"):
-            Catalog.loads(json.dumps(wrong))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import LOOSE, MARK, TrackNamespace, akin, safe_name, was_named, with_facts
+from kvabr.types.naming import LOOSE, MARK, TrackNamespace, akin, safe_name, with_facts
 
 PLAIN = st.from_regex(r"[A-Za-z0-9._-]{1,20}(/[A-Za-z0-9._-]{1,20})?", fullmatch=True)
 RAW = st.one_of(st.text(max_size=300), PLAIN, st.text("aA-:@/ .", max_size=8))
@@ -59,12 +59,8 @@ def test_what_json_cannot_express_is_no_fact():
         with_facts("m", {"override": object()})
 
 
-def test_old_names_of_a_folder_are_akin_to_new_ones():
-    old, new, tuned = "llama-0123abcd", "llama-0123456789abcdef", with_facts("llama-0123456789abcdef", {"adapter": "x"})
-    assert akin(old, new)
-    assert akin(new, tuned)
-    assert not akin("llama-0123abcd", "gemma-0123abcd")
-    assert was_named(old, new)
-    assert not was_named(new, new)
-    assert not was_named(old, tuned)
-    assert not was_named("gemma-0123abcd", new)
+def test_models_that_were_tuned_further_are_akin():
+    model, tuned = "llama-0123456789abcdef", with_facts("llama-0123456789abcdef", {"adapter": "x"})
+    assert akin(model, tuned)
+    assert akin(model, "llama-fedcba9876543210")
+    assert not akin(model, "gemma-0123456789abcdef")

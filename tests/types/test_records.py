@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
@@ -24,11 +23,6 @@ from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, decode, rea
 from kvabr.types.tails import TailLoss
 from tests.catalogs import SPEC, catalog
 from tests.store.objects.publishing import cache_of
-
-OLD = Path(__file__).parent / "old_catalogs"
-ENGINES = ("engine",)
-"""Catalogs of engines, which an older version marked in words only."""
-
 
 # ------------------------------------------------------- a field is added in one place
 
@@ -111,7 +105,7 @@ def published(kind):
 def test_the_fields_that_are_tried_here_are_all_that_there_are():
     made = full()
     plain = {name for name, each in published(Catalog).items() if getattr(made, name) == each.default}
-    assert plain == {"passage", "seal"}  # a passage has no position, and a sealed catalog shows no losses
+    assert plain == {"passage"}  # a passage has no position
     assert not [name for name, each in published(Track).items() if getattr(made.tracks[-1], name) == each.default]
     assert FACTS.keys() == published(CommonFacts).keys()
 
@@ -165,32 +159,6 @@ def test_the_road_of_an_encoder():
     assert {name: getattr(made, name) for name in facts} == facts
     with pytest.raises(FormatError, match="at source"):
         frames.catalog({"FP16": (0.1, 0.2)}, {"FP16": 0.25}, source=7)
-
-
-# ------------------------------------------------------- what older versions wrote
-
-
-@pytest.mark.parametrize("path", sorted(OLD.glob("*[a-z0-9].json")), ids=lambda path: path.name)
-def test_what_older_versions_wrote_is_read_and_written_alike(path):
-    """Digests and users of published assets may depend on the bytes."""
-    text = path.read_text()
-    if ".offer" in path.name:
-        found = StoreOffer.loads(text.encode())
-        again = json.loads(found.dumps())
-        for track in again["tracks"]:
-            track.setdefault("tails", [])  # which are left out where nothing is known
-        assert again == json.loads(text) | ({"estimated": True} if found.estimated else {})
-    else:
-        found = Catalog.loads(text)
-        assert found.dumps().replace(' "estimated": true,\n', "") == text
-    assert found.estimated == path.name.startswith(ENGINES)
-
-
-def test_a_live_record_of_an_older_version_is_read():
-    found = LiveCatalog.loads((OLD / "engine.live").read_bytes())
-    assert found.seconds == (0.5, 1.123457)
-    assert found.catalog.estimated
-    assert found.catalog.tracks[0].tails == (TailLoss(16, 0.3, 0.1), TailLoss(128, 1e-05))
 
 
 # ------------------------------------------------------- records

@@ -46,7 +46,7 @@ def read(turn):
             lambda: records.decode(b"{}", kind, "record"),
             lambda: records.convert({}, kind, "record"),
             lambda: records.message_decoder(kind).decode(bytes([0x80])),
-            lambda: records.read_members(b"{}", kind, "record"),
+            lambda: records.read(b"{}", kind, "record"),
         )
         for way in ways[turn % 4 :] + ways[: turn % 4]:
             with suppress(FormatError, records.msgspec.MsgspecError, TypeError):  # fields are missing

@@ -13,7 +13,7 @@ import torch
 from cachetools import LRUCache
 
 from kvabr.engines import chunk_store as keyed
-from kvabr.engines.chunk_store import KeyedSettings, ModelNames
+from kvabr.engines.chunk_store import KeyedSettings
 from kvabr.engines.weights import local_folder
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -50,7 +50,7 @@ def spec_of(model: str, shape: Sequence[int], dtype: torch.dtype) -> KVSpec:
     return keyed.spec_of(model, "lmcache", layers, heads, dim, dtype)
 
 
-def names_of(settings: KeyedSettings, metadata: Any) -> ModelNames:
+def name_of(settings: KeyedSettings, metadata: Any) -> str:
     """Return what the model is called in the names of its chunks; errors as `kvabr.engines.chunk_store.named`.
 
     LMCache tells no more of a model than its name, and the shape of a worker's caches. Of several workers, these are
@@ -64,7 +64,7 @@ def names_of(settings: KeyedSettings, metadata: Any) -> ModelNames:
     given = str(metadata.model_name)
     layers, halves, _, heads, dim = metadata.kv_shape
     facts = {"shape": [layers, heads, dim] if metadata.world_size > 1 or halves == 1 else None}
-    return keyed.named(settings, given, facts, folder=local_folder(given), kept="shape", raw_keys=True)
+    return keyed.named(settings, given, facts, folder=local_folder(given))
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def object_spec(model: str, layout: ObjectLayout, heads: Callable[[int], int]) -
 
 
 def object_name(settings: KeyedSettings, model: str, spec: KVSpec, workers: int) -> str:
-    """Return what a daemon's model is called in the names of its objects; as `names_of`."""
+    """Return what a daemon's model is called in the names of its objects; as `name_of`."""
     only = spec.only
     latent = only.kind == "latent"
     facts = {"shape": [spec.layers, only.heads * only.k_dim] if workers > 1 or latent else None}
-    return keyed.named(settings, model, facts, folder=local_folder(model.partition(_DCP)[0])).name
+    return keyed.named(settings, model, facts, folder=local_folder(model.partition(_DCP)[0]))
 
 
 def object_key(key: Any, dtype: torch.dtype) -> str:

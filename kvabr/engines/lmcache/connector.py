@@ -26,7 +26,7 @@ from lmcache.v1.token_database import ChunkedTokenDatabase
 from kvabr.client.result import expand_here
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, places
 from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, names_of, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key, name_of, read_settings, spec_of
 from kvabr.types.errors import KvabrError
 
 _WAIT_S = 30.0
@@ -93,16 +93,14 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         PLACES.watch(ChunkedTokenDatabase)
         self._settings, self._loop, self._memory = settings, loop, memory
         chunk_tokens = self.meta_shapes[0][2]
-        names = names_of(settings, metadata)
         self._store = ChunkStore(
-            spec_of(names.name, metadata.kv_shape, metadata.kv_dtype),
+            spec_of(name_of(settings, metadata), metadata.kv_shape, metadata.kv_dtype),
             settings,
             "a chunk of LMCache",
             max_tokens=chunk_tokens,
             # A key does not tell the length of its chunk, but LMCache copies as many tokens as a full chunk has.
             min_tokens=1 if config.save_unfull_chunk else chunk_tokens,
             unplaced="the position of a chunk is not known: LMCache did not cut it from a prompt's tokens here",
-            former=names.former,
         )
         if self._store.publisher is not None:
             # LMCache frees the memory of its chunks before it closes this storage, which may still be encoding them.

@@ -30,7 +30,7 @@ from kvabr.client.blocking import LoopThread
 from kvabr.client.result import PlayedPrefix, expand_here
 from kvabr.engines.chunk_store import ChunkStore, KeyedOrigin, KeyedSettings, places
 from kvabr.engines.sglang import ADAPTER
-from kvabr.engines.sglang.names import names_of, page_key, step_tokens, weight_version
+from kvabr.engines.sglang.names import name_of, page_key, step_tokens, weight_version
 from kvabr.engines.sglang.pages import HostPages, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
@@ -103,8 +103,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def _register(self, name: PoolName, host_pool: Any) -> None:
         try:
             pages = HostPages(host_pool)
-            names = names_of(self._config, self._settings, host_pool.dtype)
-            spec = pages.spec(names.name)
+            spec = pages.spec(name_of(self._config, self._settings, host_pool.dtype))
         except FormatError as error:
             raise FormatError(f"kvabr: SGLang's host pool {str(name)!r}: {error}") from error
         if self._started is None:
@@ -120,7 +119,6 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             min_tokens=size,
             unplaced="the position of a page is not known: set interface_v1 and hicache_storage_pass_prefix_keys in "
             "hicache-storage-backend-extra-config; ranks of decode context parallelism share a page",
-            former=names.former,
             told=weight_version,
             step_tokens=step_tokens(),
             least=_LEAST_TOKENS,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvabr.engines.chunk_store import STEP_TOKENS, KeyedSettings, ModelNames, named
+from kvabr.engines.chunk_store import STEP_TOKENS, KeyedSettings, named
 from kvabr.engines.weights import cached_folder, local_folder
 
 _CONTEXT = "sglang.srt.runtime_context"
@@ -39,7 +39,7 @@ class ServerFacts:
     """Where its weights are."""
 
 
-def names_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> ModelNames:
+def name_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> str:
     """Return what the model is called in the names of its pages; errors as `kvabr.engines.chunk_store.named`.
 
     Args:
@@ -49,7 +49,7 @@ def names_of(config: Any, settings: KeyedSettings, dtype: torch.dtype) -> ModelN
     """
     server, given = server_facts(), config.model_name or "model"
     facts = {**server.facts, **shard_facts(config), "dtype": told_dtype(dtype)}
-    return named(settings, given, facts, folder=server.folder or local_folder(given), kept="dtype")
+    return named(settings, given, facts, folder=server.folder or local_folder(given))
 
 
 def page_key(config: Any, key: str, *, latent: bool = False) -> str:

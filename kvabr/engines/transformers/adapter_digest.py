@@ -65,7 +65,7 @@ def module_digest(place: str, scale: float | str | None, config: Mapping[str, An
 
 def joined_digest(modules: Iterable[bytes]) -> str:
     """Return the digest of an adapter, or of several that act together, given those of all its modules."""
-    return hashlib.sha256(b"kvabr.adapter/2\0" + b"".join(sorted(modules))).hexdigest()
+    return hashlib.sha256(b"kvabr.adapter/1\0" + b"".join(sorted(modules))).hexdigest()
 
 
 def config_of(config: Any) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ same prompt can be played to there, and any that begins alike. `prefill_prompt` 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -41,7 +40,6 @@ from kvabr.types.digests import SHA256
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import akin
-from kvabr.types.sealing import Keys
 from kvabr.types.units import snapshot_ends
 
 
@@ -56,7 +54,6 @@ def cache_publisher(
     most_bytes: int | None = None,
     digest: str = SHA256,
     keep_tokens: bool = False,
-    keys: str | os.PathLike[str] | Keys | None = None,
 ) -> Publisher:
     """Return a publisher for `publish_cache`; close it at the end.
 
@@ -72,7 +69,6 @@ def cache_publisher(
         most_bytes: size limit of what engines publish in that folder, see `kvabr.store.quota`; None: unlimited.
         digest: kind of the groups' digests, see `kvabr.types.digests`.
         keep_tokens: keep the token ids beside the caches, see `kvabr.publish.publisher.Publisher`.
-        keys: a key ring, or its file, with which caches are sealed, see `kvabr.types.sealing`.
 
     Raises:
         UsageError: a track needs a profile or is missing in the prior, or the folder cannot be made.
@@ -89,7 +85,6 @@ def cache_publisher(
         source="a prefill of transformers",
         digest=digest,
         keep_tokens=keep_tokens,
-        keys=keys,
     )
 
 
@@ -299,8 +294,8 @@ def _last_snapshot(cache: object, spec: KVSpec, tokens: int) -> int:
 def find_profile(spec: KVSpec, path: Path | None = None) -> Profile | None:
     """Return the codec profile in a file; without one, the profile that kvabr ships for caches of this shape, if any.
 
-    One of the same model before it was tuned further, with other adapters, or named by an earlier version of kvabr, is
-    taken for the model: it codes numbers, whose statistics have hardly changed.
+    One of the same model before it was tuned further, or with other adapters, is taken for the model: it codes numbers,
+    whose statistics have hardly changed.
 
     Raises:
         AssetError: the file cannot be read.

@@ -146,8 +146,6 @@ class ServedModel:
     """Tokens behind a token that its draft's KV depends on."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """What the name of an adapter's caches tells besides, see `lora_facts`."""
-    former: str | None = None
-    """Name under which earlier versions of kvabr published the same caches; None: that of `spec`, or there is none."""
 
     @property
     def block(self) -> int:
@@ -195,7 +193,7 @@ class ServedModel:
         named = self.named or self.spec.model
         stage = self.spec.model.removeprefix(with_facts(named, self.told))
         told = {**self.told, **self.lora, "adapters": adapter}
-        return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told, former=None)
+        return replace(self, spec=replace(self.spec, model=with_facts(named, told) + stage), told=told)
 
     @property
     def undrafted(self) -> KVSpec | None:
@@ -217,12 +215,10 @@ class ServedModel:
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
-        """What is looked up: this rank's own, which brings nothing of others; the model; as once; the next best."""
+        """What is looked up: this rank's own, which brings nothing of others; the model; the next best."""
         own = (self.spec,) if self.shard is self.spec else (self.shard, self.spec)
-        once = None if self.former is None else replace(self.spec, model=self.former)
         bare = self.undrafted if self.without_draft else None
-        # Those of earlier versions have the same name as unquantised ones, and are found with them.
-        return (*own, *(each for each in (self.unquantised or once, bare) if each is not None))
+        return (*own, *(each for each in (self.unquantised, bare) if each is not None))
 
     @property
     def places(self) -> tuple[tuple[int, range], ...]:
@@ -345,13 +341,7 @@ def served_model(
         without_draft=settings.without_draft,
         ahead=draft.ahead,
         lora=lora_facts(config),
-        former=_former(settings, facts) if whole is not None and _unscaled(spec) else None,
     )
-
-
-def _unscaled(spec: KVSpec) -> bool:
-    """Return whether earlier versions published such caches: plain ones, and codes with a scale of 1."""
-    return all(one.scales in (None, (1.0,)) for one in spec.classes)
 
 
 def _was_plain(one: LayerClass) -> bool:
@@ -389,15 +379,6 @@ def _check_playable(config: Any, kept: EngineCaches) -> None:
             "vLLM computes a prompt of this model (MLA) in one piece here, without what is cached before it, as on "
             "processors without AMX; with kv_role kv_producer its caches are published"
         )
-
-
-def _former(settings: VllmSettings, facts: Mapping[str, Any]) -> str | None:
-    """Return the name under which earlier versions of kvabr published the same caches; None: this one, or none is sure.
-
-    The element type of a cache was not in it, but readers compare that.
-    """
-    told = [key for key, value in facts.items() if value is not None]
-    return settings.model if told == ["cache"] and settings.version is None else None
 
 
 def _whole(

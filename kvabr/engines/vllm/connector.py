@@ -443,7 +443,6 @@ def _publishers(settings: VllmSettings, model: ServedModel) -> Publishers:
         max_bytes=settings.publish_bytes,
         source=f"computed by vLLM {vllm.__version__}",
         keep_tokens=settings.publish_tokens,
-        keys=settings.keys,
     )
     return Publishers(publisher, LivePublisher(publisher) if settings.publish_live else None)
 

@@ -14,8 +14,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -42,7 +41,6 @@ from kvabr.types.errors import (
 )
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN, MAX_PREFIX_DIGESTS, TrackNamespace, parse_prefix_track
-from kvabr.types.sealing import Wrap
 from kvabr.types.units import with_snapshots_of
 
 LOG = logging.getLogger("kvabr.store.objects")
@@ -288,21 +286,16 @@ class StoreIndex:
 
     # ------------------------------------------------------------- lookups
 
-    async def find(
-        self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool, keys: Collection[str] | None = None
-    ) -> FoundPrefix | None:
+    async def find(self, spec: KVSpec, digests: Sequence[str], *, any_dtype: bool) -> FoundPrefix | None:
         """See `PrefixFinder.find`."""
         await self.open()
-        sealed = keys is not None
-        tried = self._fitting(spec, any_dtype=any_dtype, sealed=sealed)
-        best = await self._best(tried, digests, keys)
+        tried = self._fitting(spec, any_dtype=any_dtype)
+        best = await self._best(tried, digests)
         if best is None and time.monotonic() > self._offers_s + _OFFERS_S:
             await self._read_offers()
-            more = [offer for offer in self._fitting(spec, any_dtype=any_dtype, sealed=sealed) if offer not in tried]
-            best = await self._best(more, digests, keys)
-        if best is None:  # say why what there is cannot be played
-            best = await self._best(self._fitting(spec, any_dtype=any_dtype, sealed=not sealed), digests)
-        elif best is not None and (best.catalog is None or len(best.catalog.chunks) < len(digests)):
+            more = [offer for offer in self._fitting(spec, any_dtype=any_dtype) if offer not in tried]
+            best = await self._best(more, digests)
+        if best is not None and (best.catalog is None or len(best.catalog.chunks) < len(digests)):
             self._read_if_old()
         return best
 
@@ -339,11 +332,11 @@ class StoreIndex:
         if time.monotonic() > self._offers_s + _OFFERS_S:
             self._begin_reading()
 
-    def _fitting(self, spec: KVSpec, *, any_dtype: bool, sealed: bool) -> list[StoreOffer]:
-        """Return the offers of a spec that are sealed, or those that are not, the latest first."""
+    def _fitting(self, spec: KVSpec, *, any_dtype: bool) -> list[StoreOffer]:
+        """Return the offers of a spec, the latest first."""
         found = []
         for offer in reversed(self._offers):
-            if offer is not None and (offer.maker is not None) == sealed:
+            if offer is not None:
                 wanted = with_snapshots_of(spec, offer.spec)
                 wanted = wanted.with_dtypes(offer.spec) if any_dtype else wanted
                 if wanted.digest() == offer.spec.digest():
@@ -351,17 +344,11 @@ class StoreIndex:
         return found[:_MAX_OFFERS_SEARCHED]
 
     async def _best(
-        self,
-        offers: Iterable[StoreOffer],
-        digests: Sequence[str],
-        keys: Collection[str] | None = None,
-        *,
-        named: bool = False,
+        self, offers: Iterable[StoreOffer], digests: Sequence[str], *, named: bool = False
     ) -> FoundPrefix | None:
         """Return the longest prefix in any of some offers; raise an error only if nothing is found.
 
-        ``keys``: see `PrefixFinder.find`; ``named``: the digests are those in the name of a lookup, which may be
-        thinned.
+        ``named``: the digests are those in the name of a lookup, which may be thinned.
         """
         search = self._search_named if named else self._search
         tasks = [asyncio.get_running_loop().create_task(search(offer, digests)) for offer in offers]
@@ -381,12 +368,7 @@ class StoreIndex:
         if errors and not found:
             raise errors[0]
 
-        def worth(one: FoundPrefix) -> tuple[bool, int]:
-            seal = None if one.catalog is None else one.catalog.seal
-            opened = seal is not None and any(wrap.key in (keys or ()) for wrap in seal.wraps)
-            return opened, 0 if one.catalog is None else one.catalog.tokens
-
-        return max(found, key=worth, default=None)
+        return max(found, key=lambda one: 0 if one.catalog is None else one.catalog.tokens, default=None)
 
     async def _search_named(self, offer: StoreOffer, keys: Sequence[str]) -> FoundPrefix | None:
         """Search for a prompt of which a lookup names the first group, and others as `prefix_positions` says."""
@@ -425,24 +407,6 @@ class StoreIndex:
         return run
 
     async def _search(self, offer: StoreOffer, digests: Sequence[str]) -> FoundPrefix | None:
-        if offer.maker is None:
-            return await self._searched(offer, digests, None)
-        reading = asyncio.get_running_loop().create_task(self._wraps(offer, digests[0]))
-        try:
-            return await self._searched(offer, digests, reading)
-        finally:
-            await cancel_all([reading])
-
-    async def _wraps(self, offer: StoreOffer, first: str) -> tuple[Wrap, ...]:
-        """Return what opens the sealed assets that begin with a group; nothing if that is not there, or damaged."""
-        data = await self._get(layout.wraps_key(offer.id, first), layout.MAX_WRAPS_BYTES)
-        with suppress(FormatError):
-            return () if data is None else layout.StoredWraps.loads(data).wraps
-        return ()
-
-    async def _searched(
-        self, offer: StoreOffer, digests: Sequence[str], reading: Awaitable[tuple[Wrap, ...]] | None
-    ) -> FoundPrefix | None:
         search = SpanSearch(digests, offer.span_groups, states=layout.has_states(offer.spec))
         names: dict[int, str] = {}
         while asks := search.wanted():
@@ -452,11 +416,8 @@ class StoreIndex:
         heads = tuple(search.found)
         if not heads:
             return None
-        wraps = () if reading is None else await reading
-        if reading is not None and not wraps:
-            return None  # it was collected, or is about to be there
         placed = Placed(offer.id, tuple(names[id(head)] for head in heads), heads)
-        made = await asyncio.get_running_loop().run_in_executor(decoders(), found_prefix, offer, heads, wraps)
+        made = await asyncio.get_running_loop().run_in_executor(decoders(), found_prefix, offer, heads)
         if made.catalog is not None:
             self._keep(made.catalog.namespace, placed)
         return made

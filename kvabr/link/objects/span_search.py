@@ -22,9 +22,8 @@ from kvabr.store.objects.spans import SpanHead
 from kvabr.transfer.interface import FoundPrefix
 from kvabr.types.catalog import Catalog, CommonFacts, Level, Track
 from kvabr.types.errors import FormatError
-from kvabr.types.naming import LOOKUP_RUN, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import fields_of
-from kvabr.types.sealing import Seal, Wrap
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE = 31
@@ -141,10 +140,10 @@ class SpanSearch:
         return [*asks, Ask("end", first + self._size - 1)] if whole else asks
 
 
-def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead], wraps: Sequence[Wrap] = ()) -> FoundPrefix:
+def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead]) -> FoundPrefix:
     """Return what consecutive spans from the first group on make: a catalog, cut to what there are snapshots for.
 
-    ``wraps`` open a sealed one. Raises `FormatError` if they do not fit together.
+    Raises `FormatError` if they do not fit together.
     """
     spec, chunks = offer.spec, tuple(digest for head in heads for digest in head.digests)
     size = spec.group_tokens
@@ -183,17 +182,9 @@ def found_prefix(offer: StoreOffer, heads: Sequence[SpanHead], wraps: Sequence[W
         tracks=tuple(tracks),
         **fields_of(offer, CommonFacts),
         position=heads[0].position,
-        seal=None if offer.maker is None else _seal(offer, heads, len(chunks), wraps),
     )
     tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()
     return FoundPrefix(catalog, limited_by, tag)
-
-
-def _seal(offer: StoreOffer, heads: Sequence[SpanHead], groups: int, wraps: Sequence[Wrap]) -> Seal:
-    if offer.span_groups != LOOKUP_RUN:
-        raise FormatError(f"spans of {offer.span_groups} groups cannot be sealed")
-    runs = tuple(head.sealed for head in heads[: -(-groups // LOOKUP_RUN)])
-    return Seal(tuple(wraps), maker=offer.maker, runs=runs)
 
 
 def _entries(heads: Sequence[SpanHead], names: Sequence[str]) -> list[dict[int, tuple[int, str, float]]]:

@@ -11,18 +11,15 @@ from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, Survey, check
 from kvabr.store.objects.layout import (
     CATALOGS,
     MAX_STORED_CATALOG_BYTES,
-    MAX_WRAPS_BYTES,
     StoredCatalog,
-    StoredWraps,
     profile_key,
     span_key,
-    wraps_key,
 )
 from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.spans import SpanHead, head_bytes, parse_head, parse_pointer
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import has_digest
-from kvabr.types.errors import FormatError, NotFoundError, SealedError, VersionError
+from kvabr.types.errors import FormatError, NotFoundError, VersionError
 
 _PIECE_BYTES = 4 << 20
 """Bytes of frames that are read at once: a span may have hundreds of megabytes, and many are checked at once."""
@@ -84,8 +81,6 @@ class BucketCheck:
             return  # was removed meanwhile, or is new
         except VersionError as error:
             self.damages.append(Damage(key.removeprefix(CATALOGS), str(error), _UNREAD))
-        except SealedError as error:
-            self.damages.append(Damage(key.removeprefix(CATALOGS), str(error), "`kvabr keys rewrap` writes it again"))
         except FormatError as error:
             self.catalogs.add(key)
             self.damages.append(Damage(key.removeprefix(CATALOGS), str(error)))
@@ -157,8 +152,6 @@ async def _check_catalog(bucket: Objects, key: str, heads: dict[str, SpanHead], 
         chunks += heads[span].digests
     if tuple(chunks) != tuple(catalog.chunks):
         raise FormatError("its spans have other groups than it says")
-    if catalog.seal is not None:
-        await _check_wraps(bucket, wraps_key(stored.offer, catalog.chunks[0]))
     if catalog.profile is not None:
         place = profile_key(catalog.profile)
         try:
@@ -167,16 +160,6 @@ async def _check_catalog(bucket: Objects, key: str, heads: dict[str, SpanHead], 
             raise FormatError(f"its profile {place} is missing") from None
         if hashlib.sha256(data).hexdigest() != catalog.profile:
             raise FormatError(f"its profile {place} is damaged")
-
-
-async def _check_wraps(bucket: Objects, key: str) -> None:
-    """Raise `SealedError` unless there is what opens the spans of sealed assets."""
-    try:
-        StoredWraps.loads(await bucket.get(key, limit=MAX_WRAPS_BYTES))
-    except NotFoundError:
-        raise SealedError(f"what opens its spans is missing ({key})") from None
-    except FormatError as error:
-        raise SealedError(f"{key}: {error}") from error
 
 
 def _compare(catalog: Catalog, span: str, head: SpanHead, first: int) -> None:

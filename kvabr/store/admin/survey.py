@@ -19,16 +19,14 @@ from kvabr.store.objects.layout import (
     POINTERS,
     PROFILES,
     SPANS,
-    WRAPS,
     StoredCatalog,
     StoreOffer,
     check_offer_key,
     pointer_key,
     profile_key,
-    wraps_key,
 )
 from kvabr.store.objects.protocol import Objects, StoredObject
-from kvabr.types.catalog import MAX_GROUPS, is_estimated
+from kvabr.types.catalog import MAX_GROUPS
 from kvabr.types.errors import FormatError, NotFoundError
 from kvabr.types.kv import KVSpec
 from kvabr.types.records import decode
@@ -78,9 +76,7 @@ class _Outline(Struct):
     chunks: Annotated[tuple[str, ...], Meta(min_length=1)]
     tracks: tuple[_Sizes, ...]
     profile: str | None = None
-    loss_method: str = ""
-    estimated: bool | None = None
-    seal: dict[str, Any] | None = None
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ class Manifest:
     pointers: Mapping[str, str]
     """Names of the pointers of its groups, and the span that has each group."""
     besides: tuple[str, ...]
-    """Names of its profile, and of what opens it if it is sealed."""
+    """Name of its profile, if it has one."""
     tracks: Mapping[str, int]
     """Bytes of each track."""
     measured: bool
@@ -110,9 +106,7 @@ class Manifest:
         spans, size = tuple(stored.keys), stored.span_groups
         if len(found.chunks) > size * len(spans):
             raise FormatError(f"{key}: its catalog is damaged: it has {len(found.chunks)} groups")
-        besides = [] if found.profile is None else [profile_key(found.profile)]
-        if found.seal is not None:
-            besides.append(wraps_key(stored.offer, found.chunks[0]))
+        besides = () if found.profile is None else (profile_key(found.profile),)
         return cls(
             model=spec.model,
             tokens=found.tokens,
@@ -122,9 +116,9 @@ class Manifest:
                 for group, digest in enumerate(found.chunks)
                 if (group + 1) % size  # the last group of a full span has its name
             },
-            besides=tuple(besides),
+            besides=besides,
             tracks={track.name: sum(track.bytes) for track in found.tracks},
-            measured=not is_estimated(found.estimated, found.loss_method),
+            measured=not found.estimated,
         )
 
     @property
@@ -147,7 +141,6 @@ class Survey:
     spans: dict[str, StoredObject] = field(default_factory=dict)
     pointers: dict[str, StoredObject] = field(default_factory=dict)
     profiles: dict[str, StoredObject] = field(default_factory=dict)
-    """Profiles, and what opens sealed assets."""
     groups: dict[str, StoredObject] = field(default_factory=dict)
     """Single groups that relays and clients cached."""
 
@@ -220,7 +213,7 @@ async def survey(objects: Objects, progress: Progress = silent) -> Survey:
     progress("listing", 0, 1)
     found.spans = await listing(objects, SPANS)
     found.pointers = await listing(objects, POINTERS)
-    found.profiles = await listing(objects, PROFILES) | await listing(objects, WRAPS)
+    found.profiles = await listing(objects, PROFILES)
     found.groups = await listing(objects, GROUPS)
     progress("listing", 1, 1)
     return found

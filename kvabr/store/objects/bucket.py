@@ -112,7 +112,6 @@ _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
 _CACHE_CONTROL = {
     "a": "public, max-age=5",
-    "k": "public, max-age=5",
     "o": "public, max-age=60",
     "l": "no-store",
     "pin": "no-store",

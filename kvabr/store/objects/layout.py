@@ -7,12 +7,11 @@ Under ``PREFIX/v1/TENANT/`` of a bucket:
     i/<offer>/<key>      pointer: which span a group is in; not of the last group of a full span, which has its name
     a/<prompt digest>    catalog, written last
     p/<sha256>           codec profile
-    k/<offer>/<key>      of sealed assets that begin with a group: their key, wrapped for its readers
     g/<xx>/<digest>      single group of a relay's or client's cache
     probe/<random>       left behind by `Bucket.probe_sync` where a publisher may not delete
 
-These are created once and never change, except that a user may replace a catalog, and that keys are wrapped anew when
-they are rotated. A lifecycle rule of the bucket may remove all but offers and profiles at any time.
+These are created once and never change, except that a user may replace a catalog. A lifecycle rule of the bucket may
+remove all but offers and profiles at any time.
 Everything here is bytes from an untrusted source: all sizes are bounded and all fields checked, and `FormatError` says
 what is wrong.
 """
@@ -37,15 +36,13 @@ from kvabr.types.catalog import (
     CommonFacts,
     Level,
     check_tracks,
-    is_estimated,
     level_of,
 )
 from kvabr.types.digests import KINDS, SHA256
-from kvabr.types.errors import FormatError, SealedError
+from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOKUP_RUN
-from kvabr.types.records import check, decode, fields_of, read_members, read_schema, to_json
-from kvabr.types.sealing import MAX_KEYS, KeyId, Wraps
+from kvabr.types.records import check, decode, fields_of, read, read_schema, to_json
 
 SPAN_GROUPS = LOOKUP_RUN
 """Groups of tokens in a span."""
@@ -53,26 +50,24 @@ MAX_SPAN_BYTES = 5 << 30
 """What S3 takes in one request."""
 MAX_OFFER_BYTES = 1 << 20
 MAX_OFFERS = 256
-MAX_WRAPS_BYTES = 32 << 10
 MAX_STORED_CATALOG_BYTES = MAX_CATALOG_BYTES + (8 << 20)
 _MAX_FRONT_BYTES = 8 << 20
 MAX_SPAN_GROUPS = 256
 
 OFFER_SCHEMA = "kvabr.offer/1"
 CATALOG_SCHEMA = "kvabr.stored-catalog/1"
-WRAPS_SCHEMA = "kvabr.wraps/1"
 
 SPAN_NAME = r"[0-9a-f]{16}(\.end)?"
 """Pattern of a span's name."""
 _OFFER_KEY = re.compile(r"o/(?:0|[1-9][0-9]{0,2})")
 _ORDER = "id", "span_groups", "digest", "spec", "tracks", "profile", "profile_bytes", "prefill", "loss_method"
-"""Fields of an offer in the order in which they have always been written; others come before them."""
+"""Fields of an offer in the order in which they are written; others come before them."""
 
 
 # ------------------------------------------------------- names
 
 
-CATALOGS, SPANS, POINTERS, PROFILES, WRAPS, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "k/", "o/", "g/"
+CATALOGS, SPANS, POINTERS, PROFILES, OFFERS, GROUPS = "a/", "s/", "i/", "p/", "o/", "g/"
 PROBES = "probe/"
 
 
@@ -115,11 +110,6 @@ def profile_key(sha256: str) -> str:
     return f"p/{sha256}"
 
 
-def wraps_key(offer: str, first_chunk: str) -> str:
-    """Return the key of what opens the sealed assets of an offer that begin with a group."""
-    return f"k/{offer}/{first_chunk[:16]}"
-
-
 def group_key(digest: str) -> str:
     """Return the key of a single group with this digest, of any kind."""
     return f"g/{digest[-64:][:2]}/{digest}"
@@ -149,9 +139,6 @@ class StoreOffer(CommonFacts):
     span_groups: Annotated[int, Meta(ge=1, le=MAX_SPAN_GROUPS)] = SPAN_GROUPS
     digest: str = SHA256
     """Kind of the frames' digests."""
-    maker: KeyId | None = None
-    """If its spans are sealed, the key that their keys were made from, see `kvabr.types.sealing.Seal.maker`. None: they
-    are open."""
 
     def __post_init__(self) -> None:
         check(self, "offer")
@@ -163,10 +150,9 @@ class StoreOffer(CommonFacts):
 
     @classmethod
     def of(cls, catalog: Catalog) -> StoreOffer:
-        """Return the offer of an asset; of a sealed one it says what stores may see."""
-        catalog = catalog.sealed
-        tracks, maker = tuple(map(level_of, catalog.tracks)), None if catalog.seal is None else catalog.seal.made_by
-        return cls(catalog.spec, tracks, digest=catalog.digest_kind, maker=maker, **fields_of(catalog, CommonFacts))
+        """Return the offer of an asset."""
+        tracks = tuple(map(level_of, catalog.tracks))
+        return cls(catalog.spec, tracks, digest=catalog.digest_kind, **fields_of(catalog, CommonFacts))
 
     @cached_property
     def id(self) -> str:
@@ -177,7 +163,6 @@ class StoreOffer(CommonFacts):
             self.profile,
             self.span_groups,
             self.digest,
-            *([] if self.maker is None else [self.maker]),
         ]
         return hashlib.sha256(b"kvabr.offer/1\0" + json.dumps(decides).encode()).hexdigest()[:16]
 
@@ -197,8 +182,7 @@ class StoreOffer(CommonFacts):
         """Parse what `dumps` returned, from an untrusted source."""
         if len(data) > MAX_OFFER_BYTES:
             raise FormatError(f"offer: {len(data)} bytes, more than the {MAX_OFFER_BYTES} allowed")
-        members, _ = read_members(bytes(data), cls, "offer", OFFER_SCHEMA)
-        made = cls(**members | {"estimated": is_estimated(members.get("estimated"), members.get("loss_method", ""))})
+        made = read(bytes(data), cls, "offer", OFFER_SCHEMA)
         if made.spec.part_of is not None or made.id != decode(data, _Named, "offer").id:
             raise FormatError("offer: its id is not that of its spec and tracks")
         return made
@@ -208,44 +192,6 @@ class _Named(Struct):
     """The field of an offer that `StoreOffer` does not have as one."""
 
     id: str = ""
-
-
-# ------------------------------------------------------- keys of sealed assets
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWraps:
-    """What opens the sealed assets of an offer that begin with the same group."""
-
-    wraps: Wraps
-
-    def dumps(self) -> bytes:
-        """Return this as an object."""
-        return json.dumps({"schema": WRAPS_SCHEMA, **to_json(self)}, indent=1).encode() + b"\n"
-
-    @classmethod
-    def loads(cls, data: bytes | memoryview) -> StoredWraps:
-        """Parse what `dumps` returned, from an untrusted source."""
-        if len(data) > MAX_WRAPS_BYTES:
-            raise FormatError(f"wrapped keys: {len(data)} bytes, more than the {MAX_WRAPS_BYTES} allowed")
-        read_schema(bytes(data), "wrapped keys", WRAPS_SCHEMA)
-        return decode(data, cls, "wrapped keys")
-
-    def joined(self, other: StoredWraps) -> StoredWraps:
-        """Return this with the readers that another has besides.
-
-        Raises `SealedError` if the two are of different assets' keys, or there are more readers than there is room for.
-        """
-        ours = {wrap.key: wrap for wrap in self.wraps}
-        if any(ours.get(wrap.key, wrap) != wrap for wrap in other.wraps):
-            raise SealedError("wrapped keys: they are of another asset; `kvabr keys rewrap` writes them again")
-        more = tuple(wrap for wrap in other.wraps if wrap.key not in ours)
-        if len(self.wraps) + len(more) > MAX_KEYS:
-            raise SealedError(
-                f"wrapped keys: at most {MAX_KEYS} open one beginning, and {len(self.wraps)} do: "
-                "`kvabr keys rewrap` with the keys that should"
-            )
-        return StoredWraps((*self.wraps, *more))
 
 
 # ------------------------------------------------------- catalogs

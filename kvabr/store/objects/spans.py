@@ -22,7 +22,7 @@ from msgspec import Meta
 from kvabr.store.objects.layout import MAX_SPAN_BYTES, MAX_SPAN_GROUPS, SPAN_GROUPS, SPAN_NAME, StoreOffer
 from kvabr.types.catalog import MAX_GROUPS, MAX_TRACKS, Catalog
 from kvabr.types.digests import DIGEST, kind_of
-from kvabr.types.errors import FormatError, SealedError, UsageError, VersionError
+from kvabr.types.errors import FormatError, UsageError, VersionError
 from kvabr.types.naming import check_track_name
 from kvabr.types.records import IN_MEMORY, Sha256, decode, to_json
 from kvabr.types.tails import Loss
@@ -73,9 +73,6 @@ class SpanHead:
     """Tokens of the prompt before the asset that it belongs to, see `Catalog.position`."""
     tracks: Annotated[tuple[SpanTrack, ...], Meta(min_length=1, max_length=MAX_TRACKS * 16)]
     """Published tracks, base first, in the order of their frames. A class without units here is left out."""
-    sealed: Annotated[str, Meta(max_length=MAX_HEAD_BYTES)] = ""
-    """If it is sealed, what its groups lose, see `kvabr.types.sealed_runs`; its tracks then say that they lose nothing.
-    """
     begin: int = field(default=0, metadata=IN_MEMORY)
     """Bytes before the first frame."""
 
@@ -181,8 +178,6 @@ def check_span(head: SpanHead, offer: StoreOffer, digests: Sequence[str] | None 
 
 
 def _check_kind(head: SpanHead, offer: StoreOffer) -> None:
-    if bool(head.sealed) != (offer.maker is not None):
-        raise FormatError(f"span {head.digests[-1][:16]}: is {'' if head.sealed else 'not '}sealed, unlike its offer")
     if any(kind_of(digest) != offer.digest for track in head.tracks for digest in track.digests):
         raise FormatError(f"span {head.digests[-1][:16]}: has digests of another kind than its offer")
 
@@ -215,16 +210,11 @@ def head_of(catalog: Catalog, span: int, units: Sequence[tuple[int, Unit]], span
                     )
                 )
     tokens = min((first + len(digests)) * size, catalog.tokens) - first * size
-    runs = () if catalog.seal is None or span_groups != SPAN_GROUPS else catalog.seal.runs
-    sealed = runs[span] if span < len(runs) else ""
-    return SpanHead(digests, first, tokens, catalog.position, tuple(tracks), sealed)
+    return SpanHead(digests, first, tokens, catalog.position, tuple(tracks))
 
 
 def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
-    """Return the catalog of an asset with the sizes, digests and losses that the heads of its spans have.
-
-    That of a sealed one keeps its losses. A `SealedError` if its key is not known, and it has other sizes or digests.
-    """
+    """Return the catalog of an asset with the sizes, digests and losses that the heads of its spans have."""
     units, size, spec = units_of(catalog.spec, catalog.tokens), len(heads[0].digests), catalog.spec
     tracks = []
     for track in catalog.tracks:
@@ -235,13 +225,8 @@ def listing(catalog: Catalog, heads: Sequence[SpanHead]) -> Catalog:
                 track,
                 bytes=tuple(found.bytes[group - found.first] for found, group in places),
                 digests=tuple(found.digests[group - found.first] for found, group in places),
-                loss=tuple(found.loss[group - found.first] for found, group in places) if catalog.open else track.loss,
+                loss=tuple(found.loss[group - found.first] for found, group in places),
             )
-        )
-    if catalog.seal is not None and tuple(tracks) != catalog.tracks:
-        raise SealedError(
-            "other frames of this prompt are there, and only who has a key can write a catalog of them; publish "
-            "it with keys"
         )
     return replace(catalog, tracks=tuple(tracks))
 

@@ -18,12 +18,10 @@ from io import BufferedRandom
 from typing import Self
 
 from kvabr.store.asset import Prompt
-from kvabr.store.objects.blocking import blocked, each
+from kvabr.store.objects.blocking import each
 from kvabr.store.objects.layout import (
     MAX_OFFERS,
-    MAX_WRAPS_BYTES,
     StoredCatalog,
-    StoredWraps,
     StoreOffer,
     catalog_key,
     offer_key,
@@ -31,9 +29,8 @@ from kvabr.store.objects.layout import (
     profile_key,
     span_key,
     span_names,
-    wraps_key,
 )
-from kvabr.store.objects.protocol import Objects, StoredObject
+from kvabr.store.objects.protocol import Objects
 from kvabr.store.objects.reading import as_asset_errors, read_head, read_offers
 from kvabr.store.objects.spans import (
     SpanHead,
@@ -48,7 +45,7 @@ from kvabr.store.objects.spans import (
     units_by_span,
 )
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import AssetError, FormatError, NotFoundError, SealedError, UsageError
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, UsageError
 from kvabr.types.units import Unit
 
 _SPANS_AT_ONCE = 2
@@ -133,29 +130,20 @@ class ObjectAssetWriter:
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt):
             raise UsageError(f"this is the writer of {self._prompt}, not of {prompt}")
-        if catalog.seal is not None and not catalog.seal.runs:
-            raise UsageError(
-                f"{self.location}: was sealed by an older kvabr, which buckets cannot keep; `kvabr keys rewrap` its "
-                "folder first"
-            )
         try:
             with as_asset_errors():
                 self._commit(catalog, prompt)
-        except SealedError as error:
-            raise AssetError(f"{self.location}: {error}") from error
         except FormatError as error:
             raise AssetError(f"{error}; what another publisher left there cannot be used, remove it") from error
 
     def _commit(self, catalog: Catalog, prompt: str) -> None:
-        bucket, public = self._bucket, catalog.sealed
-        offer = StoreOffer.of(public)
+        bucket, offer = self._bucket, StoreOffer.of(catalog)
         expected, self._prompt = self._prompt, prompt
         if expected is None and not self._force and bucket.head_sync(catalog_key(prompt)) is not None:
             raise UsageError(f"{bucket.where.below(prompt)}: this asset exists; add --force to replace it")
         profile = None if catalog.profile is None else profile_key(catalog.profile)
         if profile is not None and hashlib.sha256(self._profile).hexdigest() != catalog.profile:
             raise UsageError("the profile that was written is not the one that the catalog names")
-        wraps = None if offer.maker is None else wraps_key(offer.id, catalog.chunks[0])
         names = span_names(catalog.spec, catalog.chunks, offer.span_groups)
         spans = [
             _Span(number, span_key(offer.id, names[number]), units)
@@ -164,9 +152,7 @@ class ObjectAssetWriter:
         if profile is not None and bucket.head_sync(profile) is None:
             bucket.put_new_sync(profile, self._profile)
         self._put_offer(offer)
-        if wraps is not None:
-            self._put_wraps(wraps, public)
-        each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, public, offer, span), spans)
+        each(_SPANS_AT_ONCE, lambda span: self._put_span(catalog, offer, span), spans)
         self.reused = sum(span.reused for span in spans)
         self._put_pointers(offer, spans, names)
         stored = self._stored(catalog, offer, spans, names)
@@ -175,8 +161,6 @@ class ObjectAssetWriter:
             self.published = True
         else:
             self.published = bucket.put_new_sync(catalog_key(prompt), stored)
-        if self.published and wraps is not None:
-            self._put_wraps(wraps, public)
 
     def _put_offer(self, offer: StoreOffer) -> None:
         """Write the offer under the first key that is free, unless it has one."""
@@ -196,35 +180,14 @@ class ObjectAssetWriter:
             time.sleep(_PAUSE_S * min(attempt, _ROUNDS))
         raise AssetError(f"{self._bucket.url}: too many publish other kinds of assets at the same time; try again")
 
-    def _put_wraps(self, key: str, public: Catalog) -> None:
-        """Let our readers open what begins with the same group; those of others stay."""
-        bucket, ours = self._bucket, StoredWraps(() if public.seal is None else public.seal.wraps)
-        for attempt in range(_ROUNDS):
-            time.sleep(_PAUSE_S * attempt)
-            if (info := bucket.head_sync(key)) is None:
-                if bucket.put_new_sync(key, ours.dumps()):
-                    return
-                continue
-            try:
-                known = bytes(bucket.get_sync(key, limit=MAX_WRAPS_BYTES))
-                joined = StoredWraps.loads(known).joined(ours).dumps()
-            except NotFoundError:
-                continue
-            except FormatError as error:
-                raise type(error)(f"{bucket.below(key)}: {error}") from error
-            # Keys may have been rotated meanwhile: who was left out must not come back.
-            if joined == known or replace_version(bucket, info, joined):
-                return
-        raise AssetError(f"{bucket.below(key)}: is replaced all the time; try again")
-
-    def _put_span(self, catalog: Catalog, public: Catalog, offer: StoreOffer, span: _Span) -> None:
+    def _put_span(self, catalog: Catalog, offer: StoreOffer, span: _Span) -> None:
         """Write a span, or take the one that is there."""
         digests = catalog.chunks[span.number * offer.span_groups :][: offer.span_groups]
         for attempt in range(_ROUNDS):
             try:
                 found, packed = read_head(self._bucket, span.key)
             except NotFoundError:
-                head = head_of(public, span.number, span.units, offer.span_groups)
+                head = head_of(catalog, span.number, span.units, offer.span_groups)
                 frames = [
                     self.read_frame(track.first + place, track.name)
                     for track in head.tracks
@@ -241,7 +204,6 @@ class ObjectAssetWriter:
                 check_span(found, offer, digests)
                 if found.position != catalog.position:
                     raise FormatError(f"{self._bucket.below(span.key)}: is of another place in a prompt")
-                catalog.check_run(span.number, found.sealed)
                 span.head, span.packed, span.reused = found, packed, True
                 return
         raise AssetError(f"{self._bucket.below(span.key)}: is refused as being there, and is not there; try again")
@@ -271,15 +233,3 @@ class ObjectAssetWriter:
         if self._file is None:
             raise UsageError("an asset is written inside its writer's with statement")
         return self._file
-
-
-def replace_version(bucket: Objects, info: StoredObject, data: bytes) -> bool:
-    """Write an object in the place of a version of it; return whether that was still there."""
-    try:
-        return blocked(bucket.replace(info.key, data, info.etag))
-    except UsageError:  # a folder of objects
-        now = bucket.head_sync(info.key)
-        if now is None or now.etag != info.etag:
-            return False
-        bucket.put_sync(info.key, data)
-        return True

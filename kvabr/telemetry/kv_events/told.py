@@ -25,7 +25,7 @@ from kvabr.telemetry.kv_events.wire import (
 )
 from kvabr.types.errors import KvabrError, UsageError
 
-Reason = Literal["no tokens", "salted", "sealed", "passage", "short", "another model", "unreadable"]
+Reason = Literal["no tokens", "salted", "passage", "short", "another model", "unreadable"]
 """Why an asset is not told."""
 _EVENT_TOKENS = 8192
 _WIDTH = 8
@@ -49,12 +49,10 @@ class ToldPrompt:
 def prompt_of(asset: Asset) -> ToldPrompt | Reason:
     """Return the prompt of an asset, or why it must not or cannot be told. Errors as of `Asset.prompt`.
 
-    Salted assets are for those who know the salt, sealed ones for those who have a key: nobody else hears their tokens.
+    Salted assets are for those who know the salt: nobody else hears their tokens.
     """
     if asset.catalog.passage is not None:
         return "passage"
-    if asset.catalog.seal is not None:
-        return "sealed"
     if not asset.has_prompt():
         return "no tokens"
     prompt = asset.prompt()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.chunk_store import KeyedSettings, key_digests, namespace
-from kvabr.engines.lmcache.chunks import Places, as_kv, names_of, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import Places, as_kv, name_of, read_settings, spec_of
 from kvabr.types.errors import FormatError, UsageError
 
 SHAPE = (3, 2, 256, 2, 16)
@@ -59,7 +59,7 @@ def test_of_mla_a_chunk_has_one_vector_of_a_token():
 
 
 class Metadata:
-    """What `names_of` takes of an ``LMCacheMetadata``."""
+    """What `name_of` takes of an ``LMCacheMetadata``."""
 
     def __init__(self, shape, workers):
         self.model_name, self.kv_shape, self.world_size = "org/model", shape, workers
@@ -68,13 +68,10 @@ class Metadata:
 def test_however_many_ranks_there_are_the_latents_have_one_name():
     """Of heads, and of the layers of a pipeline, each rank has its own."""
     settings = KeyedSettings(url="moqt://origin.example/")
-    names = {workers: names_of(settings, Metadata((61, 1, 256, 1, 576), workers)).name for workers in (1, 2, 8)}
+    names = {workers: name_of(settings, Metadata((61, 1, 256, 1, 576), workers)) for workers in (1, 2, 8)}
     assert len(set(names.values())) == 1
-    assert names_of(settings, Metadata((30, 1, 256, 1, 576), 2)).name != names[2]
-    assert (
-        names_of(settings, Metadata((61, 2, 256, 4, 128), 2)).name
-        != names_of(settings, Metadata((61, 2, 256, 8, 128), 1)).name
-    )
+    assert name_of(settings, Metadata((30, 1, 256, 1, 576), 2)) != names[2]
+    assert name_of(settings, Metadata((61, 2, 256, 4, 128), 2)) != name_of(settings, Metadata((61, 2, 256, 8, 128), 1))
 
 
 class Hasher:

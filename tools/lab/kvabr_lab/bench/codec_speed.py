@@ -281,7 +281,7 @@ def llama(work: Path) -> Subject:
         try:
             made = Profile.from_bytes(path.read_bytes()).of(synthetic.LLAMA)
         except (OSError, ValueError):
-            made = None  # written by an older kvabr
+            made = None  # damaged
     if made is None:
         made = synthetic.profile(synthetic.LLAMA)
         work.mkdir(parents=True, exist_ok=True)
