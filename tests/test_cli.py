@@ -45,18 +45,6 @@ def test_help_of_every_command_teaches(capsys):
         assert len(capsys.readouterr().out) > 150
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--name", f"m/{'0' * 64}", "--prompt", "p.json"], "has a name already"),
-        ([], "say which cache"),
-    ],
-)
-def test_a_hint_names_one_cache(capsys, argv, said):
-    status, _, err = run(capsys, "hint", "moqt://node.example/", *argv)
-    assert (status, said in err) == (2, True)
-
-
 def test_bad_usage_is_status_two(capsys):
     for argv in (
         ["dance"],

@@ -70,7 +70,6 @@ def right(folder, port):
         "serve": [store, "--dev", "--bind", f"127.0.0.1:{port}"],
         "relay": ["--upstream", url, "--dev", "--bind", f"127.0.0.1:{port}"],
         "player": ["--socket", str(folder / "own" / "p.sock"), "--idle", "0.1"],
-        "hint": [url, "--name", "m/" + "0" * 64],
         "fetch": [url, "--name", "m/" + "0" * 64, "--cache", str(folder)],
         "replay": [trace, "--asset", offer, "--deadline", "1", "--load", "0.4", "--jobs", "1"],
         "route": ["--tokens", "1000", "--link", "8", "--rtt", "10"],
