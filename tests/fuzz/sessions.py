@@ -22,7 +22,7 @@ from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFT_22, Draft, Location
 from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -118,13 +118,13 @@ def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
     how = dice.choice((0, 0, 0, 0, 1, 2, 4, 4, 6))
     session = _begun(draft, how, client=client)
     parts, fresh = [bytes([how])], 1 if client else 0
-    samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
+    samples = [message for message in sample_messages() if not isinstance(message, m.Setup)]
     for _ in range(dice.randrange(1, 9)):
         what = dice.randrange(32) << 3 | dice.choice((_RECEIVE, _RECEIVE, _RECEIVE, _FIN, _RESET, _STOP))
         if dice.random() < 0.7:
             stream, data = _said(session, draft, dice, samples, fresh, client=client)
         else:
-            stream, data = dice.choice([each for each in streams if each & 2]), dice.choice(data_streams(draft))
+            stream, data = dice.choice([each for each in streams if each & 2]), dice.choice(data_streams())
         fresh += 2
         step = bytes([what, streams.index(stream), dice.choice((0, 0, dice.randrange(256)))]) + data
         _step(session, streams, step)
@@ -168,8 +168,6 @@ def _session(draft: Draft, *, client: bool) -> Target:
 
 
 SESSIONS = family(
-    _session(DRAFT_18, client=False),
-    _session(DRAFT_18, client=True),
     _session(DRAFT_20, client=False),
     _session(DRAFT_22, client=True),
 )

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode
-from kvabr.moqt.messages import allowed_parameters
 from kvabr.moqt.parameters import (
     DELETE,
     EVERYTHING,
     IN_FILL,
-    NEXT_GROUP,
     REGISTER,
     USE_ALIAS,
     USE_VALUE,
@@ -21,13 +19,11 @@ from kvabr.moqt.parameters import (
     Parameters,
     SetupOptions,
     Token,
-    known_parameters,
 )
 from kvabr.moqt.wire import MAX_INTEGER, Draft, Location
 
 fields = st.binary(min_size=1, max_size=12)
 namespaces = st.lists(fields, max_size=5).map(tuple)
-full = st.lists(fields, min_size=1, max_size=5).map(tuple)
 tracks = st.binary(max_size=20)
 reasons = st.text(max_size=60)
 
@@ -55,8 +51,8 @@ def filters(draft: Draft) -> st.SearchStrategy[Filter]:
         lambda both: Filter(both[0], None, min(MAX_INTEGER, both[0].group + both[1]))
     )
     to_object = st.tuples(to_group, integers(draft)).map(lambda both: replace(both[0], end_object=both[1]))
-    more = (relative, to_object) if draft.fetch_by_filter else ()
-    return st.one_of(st.sampled_from([NEXT_GROUP, Filter(), EVERYTHING]), locations(draft).map(Filter), to_group, *more)
+    fixed = st.sampled_from([Filter(groups_back=0), Filter(), EVERYTHING])
+    return st.one_of(fixed, relative, locations(draft).map(Filter), to_group, to_object)
 
 
 def range_filters(which: frozenset[Param]) -> st.SearchStrategy[tuple[tuple[Param, bytes], ...]]:
@@ -97,7 +93,7 @@ def parameters(draft: Draft, allowed: frozenset[Param]) -> st.SearchStrategy[Par
         how[Param.FILL_PARAMETERS] = ("fill", parameters(draft, IN_FILL))
     assert set(how) | {Param.FILL_PARAMETERS} == set(Param)
     several = ("tokens", "range_filters")
-    usable = [how[param] for param in Param if param in allowed & known_parameters(draft)]
+    usable = [how[param] for param in Param if param in allowed]
     return st.builds(Parameters, **{name: value if name in several else st.none() | value for name, value in usable})
 
 
@@ -119,17 +115,15 @@ def ranges(draft: Draft) -> st.SearchStrategy[tuple[Location, Location]]:
 def message(draft: Draft) -> st.SearchStrategy[m.Message]:
     """Any message of a draft; answers have the request ID that decoding yields."""
     number = integers(draft)
-    spaces = namespaces if draft.number >= 17 else full
 
     def given(cls: type[m.Message]) -> st.SearchStrategy[Parameters]:
-        return parameters(draft, allowed_parameters(cls, draft))
+        return parameters(draft, cls.allowed)
 
     def fetch(number: int, space: tuple[bytes, ...], track: bytes, both: tuple[Location, ...], more: Parameters):
         start, end = both
-        if draft.fetch_by_filter:  # in the form that decoding yields
-            found = more.filter or m.fetch_filter(start, end)
-            start, end = (Location(0, 0), m.OPEN_END) if found.start is None else m.fetched_range(found)
-            more = replace(more, filter=found if found.start is None else None)
+        found = more.filter or m.fetch_filter(start, end)  # in the form that decoding yields
+        start, end = (Location(0, 0), m.OPEN_END) if found.start is None else m.fetched_range(found)
+        more = replace(more, filter=found if found.start is None else None)
         return m.Fetch(number, space, track, start, end, more)
 
     props = properties(draft)
@@ -139,27 +133,23 @@ def message(draft: Draft) -> st.SearchStrategy[m.Message]:
         st.builds(
             m.RequestErrorMessage, number.filter(lambda code: code != RequestCode.REDIRECT), number, reasons
         ),
-        st.builds(m.Subscribe, number, spaces, tracks, given(m.Subscribe)),
-        st.builds(m.TrackStatus, number, spaces, tracks, given(m.TrackStatus)),
+        st.builds(m.Subscribe, number, namespaces, tracks, given(m.Subscribe)),
+        st.builds(m.TrackStatus, number, namespaces, tracks, given(m.TrackStatus)),
         st.builds(m.SubscribeOk, number, given(m.SubscribeOk), props),
         st.builds(m.RequestUpdate, number, given(m.RequestUpdate)),
-        st.builds(m.Publish, number, spaces, tracks, number, given(m.Publish), props),
+        st.builds(m.Publish, number, namespaces, tracks, number, given(m.Publish), props),
         st.builds(m.PublishDone, number, number, reasons),
-        st.builds(fetch, number, spaces, tracks, ranges(draft), given(m.Fetch)),
+        st.builds(fetch, number, namespaces, tracks, ranges(draft), given(m.Fetch)),
         st.builds(m.FetchOk, st.booleans(), locations(draft), st.just(Parameters()), props),
-        st.builds(m.PublishNamespace, number, spaces, given(m.PublishNamespace)),
+        st.builds(m.PublishNamespace, number, namespaces, given(m.PublishNamespace)),
         st.builds(m.Namespace, namespaces),
         st.builds(m.SubscribeNamespace, number, namespaces, given(m.SubscribeNamespace)),
     ]  # fmt: skip
     to = st.builds(m.Redirect, st.binary(max_size=40), namespaces, tracks)
     return st.one_of(
         *common,
-        st.builds(m.Goaway, st.binary(max_size=40), number, number if draft.goaway_names_request else st.none()),
-        *(
-            [st.builds(m.PublishStateNotify, given(m.PublishStateNotify))]
-            if draft.fetch_by_filter
-            else [st.builds(m.JoiningFetch, number, number, number, st.booleans(), given(m.JoiningFetch))]
-        ),
+        st.builds(m.Goaway, st.binary(max_size=40), number),
+        st.builds(m.PublishStateNotify, given(m.PublishStateNotify)),
         st.builds(m.RequestErrorMessage, st.just(0x34), number, reasons, to),
         st.builds(m.SubscribeTracks, number, namespaces, given(m.SubscribeTracks)),
     )
