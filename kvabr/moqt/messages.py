@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any, ClassVar
 
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode, SessionFault
@@ -323,7 +322,7 @@ def decode(kind: int, payload: bytes, draft: Draft) -> Message:
         raise SessionFault(f"unknown message type 0x{kind:x}")
     reader = Reader(payload)
     values: dict[str, Any] = {}
-    for name in _field_names(cls):
+    for name in _FIELDS[cls]:
         if name == "parameters":
             values[name] = read_parameters(reader, draft, cls.allowed)
         else:
@@ -370,7 +369,7 @@ def _payload(message: Message, draft: Draft) -> bytes:
         message = replace(message, parameters=parameters)
     elif isinstance(message, FetchOk):
         message = replace(message, end=last_before(message.end))
-    parts = [_CODECS[name][1](getattr(message, name), draft) for name in _field_names(type(message))]
+    parts = [_CODECS[name][1](getattr(message, name), draft) for name in _FIELDS[type(message)]]
     if isinstance(message, RequestErrorMessage) and message.code == RequestCode.REDIRECT:
         to = message.redirect
         if to is None:
@@ -432,10 +431,11 @@ _CODECS: dict[str, _Codec] = {
 """How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
 
 
-@cache
-def _field_names(cls: type[Message]) -> tuple[str, ...]:
-    """Return the fields of a message on the wire, in order."""
-    return tuple(each.name for each in fields(cls) if each.name in _CODECS and (cls, each.name) != (Fetch, "end"))
+_FIELDS = {
+    cls: tuple(each.name for each in fields(cls) if each.name in _CODECS and (cls, each.name) != (Fetch, "end"))
+    for cls in _TYPE_OF
+}
+"""The fields of a message on the wire, in order."""
 
 
 class MessageParser:
