@@ -48,7 +48,7 @@ setup(
             ],
             extra_compile_args=_FLAGS,
             **_API,
-            optional=True,  # without it everything works, slowly
+            optional=True,  # without it AC tracks are an error
         ),
         Extension(
             "kvabr.codec.native._kvanalysis",
@@ -56,7 +56,7 @@ setup(
             depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis", "analysis_tile")],
             extra_compile_args=_FLAGS,
             **_API,
-            optional=True,  # without it NumPy does the same
+            optional=True,  # as the coder
         ),
         Extension(
             "kvabr.codec.native._kvplace",

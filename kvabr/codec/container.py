@@ -34,7 +34,7 @@ VERSION = 8
 """Newest version of frames and payloads that is read. Frames have the oldest version whose readers understand them:
 `kvabr.codec.base.OLDEST_VERSION`; of AC's payloads, 4 if the group is unusual (`kvabr.codec.unusual`), 5 if tokens
 refer to others (`kvabr.codec.referring`) or values have biases (`kvabr.codec.bias`), 6 if the group is coded about
-medians (`kvabr.codec.centred`), 7 if the coded part is cut into streams (`kvabr.codec.native.reference`), and 8 if
+medians (`kvabr.codec.centred`), 7 if the coded part is cut into streams (`kvabr.codec.native.streams`), and 8 if
 tokens that are stored separately are in parts (`kvabr.codec.stored`)."""
 MAX_PAYLOAD = 1 << 40
 _SEALED = 0x80

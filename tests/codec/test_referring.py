@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvabr.codec.ac import STREAMED
 from kvabr.codec.base import OLDEST_VERSION, GroupContext, codec
 from kvabr.codec.fit import fit
-from kvabr.codec.native import coder
 from kvabr.codec.native.references import (
     LANES,
     TILE,
@@ -27,6 +26,7 @@ from kvabr.codec.profile import FORMAT, NEWER, Profile
 from kvabr.codec.referring import MARK, choose_references
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
+from tests.codec.native import oracle
 from tests.codec.native.models import some_references
 from tests.codec.test_ac import FIRST, SHAPE, SMALL, TRACKS, chain_of, decode, encode
 from tests.examples import examples
@@ -105,11 +105,11 @@ def test_frames_of_such_payloads_have_a_version_of_their_own():
     assert codec("AC-L1").frame_version(first) == OLDEST_VERSION
 
 
-def test_every_path_makes_the_same_payloads(monkeypatch):
+def test_every_path_makes_the_same_payloads():
     made = []
-    for path in coder.available_paths():
-        monkeypatch.setenv(coder.VARIABLE, path)
-        made.append(encode(repeated(128)[:, :, :, :100], fitted(), "AC-L1"))
+    for path in oracle.PATHS:
+        with oracle.taking(path):
+            made.append(encode(repeated(128)[:, :, :, :100], fitted(), "AC-L1"))
     assert all(each == made[0] for each in made)
 
 

@@ -1,5 +1,5 @@
-/* The encoder's transform: from the elements of a stack to its coefficients. analysis.py and inverse.py define the
- * results, bit for bit.
+/* The encoder's transform: from the elements of a stack to its coefficients. tests/codec/native/oracle.py
+ * defines the results, bit for bit.
  *
  *   analysis.c         matrices, packed for all paths
  *   analysis_*.c       one per instruction set: a matrix product in integers, and how elements come to lie for it ...

@@ -55,7 +55,7 @@ static inline void put(const Product *p, uint32_t row, uint32_t token, const flo
         memcpy(to, value, WIDE * sizeof *value);
 }
 
-/* Exponents, as in a float's bits, of the scales by which each token of a panel comes to 16 bits; see Inverse.times. */
+/* Exponents, as in a float's bits, of the scales by which each token of a panel comes to 16 bits; see `times` in tests/codec/native/oracle.py. */
 static void exponents(const float *panel, uint32_t size, int32_t *out) {
     static const float zero[WIDE];
     float most[WIDE] = {0}, scale[WIDE];

@@ -1,4 +1,4 @@
-/* Shared declarations of the native coder. `reference.py` defines the results, bit for bit.
+/* Shared declarations of the native coder. tests/codec/native/oracle.py defines the results, bit for bit.
  *
  *   tables.c     prepared once per profile: lookup tables, packed matrices
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload's streams
