@@ -46,7 +46,7 @@ def held(session: MoqtSession) -> int:
     return early + asked + objects + answers + session._control_parser.buffered
 
 
-def _streams(draft: Draft, *, client: bool) -> list[int]:
+def _streams(*, client: bool) -> list[int]:
     """Return the streams that a peer may use, its control stream first."""
     theirs_control = 3 if client else 2
     bidirectional = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
@@ -58,7 +58,7 @@ def _begun(draft: Draft, how: int, *, client: bool) -> MoqtSession:
     session.start()
     if not how & 1:
         setup = m.Setup(SetupOptions())
-        session.receive(_streams(draft, client=client)[0], encode(setup, draft))
+        session.receive(_streams(client=client)[0], encode(setup, draft))
     if not how & 2:
         at = Location(3, 0)
         session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
@@ -114,7 +114,7 @@ def _own(session: MoqtSession, how: int) -> None:
 
 def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
     """Return what a peer says that knows what it should say, most of the time."""
-    dice, streams = random.Random(seed), _streams(draft, client=client)
+    dice, streams = random.Random(seed), _streams(client=client)
     how = dice.choice((0, 0, 0, 0, 1, 2, 4, 4, 6))
     session = _begun(draft, how, client=client)
     parts, fresh = [bytes([how])], 1 if client else 0
@@ -150,14 +150,14 @@ def _said(
     if isinstance(message, m.RequestUpdate):
         stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
     if isinstance(message, m.Goaway):
-        stream = _streams(draft, client=client)[0]
+        stream = _streams(client=client)[0]
     return stream, encode(message, draft)
 
 
 def _session(draft: Draft, *, client: bool) -> Target:
     def take(data: bytes) -> bool:
         first, *steps = data.split(SEPARATOR)
-        session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(draft, client=client)
+        session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(client=client)
         for step in steps[:_MOST_STEPS]:
             _step(session, streams, step)
         if session.closed is not None:

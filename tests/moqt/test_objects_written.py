@@ -11,7 +11,7 @@ from kvabr.moqt.objects import (
     ObjectParser,
     RangeEnd,
 )
-from kvabr.moqt.wire import DRAFT_20, Location
+from kvabr.moqt.wire import Location
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
@@ -23,7 +23,7 @@ objects = st.tuples(
     st.integers(0, 3),
     st.integers(0, 1000),
     st.binary(max_size=40),
-    strategies.properties(DRAFT_20),
+    strategies.properties(),
     st.none() | st.integers(0, 255),
 )
 """Steps in group and object, payload, properties, priority."""

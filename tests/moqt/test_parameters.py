@@ -92,7 +92,7 @@ def test_encodings(data, parameters):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_come_back(draft):
-    @given(strategies.parameters(draft, EVERY))
+    @given(strategies.parameters(EVERY))
     def check(parameters):
         assert read(write_parameters(parameters, draft), draft) == parameters
 

@@ -5,16 +5,11 @@ import pytest
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, Stop
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_20, DRAFTS, Draft, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from tests.moqt.raw import START, VIOLATION, Raw, frame, goaway_of
 from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
-
-
-def answered(kind: str, draft: Draft, body: str, number: str = "00") -> bytes:
-    """An answer, with its request's ID where it has one."""
-    return frame(kind, "", body)
 
 
 ANSWERS = {"07": "00", "04": "07 00", "18": "00 00 00 00", "0b": "02 00 00"}
@@ -31,7 +26,7 @@ FITS = {("16", "18"), ("03", "04")}
 def test_answers_that_are_none(draft, asked, answer):
     raw = Raw(draft, client=True)
     ASK[asked](raw.session)
-    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
+    raw.ask(0, frame(answer, ANSWERS[answer]))
     assert raw.code == (None if (asked, answer) in FITS else VIOLATION)
 
 
@@ -41,8 +36,8 @@ def test_a_second_answer(draft, asked, answer):
     """Draft 18, sections 5.1, 5.2 and 6.2: exactly one."""
     raw = Raw(draft, client=True)
     ASK[asked](raw.session)
-    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
-    raw.ask(0, answered(answer, draft, ANSWERS[answer]))
+    raw.ask(0, frame(answer, ANSWERS[answer]))
+    raw.ask(0, frame(answer, ANSWERS[answer]))
     assert raw.code == VIOLATION
 
 
@@ -56,7 +51,7 @@ def test_the_end_of_a_fetch(draft, start, end, fine):
     """It is the last location itself."""
     raw = Raw(draft, client=True)
     raw.session.fetch((b"a",), b"t", Location(*start), Location(9, 0), Parameters())
-    raw.ask(0, answered("18", draft, f"00 {end} 00"))
+    raw.ask(0, frame("18", f"00 {end} 00"))
     assert raw.code == (None if fine else VIOLATION)
 
 
@@ -126,7 +121,7 @@ def test_properties_beyond_the_mandatory_are_ignored():
     for kind in ("c08000", "bffe", "811c"):
         raw = Raw(DRAFT_20, client=True)
         raw.fetch()
-        raw.ask(0, answered("18", DRAFT_20, "00 00 00 00" + kind + "05"))
+        raw.ask(0, frame("18", "00 00 00 00" + kind + "05"))
         assert len(raw.told(Answered)) == 1
 
 
@@ -150,7 +145,7 @@ def test_unknown_error_codes(draft):
     """Draft 18, section 14: as INTERNAL_ERROR, and no reason to close the session."""
     raw = Raw(draft, client=True)
     raw.fetch()
-    raw.ask(0, answered("05", draft, ("809d") + "00 00"))
+    raw.ask(0, frame("05", ("809d") + "00 00"))
     (refused,) = raw.told(Refused)
     assert refused.message.code == 0x9D
     raw.session.fetch((b"a",), b"t", START, START, Parameters())

@@ -86,7 +86,7 @@ def test_padding_is_dropped():
 # ------------------------------------------------------------------ other requests
 
 
-def subscribed_to_namespaces(draft, raw: Raw) -> int:
+def subscribed_to_namespaces(raw: Raw) -> int:
     """Make the peer subscribe to namespaces; return the stream."""
     stream = 0
     raw.receive(stream, frame("50", "00 01 0161", "", "00"))
@@ -123,7 +123,7 @@ def test_publish_namespace(draft):
 @both
 def test_subscribe_namespace(draft):
     raw = Raw(draft, client=False)
-    stream = subscribed_to_namespaces(draft, raw)
+    stream = subscribed_to_namespaces(raw)
     raw.session.responder.tell_namespace(0, (b"a", b"b"))
     raw.session.responder.tell_namespace(0, ())
     assert raw.said() == [RequestOk(), Namespace((b"a", b"b")), Namespace(())]
@@ -137,7 +137,7 @@ def test_subscribe_namespace(draft):
 @both
 def test_a_fin_does_not_end_a_subscription_to_namespaces(draft):
     raw = Raw(draft, client=False)
-    stream = subscribed_to_namespaces(draft, raw)
+    stream = subscribed_to_namespaces(raw)
     raw.receive(stream, fin=True)
     assert raw.told(Cancelled) == []
     assert len(raw.session.responder) == 1
@@ -147,7 +147,7 @@ def test_a_fin_does_not_end_a_subscription_to_namespaces(draft):
 def test_a_prefix_that_changes():
     """Not supported here; the request ends with that (draft 18, section 10.9.1)."""
     raw = Raw(DRAFT_20, client=False)
-    subscribed_to_namespaces(DRAFT_20, raw)
+    subscribed_to_namespaces(raw)
     raw.receive(0, frame("02", "02 01 34 03 01 0162"))
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     refusal = raw.said()[-1]

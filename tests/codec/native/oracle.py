@@ -1,7 +1,7 @@
 """The format in NumPy, which every native path must match bit for bit. Slow: about a second per group.
 
-`taking` puts these functions in the place of the native coder's, so that all that calls it runs on them. So do the
-encoder's transform (`kvabr.codec.analysis`) and torch instead of `kvabr.codec.native.placing`.
+`taking` puts these functions in the place of the native coder's and of the encoder's transform, and torch in that of
+`kvabr.codec.native.placing`: everything that calls them then runs here.
 """
 
 from __future__ import annotations
