@@ -36,7 +36,7 @@ setup(
                 f"{_ROOM}/{name}.c"
                 for name in (
                     *("_kvcoder", "capsules", "group", "team", "tables"),
-                    *("path_portable", "path_avx2", "path_avx512"),
+                    *("path_portable", "path_avx2"),
                 )
             ],
             depends=[
@@ -48,18 +48,15 @@ setup(
             ],
             extra_compile_args=_FLAGS,
             **_API,
-            optional=True,  # without it everything works, slowly
+            optional=True,  # without it AC tracks are an error
         ),
         Extension(
             "kvabr.codec.native._kvanalysis",
-            sources=[
-                f"{_ROOM}/{name}.c"
-                for name in ("_kvanalysis", "analysis", "analysis_portable", "analysis_avx2", "analysis_avx512")
-            ],
-            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis", "analysis_tile", "analysis_x86")],
+            sources=[f"{_ROOM}/{name}.c" for name in ("_kvanalysis", "analysis", "analysis_portable", "analysis_avx2")],
+            depends=[f"{_ROOM}/{name}.h" for name in ("kvcoder", "analysis", "analysis_tile")],
             extra_compile_args=_FLAGS,
             **_API,
-            optional=True,  # without it NumPy does the same
+            optional=True,  # as the coder
         ),
         Extension(
             "kvabr.codec.native._kvplace",

@@ -7,7 +7,6 @@ ORDINARY_USER = (
     "root may read and write everything: "
     "setpriv --bounding-set -dac_override,-dac_read_search --inh-caps -dac_override,-dac_read_search tools/test"
 )
-NO_CODER = "the native coder is not built: .venv/bin/python setup.py build_ext --inplace"
 OLD_PEFT = "this transformers takes adapters of a newer PEFT only: pip install --upgrade peft"
 GEMMA = "there is no Gemma 3 270M: KVABR_GEMMA=DIR tools/engine vllm, with DIR from tools/gemma-model"
 

@@ -123,19 +123,13 @@ def _codec() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("codec", "failed", str(error), "reinstall kvabr")
         return
-    paths = available_paths()
-    if len(paths) > 1:
-        try:
-            yield Finding("codec", "ok", f"native, path {active_path()} (of {', '.join(paths)})")
-        except KvabrError as error:
-            yield Finding("codec", "failed", str(error), "unset KVABR_CODER")
-    else:
-        yield Finding(
-            "codec",
-            "missing",
-            "the native coder was not compiled; NumPy gives the same bits hundreds of times slower",
-            "install a C compiler (Debian: apt install gcc python3-dev), then reinstall kvabr",
-        )
+    fix = "install a C compiler (Debian: apt install gcc python3-dev), then reinstall kvabr"
+    try:
+        paths = ", ".join(available_paths())
+        fix = "unset KVABR_CODER"
+        yield Finding("codec", "ok", f"native, path {active_path()} (of {paths})")
+    except UsageError as error:
+        yield Finding("codec", "failed", str(error), fix)
     yield _decode_rates()
     yield _gpu()
 

@@ -30,7 +30,7 @@ from kvabr.codec.threads import CORES
 from kvabr.player.decode_queue import DecodeRates, family
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.digests import digest_of
-from kvabr.types.errors import FormatError, KvabrError
+from kvabr.types.errors import KvabrError
 from kvabr.types.once import once
 
 SPEEDS_FILE = "decode-rates.json"
@@ -138,8 +138,6 @@ def _timed_decode(
     clock: Callable[[], float],
 ) -> float:
     spec, separable = catalog.spec.largest, BUILTIN[track.name].layout is not None
-    if not separable and active_path() == "reference":
-        raise FormatError(f"{track.name} takes seconds without the native coder")
     most = _SMALL if separable else _LARGE
     tokens = min(spec.rows, max(16, most // spec.elements_per_token))
     sample, below = _sample(catalog, track, profile, tokens, samples)

@@ -13,7 +13,7 @@ coefficients exceed a decoder's integers: nothing is ever coded to noise. An enh
 finer step adds.
 
 A payload with references begins with them (`kvabr.codec.referring`). Where the coded part is cut into streams
-(`kvabr.codec.native.reference`), the number 0xFFFFFFFB precedes all else.
+(`kvabr.codec.native.streams`), the number 0xFFFFFFFB precedes all else.
 
     scales: FP16, [token, layer, K/V]; of all stored tokens that are not far, in order
     codes:  [token, layer, K/V, head, dim], in units of the scale, see `kvabr.codec.stored`
@@ -52,8 +52,8 @@ from kvabr.codec.coefficients import Coefficients, encode_rows, hold, indices
 from kvabr.codec.columns import check_class, coded_spec, turned, turned_back
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.codec.native.reference import has_streams
 from kvabr.codec.native.references import References, pack_references, read_references, references_size
+from kvabr.codec.native.streams import has_streams
 from kvabr.codec.payload import PayloadReader, finite, raw
 from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import RATIO, SINGLE

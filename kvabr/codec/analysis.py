@@ -1,8 +1,8 @@
 """The encoder's side of the transform: from a group to rows of coefficients.
 
-The same group becomes the same coefficients, to the bit, on every processor, with any number of threads, with native
-code or without: two publishers' payloads of a group are equal, and so are their digests. Matrix products are exact
-(`kvabr.codec.inverse`). Everything else is computed for each element by itself, or is a maximum, or a sum in one order.
+The same group becomes the same coefficients, to the bit, on every processor, with any number of threads: two
+publishers' payloads of a group are equal, and so are their digests. Matrix products are exact (`kvabr.codec.inverse`).
+Everything else is computed for each element by itself, or is a maximum, or a sum in one order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from kvabr.codec import gpu
 from kvabr.codec.coefficients import Coefficients
-from kvabr.codec.inverse import BIGGEST, Inverse, inverted
+from kvabr.codec.inverse import Inverse, inverted
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, check_cache
-from kvabr.codec.rope import backwards, rope_first, rope_shape, rotate
+from kvabr.codec.rope import backwards, rope_first, rope_shape
 from kvabr.codec.threads import encoder_threads
 from kvabr.codec.transform import FARTHEST, ONE, Matrices, Structure, Transform
 
@@ -39,11 +39,6 @@ _TOKENS_PER_QUIET = 64
 stands out."""
 
 
-def native_available() -> bool:
-    """Return whether the module is built and has `coder.active_path`."""
-    return _kvanalysis is not None and coder.active_path() in _kvanalysis.paths()
-
-
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """An encoder's use of a transform."""
@@ -57,7 +52,7 @@ class Analysis:
 
     def prepare(self) -> None:
         """Invert the matrices now, which takes seconds, not with the first group."""
-        _ = self._native if native_available() else self._inverses
+        _ = self._native
 
     @cached_property
     def _inverses(self) -> tuple[tuple[Inverse, ...], tuple[Inverse, ...]]:
@@ -95,11 +90,7 @@ class Analysis:
         check_cache(self.transform, group)
         if gpu.runs_on(group.device):
             return self.analyse_run([group], first_token)[0]
-        if native_available():
-            return self._analyse_natively(group.detach().cpu(), first_token)
-        bare = group.detach().cpu().float().clone()
-        bare[:, 0] = rotate(bare[:, 0], self.structure.coded.rope, first_token, undo=True)
-        return self._coefficients(self.centred(bare))
+        return self._analyse_natively(group.detach().cpu(), first_token)
 
     def centred(self, bare: torch.Tensor) -> torch.Tensor:
         """Subtract the mean and arrange elements in blocks, [block, channel, token] float32.
@@ -146,30 +137,6 @@ class Analysis:
             out |= _beyond(-quietness(values.numpy(), quiet.usual), -quiet.threshold)
         return torch.from_numpy(out)
 
-    def _coefficients(self, channels: torch.Tensor) -> Coefficients:
-        """Transform the output of `centred`, which is overwritten. This defines what native code computes."""
-        structure = self.structure
-        outlying = self.outlying(channels)
-        scale = self._scale.reshape(-1, 1).repeat(structure.per_layer, axis=0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            elements = channels.mul_(torch.from_numpy(scale)[:, None]).numpy()
-        elements = np.where(elements < BIGGEST, elements, np.float32(BIGGEST))  # and what is no number
-        elements = np.maximum(elements, np.float32(-BIGGEST))
-        blocks, stacks = self._inverses
-        tokens = elements.shape[2]
-        rows, largest = np.empty((structure.rows, tokens), np.float32), np.zeros((3, tokens), np.float32)
-        largest[0] = np.abs(elements).max(axis=(0, 1))
-        for number, stack in enumerate(structure.stacks):
-            which, kept = structure.blocks_of(stack), stack.kept
-            parts = np.stack([blocks[each].times(elements[each]) if blocks else elements[each] for each in which])
-            if kept:
-                across = parts[:, :kept].reshape(-1, tokens)
-                largest[1] = np.maximum(largest[1], np.abs(across).max(axis=0))
-                rows[structure.stack_rows(number)] = stacks[number].times(across)
-            rows[structure.trailing_rows(number)] = parts[:, kept:].reshape(-1, tokens)
-        largest[2] = np.abs(rows).max(axis=0)
-        return self._found(torch.from_numpy(rows), largest, outlying)
-
     def _found(self, rows: torch.Tensor, largest: NDArray[np.float32], outlying: torch.Tensor) -> Coefficients:
         reach = (largest / self._limits).max(axis=0)
         return Coefficients(rows, torch.from_numpy(reach), torch.from_numpy(largest[2]), outlying)
@@ -183,7 +150,7 @@ class Analysis:
             which = slice(stack.first, stack.last), stack.kind
             own = [blocks[each] for each in structure.blocks_of(stack)] if blocks else []
             first = rope_first(None if stack.kind else spec.rope)
-            handle = _kvanalysis.analysis(
+            handle = coder.built(_kvanalysis).analysis(
                 (stack.kind, stack.first, len(stack.layers)),
                 (spec.kv_heads, structure.dim, structure.block_heads, first),
                 stack.kept,

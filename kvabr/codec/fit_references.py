@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, NearTables, frequencies
-from kvabr.codec.native.reference import near_contexts
-from kvabr.codec.native.references import LANES, TILE, References
+from kvabr.codec.native.references import LANES, TILE
 from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.profile import Depth
-from kvabr.codec.quantiser import RATIO, nested, quantise
+from kvabr.codec.quantiser import nested, quantise
 from kvabr.codec.referring import choose_references, telling_rows
 from kvabr.types.naming import LAYERS
 
@@ -76,7 +75,7 @@ def add_references(
                 index = quantise(scaled, depth.step, depth.dead)
                 made[track] = index.clamp_(-_FARTHEST, _FARTHEST).int().numpy()
                 under = None if below is None else made[below]
-                _count(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
+                coder.count_near(depth.coder, buckets[track], made[track], under, chosen[0], found[track])
         return found
 
     for found in parallel_map(counted, tiles):
@@ -96,35 +95,6 @@ def _buckets(track: str, model: CoderModel) -> NDArray[np.uint8]:
 
 def _nothing(model: CoderModel, bucket: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.zeros((model.classes, int(bucket.max()) + 1, model.freqs.shape[2]), np.int64)
-
-
-def _count(
-    model: CoderModel,
-    bucket: NDArray[np.uint8],
-    index: NDArray[np.int32],
-    below: NDArray[np.int32] | None,
-    references: References,
-    counts: NDArray[np.int64],
-) -> None:
-    """Count the symbols of one tile's second step, by class and context."""
-    if coder.count_near(model, bucket, index, below, references, counts):
-        return
-    later = references.order[LANES:]
-    named = references.order[references.lane[LANES:]]
-    places = []
-    # Some rows at a time: what is computed of them stays in the processor's cache.
-    for first in range(0, len(index), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        under = np.zeros_like(index[rows]) if below is None else below[rows]
-        live = np.flatnonzero((index[rows] != RATIO * under).any(axis=1))
-        own, under = index[rows][live], under[live][:, later]
-        context, sign = near_contexts(bucket, own[:, named], under)
-        value = (own[:, later] - RATIO * under) * sign
-        which = model.row_class[rows][live].astype(np.int64)[:, None]
-        radius = model.radius[which].astype(np.int64)
-        symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
-        places.append(((which * counts.shape[1] + context) * counts.shape[2] + symbol).reshape(-1))
-    counts += np.bincount(np.concatenate(places), minlength=counts.size).reshape(counts.shape)
 
 
 def _with_near(model: CoderModel, bucket: NDArray[np.uint8], counts: NDArray[np.int64]) -> CoderModel:

@@ -1,7 +1,7 @@
 """The encoder's matrices: inverses of a decoder's, in 16 bits, and products with them that are the same in any order.
 
 All sums are of integers, so they are exact, whatever the order of the terms: on every processor, with any number of
-threads, in NumPy as in C. An entry is the exact inverse, rounded to 16 bits; how a library computes inverses does not
+threads. An entry is the exact inverse, rounded to 16 bits; how a library computes inverses does not
 show. Vectors are rounded to 16 bits as well, each in a unit of its own.
 
 A product of 16 bits by 16 bits must not overflow 32. Every row of a matrix is at most 2**15 long, in its units, and a
@@ -31,17 +31,6 @@ _ONE_BITS = 14
 """1.0 in a decoder's matrix is 2 to the power of this."""
 _FIXED_BITS = 60
 """Bits of the fixed-point numbers in which an inverse is refined."""
-_TOP = 32767.0
-_SCALED = 268
-"""Exponent, as in float32's bits, of a largest component and of its scale together: scaled, it is 2**14 or more."""
-_FINEST = 227
-"""Exponent of the largest scale."""
-_ENERGY_BITS = 13
-"""Squares are summed in units of 2 to the power of this."""
-_LENGTH = 65400**2 >> _ENERGY_BITS
-"""Energy of the longest vector; rounding may add 136 to its length."""
-_MOST_HALVINGS = 6
-
 Floats = NDArray[np.float32]
 
 
@@ -55,43 +44,6 @@ class Inverse:
     """[row]: powers of two."""
     columns: Floats
     """[column]: powers of two, which even out the columns."""
-
-    def times(self, vectors: Floats) -> Floats:
-        """Multiply vectors, [component, token] within `BIGGEST`; return [row, token].
-
-        This is the definition; `native/analysis_tile.h` computes the same bits.
-        """
-        words, exponent = self.words(vectors)
-        sums = self.entries.astype(np.float64) @ words.astype(np.float64)  # exact: below 2**53
-        out: Floats = sums.astype(np.float32) * _power(254 - exponent) * self.rows[:, None]
-        return out
-
-    def words(self, vectors: Floats) -> tuple[Floats, NDArray[np.int32]]:
-        """Return vectors as whole numbers of 16 bits, and the exponent of each one's scale as in float32's bits."""
-        even = vectors * self.columns[:, None]
-        exponent = np.minimum(_SCALED - (np.abs(even).max(axis=0).view(np.int32) >> 23), _FINEST)
-        exponent = exponent - _halvings(_rounded(even, exponent))
-        return _rounded(even, exponent), exponent
-
-
-def _power(exponent: NDArray[np.int32]) -> Floats:
-    """Return the powers of two with these exponents, as in float32's bits."""
-    return (exponent.astype(np.int32) << 23).view(np.float32)
-
-
-def _rounded(even: Floats, exponent: NDArray[np.int32]) -> Floats:
-    out: Floats = np.rint(even * _power(exponent)).clip(-_TOP, _TOP)
-    return out
-
-
-def _halvings(whole: Floats) -> NDArray[np.int32]:
-    """Return how often each vector of whole numbers, [component, token], must be halved to be short enough."""
-    squares = np.pad(whole.astype(np.int64) ** 2, ((0, len(whole) % 2), (0, 0)))
-    # Two by two, as processors multiply; what rounding down leaves out is at most one for each pair.
-    energy = ((squares[::2] + squares[1::2]) >> _ENERGY_BITS).sum(axis=0) + len(squares) // 2
-    steps = _LENGTH << 2 * np.arange(_MOST_HALVINGS)
-    out: NDArray[np.int32] = (energy >= steps[:, None]).sum(axis=0).astype(np.int32)
-    return out
 
 
 def inverted(matrix: Matrices) -> Inverse:

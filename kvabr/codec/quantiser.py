@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, CoderModel, Quantiser, frequencies
-from kvabr.codec.native.references import TILE
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 
@@ -104,37 +103,6 @@ class SymbolCounts:
         """Return the statistics of some rows, which share memory with these."""
         return SymbolCounts(self.symbols[rows], self.flags[rows])
 
-    def add(self, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
-        """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
-        whole = index.shape[1] - index.shape[1] % TILE
-        for tokens in (slice(0, whole), slice(whole, None)):
-            # Some rows at a time: what is counted stays in the processor's cache.
-            for first in range(0, len(index), _ROWS_AT_ONCE):
-                rows = slice(first, first + _ROWS_AT_ONCE)
-                part = index[rows, tokens]
-                if part.size:
-                    self._add(rows, part, None if below is None else below[rows, tokens])
-
-    def _add(self, rows: slice, index: NDArray[np.int32], below: NDArray[np.int32] | None) -> None:
-        """Count whole tiles of some rows, or one that is shorter."""
-        count, tokens = index.shape
-        tiled = count, -1, min(tokens, TILE)
-        value = (index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)).reshape(tiled)
-        live = (value != 0).any(axis=2)
-        under = np.zeros(live.shape, bool) if below is None else below.reshape(tiled).any(axis=2)
-        _, contexts, symbols = self.symbols.shape
-        flags = self.flags[rows]
-        row = np.arange(count)[:, None]
-        code = (row * flags.shape[1] + under) * 2 + live
-        flags += np.bincount(code.reshape(-1), minlength=flags.size).reshape(flags.shape).astype(np.int32)
-        alive = value[live]
-        symbol = np.where(np.abs(alive) > MOST_RADIUS, symbols - 1, alive + MOST_RADIUS)
-        place = (row * (contexts * symbols) + np.zeros_like(live))[live][:, None] + symbol
-        if below is not None:
-            place += np.minimum(np.abs(below.reshape(tiled)[live]), 2) * symbols
-        counted = self.symbols[rows]
-        counted += np.bincount(place.reshape(-1), minlength=counted.size).reshape(counted.shape).astype(np.int32)
-
 
 def count(
     rows: NDArray[np.float32],
@@ -149,14 +117,8 @@ def count(
         depths: quantiser and counts by track; their steps nest.
     """
     chain = nested({track: own.step for track, (own, _) in depths.items()})
-    order = [(track, *depths[track], below) for track, below in chain.items()]
-    native = [(own, below is not None, counts.symbols, counts.flags) for _, own, counts, below in order]
-    if coder.count_symbols(rows, loud, native):
-        return
-    louder, made = torch.from_numpy(rows) * loud, dict[str, NDArray[np.int32]]()
-    for track, own, counts, below in order:
-        made[track] = quantise(louder, own.step, own.dead).clamp_(-_BEYOND, _BEYOND).int().numpy()
-        counts.add(made[track], None if below is None else made[below])
+    order = [(*depths[track], below is not None) for track, below in chain.items()]
+    coder.count_symbols(rows, loud, [(own, refines, counts.symbols, counts.flags) for own, counts, refines in order])
 
 
 def coder_model(counts: SymbolCounts, classes: int, *, small: bool = False) -> CoderModel:

@@ -3,9 +3,9 @@
 Without it, a channel has similar statistics at neighbouring tokens; with it, every token is rotated by another angle.
 The AC codec therefore works on keys before rotation; encoder and decoders on any device use the tables of this file.
 
-They are the same on every machine. Powers, cosines and sines of a library depend on the processor: with AVX-512, NumPy
-computes them otherwise than with AVX2, and C libraries differ from each other. Here all steps are additions and
-multiplications of doubles, or decimal arithmetic, which are defined to the bit, and as precise as any library.
+They are the same on every machine. Powers, cosines and sines of a library depend on the processor: NumPy computes them
+otherwise with longer vectors, and C libraries differ from each other. Here all steps are additions and multiplications
+of doubles, or decimal arithmetic, which are defined to the bit, and as precise as any library.
 """
 
 from __future__ import annotations

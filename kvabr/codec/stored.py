@@ -7,7 +7,7 @@ A number is a code from -511 to 511, in units of a sixteenth of a scale that its
 themselves. The coarse part is a sixteenth of it, rounded, from -32 to 32; each of the two layers above a base adds two
 bits. What is known of a number stands for the middle of the codes that it may be.
 
-Coarse parts are coded like coefficients (`kvabr.codec.native.reference`): tokens, layers and K/V are the rows, their
+Coarse parts are coded like coefficients (`kvabr.codec.native.streams`): tokens, layers and K/V are the rows, their
 numbers the tokens, and rows count as live. The table is one of eight, all with two-sided geometric distributions.
 
     coarse: size of what follows 4 | table 1 | coded

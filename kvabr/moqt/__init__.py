@@ -1,4 +1,4 @@
-"""Media over QUIC Transport (draft-ietf-moq-transport), sans-I/O: wire format and session, drafts 18 to 22.
+"""Media over QUIC Transport (draft-ietf-moq-transport), sans-I/O: wire format and session, drafts 22 and 20.
 
 Stream bytes go in; events and bytes to send come out. There are no sockets, no clock and no QUIC here:
 `kvabr.link` and `kvabr.server` connect a `MoqtSession` to the streams of QUIC or QMux. Input from a peer is hostile:

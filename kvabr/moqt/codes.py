@@ -81,8 +81,6 @@ class PublishDoneCode(IntEnum):
     INTERNAL_ERROR = 0x0
     UNAUTHORIZED = 0x1
     TRACK_ENDED = 0x2
-    SUBSCRIPTION_ENDED = 0x3
-    """The end of the filter; not in draft 20, which has `TRACK_ENDED` for it."""
     GOING_AWAY = 0x4
     TOO_FAR_BEHIND = 0x5
     EXPIRED = 0x6
@@ -92,7 +90,7 @@ class PublishDoneCode(IntEnum):
 
 
 class Param(IntEnum):
-    """Message parameters (draft 18, section 15.7); drafts before 20 do not have all of them."""
+    """Message parameters (draft 18, section 15.7, and those that draft 20 adds)."""
 
     OBJECT_DELIVERY_TIMEOUT = 0x02
     AUTHORIZATION_TOKEN = 0x03
@@ -104,7 +102,6 @@ class Param(IntEnum):
     FORWARD = 0x10
     SUBSCRIBER_PRIORITY = 0x20
     LOCATION_FILTER = 0x21
-    """Draft 18: SUBSCRIPTION_FILTER."""
     GROUP_ORDER = 0x22
     FILL_PARAMETERS = 0x23
     SUBGROUP_FILTER = 0x25
@@ -132,7 +129,7 @@ class SetupOption(IntEnum):
     MAX_AUTH_TOKEN_CACHE_SIZE = 0x04
     AUTHORITY = 0x05
     MAX_FILTER_RANGES = 0x06
-    """Draft 20, as MAX_REQUEST_UPDATES. This end sends none, so that peers may not use range filters."""
+    """This end sends none, so that peers may not use range filters."""
     MOQT_IMPLEMENTATION = 0x07
     MAX_REQUEST_UPDATES = 0x08
 

@@ -1,15 +1,14 @@
 """Control messages as dataclasses, and their wire format (draft 18, sections 10.3 to 10.20).
 
 Messages are listed that this end sends, or that a peer may rightly send it. A message is a type, a 16-bit length, and
-fields. The fields on the wire are those of the dataclass, in the same order; `_CODECS` says how each one is encoded,
-and `_field_names` which ones a draft leaves out.
+fields. The fields on the wire are those of the dataclass, in the same order; `_CODECS` says how each one is encoded.
+A FETCH alone differs: the filter among its parameters stands for its start and end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any, ClassVar
 
 from kvabr.moqt.codes import RANGE_FILTERS, Param, RequestCode, SessionFault
@@ -48,7 +47,7 @@ _OF_SUBSCRIPTIONS = frozenset({
     Param.OBJECT_DELIVERY_TIMEOUT, Param.SUBGROUP_DELIVERY_TIMEOUT, Param.SUBSCRIBER_PRIORITY,
     Param.LOCATION_FILTER, Param.FORWARD, Param.NEW_GROUP_REQUEST,
 })  # fmt: skip
-_OF_OBJECTS_20 = RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}
+_OF_OBJECTS = RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,7 @@ class Message:
     """One control message."""
 
     allowed: ClassVar[frozenset[Param]] = frozenset()
-    """Parameters that the message may carry (draft 18, section 10.2), if its draft has them."""
-    changed_20: ClassVar[frozenset[Param]] = frozenset()
-    """Those that it may carry either since draft 20 or before it."""
+    """Parameters that the message may carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +82,6 @@ class Goaway(Message):
 
     uri: bytes = b""
     timeout_ms: int = 0
-    request_id: int | None = None
-    """Draft 18, not draft 20, on the control stream: the first request of the receiver that was not processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +91,7 @@ class RequestOk(Message):
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
     """In answer to TRACK_STATUS."""
-    allowed = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT}
-    changed_20 = _OF_SUBSCRIPTIONS | {Param.GROUP_ORDER}
+    allowed = frozenset({Param.EXPIRES, Param.LARGEST_OBJECT})
     """In any answer; the session checks further, because it knows the request."""
 
 
@@ -126,8 +120,9 @@ class Subscribe(_OfTrack):
     """SUBSCRIBE."""
 
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.RENDEZVOUS_TIMEOUT, Param.GROUP_ORDER}
-    changed_20 = _OF_OBJECTS_20 | {Param.FILL_PARAMETERS, Param.INCLUDE_PROPERTIES}
+    allowed = _OF_SUBSCRIPTIONS | _TOKEN | _OF_OBJECTS | {
+        Param.RENDEZVOUS_TIMEOUT, Param.GROUP_ORDER, Param.FILL_PARAMETERS, Param.INCLUDE_PROPERTIES,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +130,7 @@ class TrackStatus(_OfTrack):
     """TRACK_STATUS: asks for the state of a track without subscribing to it."""
 
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = _TOKEN
-    changed_20 = frozenset({Param.INCLUDE_PROPERTIES})
+    allowed = _TOKEN | {Param.INCLUDE_PROPERTIES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +148,7 @@ class RequestUpdate(_Numbered):
     """REQUEST_UPDATE."""
 
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = _OF_SUBSCRIPTIONS | _TOKEN | {Param.TRACK_NAMESPACE_PREFIX}
-    changed_20 = RANGE_FILTERS | {Param.FILL_PARAMETERS}
+    allowed = _OF_SUBSCRIPTIONS | _TOKEN | RANGE_FILTERS | {Param.TRACK_NAMESPACE_PREFIX, Param.FILL_PARAMETERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +158,9 @@ class Publish(_OfTrack):
     track_alias: int
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
-    allowed = _TOKEN | {Param.EXPIRES, Param.LARGEST_OBJECT, Param.FORWARD}
-    changed_20 = (_OF_SUBSCRIPTIONS | {Param.GROUP_ORDER}) - {Param.NEW_GROUP_REQUEST, Param.FORWARD}
+    allowed = (_OF_SUBSCRIPTIONS - {Param.NEW_GROUP_REQUEST}) | _TOKEN | {
+        Param.GROUP_ORDER, Param.EXPIRES, Param.LARGEST_OBJECT,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +178,7 @@ UNCOUNTED = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublishStateNotify(Message):
-    """PUBLISH_STATE_NOTIFY (20): something about a subscription has changed at its publisher."""
+    """PUBLISH_STATE_NOTIFY: something about a subscription has changed at its publisher."""
 
     parameters: Parameters = field(default_factory=Parameters)
     allowed = frozenset({Param.LARGEST_OBJECT, Param.FORWARD, Param.LOCATION_FILTER})
@@ -196,12 +190,14 @@ class Fetch(_OfTrack):
 
     start: Location
     end: Location
-    """End Location: the last location plus one; object 0 stands for the whole group. Draft 20 sends the last location
-    itself; `OPEN_END` stands for the largest object there."""
+    """End Location: the last location plus one; object 0 stands for the whole group, `OPEN_END` for the largest object.
+    The wire has the last location itself."""
     parameters: Parameters = field(default_factory=Parameters)
     """A filter is kept here if it depends on the largest object; `start` and `end` then mean nothing."""
-    allowed = _TOKEN | {Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER}
-    changed_20 = _OF_OBJECTS_20 | {Param.LOCATION_FILTER, Param.INCLUDE_PROPERTIES}
+    allowed = _TOKEN | _OF_OBJECTS | {
+        Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.GROUP_ORDER, Param.LOCATION_FILTER,
+        Param.INCLUDE_PROPERTIES,
+    }  # fmt: skip
 
     def within(self, largest: Location) -> tuple[Location, Location]:
         """Return the start and the End Location, given the largest object of the track."""
@@ -240,23 +236,12 @@ def fetch_filter(start: Location, end: Location) -> Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class JoiningFetch(_Numbered):
-    """Joining FETCH (before draft 20): the objects before those of a subscription."""
-
-    joining_request_id: int
-    joining_start: int
-    relative: bool
-    parameters: Parameters = field(default_factory=Parameters)
-    allowed = Fetch.allowed
-
-
-@dataclass(frozen=True, slots=True)
 class FetchOk(Message):
     """FETCH_OK."""
 
     end_of_track: bool
     end: Location
-    """As in `Fetch`: draft 20 sends the last location itself."""
+    """End Location, as in `Fetch`; the wire has the last location itself."""
     parameters: Parameters = field(default_factory=Parameters)
     properties: tuple[KeyValue, ...] = ()
 
@@ -292,12 +277,10 @@ class SubscribeTracks(_Numbered):
 
     prefix: tuple[bytes, ...]
     parameters: Parameters = field(default_factory=Parameters)
-    allowed = _TOKEN | {Param.FORWARD}
+    allowed = Subscribe.allowed | {Param.TRACK_PROPERTY_FILTER}
 
 
-Request = (
-    Subscribe | TrackStatus | Publish | Fetch | JoiningFetch | PublishNamespace | SubscribeNamespace | SubscribeTracks
-)
+Request = Subscribe | TrackStatus | Publish | Fetch | PublishNamespace | SubscribeNamespace | SubscribeTracks
 """The messages that open a request."""
 
 
@@ -305,87 +288,57 @@ MAX_MESSAGES = 1024
 """Messages on one stream; a limit of this implementation. The shortest ones have 5 bytes and take about 40 us each."""
 MAX_MESSAGE_BYTES = 0xFFFF
 
-_TYPES_18: dict[int, type[Message]] = {
-    0x2F00: Setup, 0x10: Goaway, 0x3: Subscribe, 0x4: SubscribeOk, 0x1D: Publish, 0x1E: RequestOk,
-    0xB: PublishDone, 0x16: Fetch, 0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace,
-    0x50: SubscribeNamespace, 0x51: SubscribeTracks, 0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk,
-    0x5: RequestErrorMessage,
+_TYPES: dict[int, type[Message]] = {
+    0x2F00: Setup, 0x10: Goaway, 0x3: Subscribe, 0x4: SubscribeOk, 0x1D: Publish, 0xB: PublishDone, 0x16: Fetch,
+    0x18: FetchOk, 0xD: TrackStatus, 0x6: PublishNamespace, 0x50: SubscribeNamespace, 0x51: SubscribeTracks,
+    0x8: Namespace, 0x2: RequestUpdate, 0x7: RequestOk, 0x5: RequestErrorMessage, 0x22: PublishStateNotify,
 }  # fmt: skip
-_TYPES_20 = {kind: cls for kind, cls in _TYPES_18.items() if kind != 0x1E} | {0x22: PublishStateNotify}
-_TYPES = {22: _TYPES_20, 20: _TYPES_20, 18: _TYPES_18}
-"""Messages by draft and type, without the answers to requests that this end never makes: they are as invalid as unknown
-types. Draft 18 gives REQUEST_OK a second type, 0x1E, as the answer to PUBLISH; it is read, but never sent. Joining
-FETCHes, which draft 20 no longer has, share a type with the others."""
-_TYPE_OF = {draft: {cls: kind for kind, cls in types.items()} for draft, types in _TYPES.items()}
+"""Messages by type, without the answers to requests that this end never makes: they are as invalid as unknown types."""
+_TYPE_OF = {cls: kind for kind, cls in _TYPES.items()}
 
 
 def encode(message: Message, draft: Draft) -> bytes:
-    """Encode a message with its type and length, or raise ValueError if the draft does not allow it."""
-    if isinstance(message, JoiningFetch) and draft.fetch_by_filter:
-        raise ValueError(f"draft {draft.number} has no JoiningFetch")
-    cls = Fetch if isinstance(message, JoiningFetch) else type(message)
-    kind = _TYPE_OF[draft.number].get(cls)
-    if kind is None:
-        raise ValueError(f"draft {draft.number} has no {cls.__name__}")
+    """Encode a message with its type and length, or raise ValueError if MoQT does not allow it."""
+    kind = _TYPE_OF[type(message)]
     payload = _payload(message, draft)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ValueError(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return write_varint(kind) + len(payload).to_bytes(2, "big") + payload
 
 
-def decode(kind: int, payload: bytes, draft: Draft, *, control: bool = True) -> Message:
+def decode(kind: int, payload: bytes, draft: Draft) -> Message:
     """Decode the payload of a message.
 
     Args:
         kind: The message type.
         payload: The encoded fields.
         draft: The draft.
-        control: Whether the message came on the control stream; a GOAWAY on a request stream has no request ID.
 
     Raises:
         SessionFault: The type is unknown, or the fields do not fit it.
     """
-    cls = _TYPES[draft.number].get(kind)
+    cls = _TYPES.get(kind)
     if cls is None:
         raise SessionFault(f"unknown message type 0x{kind:x}")
     reader = Reader(payload)
     values: dict[str, Any] = {}
-    names = _field_names(cls, draft, control=control)
-    if cls is Fetch and not draft.fetch_by_filter:
-        cls, values = _fetch_type(reader)
-        names = _field_names(cls, draft)[1:]
-    for name in names:
+    for name in _FIELDS[cls]:
         if name == "parameters":
-            values[name] = read_parameters(reader, draft, allowed_parameters(cls, draft))
+            values[name] = read_parameters(reader, draft, cls.allowed)
         else:
             values[name] = _CODECS[name][0](reader, draft)
     if cls is RequestErrorMessage and values["code"] == RequestCode.REDIRECT:
         to = reader.text(MAX_URI_BYTES, "URI"), reader.namespace(), reader.text(MAX_NAME_BYTES, "track name")
         values["redirect"] = Redirect(*to)
-    if draft.fetch_by_filter:
-        values |= _ends_of(cls, values)
-    message = cls(**values)
+    message = cls(**values | _ends_of(cls, values))
     if (size := _name_bytes(message)) > MAX_NAME_BYTES:
         raise SessionFault(f"full track name of {size} bytes; the limit is {MAX_NAME_BYTES}")
-    if isinstance(message, Fetch) and not draft.fetch_by_filter and ends_before(message.end, message.start):
-        raise SessionFault(f"FETCH ends at {tuple(message.end)}, before its start {tuple(message.start)}")
     reader.end()
     return message
 
 
-def _fetch_type(reader: Reader) -> tuple[type[Message], dict[str, Any]]:
-    """Read the first fields of a FETCH before draft 20; return its class, and their values."""
-    values: dict[str, Any] = {"request_id": reader.varint()}
-    fetch_type = reader.varint()
-    if fetch_type not in (1, 2, 3):
-        raise SessionFault(f"unknown FETCH type {fetch_type}")
-    if fetch_type == 1:
-        return Fetch, values
-    return JoiningFetch, values | {"relative": fetch_type == 2}
-
-
 def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
-    """Draft 20: return the fields of a FETCH or FETCH_OK that differ from those on the wire.
+    """Return the fields of a FETCH or FETCH_OK that differ from those on the wire.
 
     The range of a FETCH is a filter, which stays a parameter if it has no absolute start.
     """
@@ -401,34 +354,23 @@ def _ends_of(cls: type[Message], values: dict[str, Any]) -> dict[str, Any]:
     return {"start": start, "end": end, "parameters": replace(parameters, filter=None)}
 
 
-def allowed_parameters(cls: type[Message], draft: Draft) -> frozenset[Param]:
-    """Return the parameters that a message may carry."""
-    if cls is SubscribeTracks and draft.number >= 20:
-        return Subscribe.allowed | Subscribe.changed_20 | {Param.TRACK_PROPERTY_FILTER}
-    return cls.allowed ^ cls.changed_20 if draft.number >= 20 else cls.allowed
-
-
 def ends_before(end: Location, start: Location) -> bool:
     """Return whether a FETCH's End Location lies before its start.
 
-    An End Location is the last location plus one; object 0 stands for the whole group (draft 18, section 10.12.3).
+    An End Location is the last location plus one; object 0 stands for the whole group.
     """
     return end.group < start.group or (end.group == start.group and 0 < end.object < start.object)
 
 
 def _payload(message: Message, draft: Draft) -> bytes:
-    _check_sendable(message, draft)
-    control = not isinstance(message, Goaway) or message.request_id is not None
-    if isinstance(message, Fetch) and draft.fetch_by_filter and message.parameters.filter is None:
+    _check_sendable(message)
+    if isinstance(message, Fetch) and message.parameters.filter is None:
         parameters = replace(message.parameters, filter=fetch_filter(message.start, message.end))
         message = replace(message, parameters=parameters)
-    elif isinstance(message, FetchOk) and draft.fetch_by_filter:
+    elif isinstance(message, FetchOk):
         message = replace(message, end=last_before(message.end))
-    names = _field_names(type(message), draft, control=control)
-    parts = [_CODECS[name][1](getattr(message, name), draft) for name in names]
-    if isinstance(message, Fetch | JoiningFetch) and not draft.fetch_by_filter:
-        parts.insert(1, write_varint(1 if isinstance(message, Fetch) else 2 if message.relative else 3))
-    elif isinstance(message, RequestErrorMessage) and message.code == RequestCode.REDIRECT:
+    parts = [_CODECS[name][1](getattr(message, name), draft) for name in _FIELDS[type(message)]]
+    if isinstance(message, RequestErrorMessage) and message.code == RequestCode.REDIRECT:
         to = message.redirect
         if to is None:
             raise ValueError("a REQUEST_ERROR with code REDIRECT needs a redirect")
@@ -436,9 +378,9 @@ def _payload(message: Message, draft: Draft) -> bytes:
     return b"".join(parts)
 
 
-def _check_sendable(message: Message, draft: Draft) -> None:
+def _check_sendable(message: Message) -> None:
     """Raise ValueError for a message that would make the peer close the session."""
-    if extra := present(getattr(message, "parameters", None)) - allowed_parameters(type(message), draft):
+    if extra := present(getattr(message, "parameters", None)) - message.allowed:
         raise ValueError(f"a {type(message).__name__} cannot have {', '.join(sorted(param.name for param in extra))}")
     if _name_bytes(message) > MAX_NAME_BYTES:
         raise ValueError(f"a full track name is limited to {MAX_NAME_BYTES} bytes")
@@ -463,14 +405,6 @@ def _write_reason(value: str, _draft: Draft) -> bytes:
     return write_text(value.encode()[:MAX_REASON_BYTES].decode(errors="ignore").encode())
 
 
-def _read_options(reader: Reader, draft: Draft) -> SetupOptions:
-    return setup_options(read_pairs(reader), draft)
-
-
-def _write_options(value: SetupOptions, draft: Draft) -> bytes:
-    return write_pairs(setup_pairs(value, draft))
-
-
 def _read_properties(reader: Reader, _draft: Draft) -> tuple[KeyValue, ...]:
     properties = read_pairs(reader)
     check_track(properties)
@@ -480,43 +414,28 @@ def _read_properties(reader: Reader, _draft: Draft) -> tuple[KeyValue, ...]:
 _Codec = tuple[Callable[[Reader, Draft], Any], Callable[[Any, Draft], bytes]]
 _INTEGER: _Codec = (lambda reader, _: reader.varint(), lambda value, _: write_varint(value))
 _NAMESPACE: _Codec = (lambda reader, _: reader.namespace(), lambda value, _: write_namespace(value))
-_LOCATION: _Codec = (lambda reader, _: reader.location(), lambda value, _: write_location(value))
 _CODECS: dict[str, _Codec] = {
-    **dict.fromkeys(
-        (
-            "request_id", "joining_request_id", "joining_start", "track_alias", "code", "retry_interval",
-            "streams", "timeout_ms",
-        ),
-        _INTEGER,
-    ),
+    **dict.fromkeys(("request_id", "track_alias", "code", "retry_interval", "streams", "timeout_ms"), _INTEGER),
     "namespace": _NAMESPACE,
     "prefix": _NAMESPACE,
     "suffix": _NAMESPACE,
     "track": (lambda reader, _: reader.text(MAX_NAME_BYTES, "track name"), lambda value, _: write_text(value)),
     "uri": (lambda reader, _: reader.text(MAX_URI_BYTES, "URI"), lambda value, _: write_text(value)),
     "reason": (lambda reader, _: reader.reason(), _write_reason),
-    "start": _LOCATION,
-    "end": _LOCATION,
+    "end": (lambda reader, _: reader.location(), lambda value, _: write_location(value)),
     "end_of_track": (_read_flag, lambda value, _: bytes([value])),
-    "options": (_read_options, _write_options),
+    "options": (lambda reader, _: setup_options(read_pairs(reader)), lambda value, _: write_pairs(setup_pairs(value))),
     "parameters": (lambda reader, draft: read_parameters(reader, draft, frozenset(Param)), write_parameters),
     "properties": (_read_properties, lambda value, _: write_pairs(value)),
 }  # fmt: skip
 """How to read and write the fields of messages, by name; `decode` knows which parameters a message may carry."""
 
 
-def _wire_order(cls: type[Message], draft: Draft, *, control: bool = True) -> tuple[str, ...]:
-    """Return the fields of a message that a draft has, in wire order."""
-    absent = {
-        "request_id": cls is Goaway and not (draft.goaway_names_request and control),
-        "start": draft.fetch_by_filter,
-        "end": cls is Fetch and draft.fetch_by_filter,
-    }
-    return tuple(each.name for each in fields(cls) if each.name in _CODECS and not absent.get(each.name))
-
-
-_field_names: Callable[..., tuple[str, ...]] = cache(_wire_order)
-"""`_wire_order`, worked out once for each message and draft."""
+_FIELDS = {
+    cls: tuple(each.name for each in fields(cls) if each.name in _CODECS and (cls, each.name) != (Fetch, "end"))
+    for cls in _TYPE_OF
+}
+"""The fields of a message on the wire, in order."""
 
 
 class MessageParser:

@@ -14,7 +14,6 @@ from kvabr.moqt.codes import SessionFault
 from kvabr.moqt.parameters import MalformedTrack, check_object
 from kvabr.moqt.wire import (
     MAX_INTEGER,
-    Draft,
     Incomplete,
     KeyValue,
     Location,
@@ -117,7 +116,6 @@ class ObjectParser:
 
     def __init__(
         self,
-        draft: Draft,
         subgroup: SubgroupHeader | None = None,
         *,
         descending: bool = False,
@@ -127,13 +125,12 @@ class ObjectParser:
         """Start without objects.
 
         Args:
-            draft: The draft.
             subgroup: The header of a subgroup's stream; None for a FETCH.
             descending: Whether the FETCH requested its groups in descending order.
             budget: Shared by the streams of one request.
             priority: That of the track, for subgroups that have none.
         """
-        self._draft, self._of, self._descending = draft, subgroup, descending
+        self._of, self._descending = subgroup, descending
         self._budget = budget or ObjectBudget()
         self._track_priority = priority
         self._buffer = bytearray()
@@ -246,7 +243,7 @@ class ObjectParser:
 
     def _read_object(self, header: Reader) -> Item:
         flags = header.varint()
-        if flags in (0x8C, 0x10C) or (flags == 0x20C and self._draft.fetch_by_filter):
+        if flags in (0x8C, 0x10C, 0x20C):
             self._last = self._location(header.varint(), header.varint())
             return RangeEnd(self._last, unknown=flags != 0x8C)
         if flags >= 0x80:

@@ -1,8 +1,7 @@
 """Message parameters (draft 18, section 10.2), setup options, authorization tokens, and checks on properties.
 
 Location filters say which part of a track a subscription or a FETCH asks for (section 5.1.2). The drafts encode them in
-three ways, which `Draft.filters` names. Only drafts 20 and later can begin some groups before the next one, or end at
-an object. Unknown properties of tracks and objects (sections 2.5 and 12) are ignored.
+two ways, which `Draft.sized` names. Unknown properties of tracks and objects (sections 2.5 and 12) are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from kvabr.moqt.codes import (
@@ -38,8 +36,6 @@ from kvabr.moqt.wire import (
     write_varint,
 )
 
-_NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE = 1, 2, 3, 4
-"""The kinds of draft 18."""
 _NO_FILTER, _RELATIVE, _START, _TO_GROUP, _TO_OBJECT, _NEXT_OBJECT = range(6)
 """The forms of draft 22: how many fields follow, but for the last one, which has none."""
 
@@ -86,39 +82,28 @@ class Filter:
 
 
 EVERYTHING = Filter(Location(0, 0))
-NEXT_GROUP = Filter(groups_back=0)
 
 
 def write_filter(value: Filter, draft: Draft) -> bytes:
-    """Encode a filter as a parameter's value, or raise ValueError if the draft cannot express it."""
+    """Encode a filter as a parameter's value."""
     fields = value._fields  # this module is the filter's own
     everything = value == EVERYTHING
-    if draft.filters == "form":
-        form = _NO_FILTER if everything else len(fields) or _NEXT_OBJECT
-        return _integers([form, *([] if everything else fields)])
-    if draft.filters == "count":  # two zeros stand for the next object
+    if draft.sized:  # two zeros stand for the next object
         return write_text(_integers([] if everything else fields or [0, 0]))
-    if value.groups_back or value.end_object is not None:
-        raise ValueError(f"draft {draft.number} has no filter that starts groups back or ends at an object")
-    if value.start is None:
-        return write_text(write_varint(_LARGEST_OBJECT if value.groups_back is None else _NEXT_GROUP))
-    kind = _ABSOLUTE_START if value.end_group is None else _ABSOLUTE_RANGE
-    return write_text(_integers([kind, *fields]))
+    form = _NO_FILTER if everything else len(fields) or _NEXT_OBJECT
+    return _integers([form, *([] if everything else fields)])
 
 
 def read_filter(reader: Reader, draft: Draft) -> Filter:
     """Parse a filter from a parameter's value, or raise SessionFault."""
-    if draft.filters == "form":
-        form = reader.varint()
-        if form > _NEXT_OBJECT:
-            raise SessionFault(f"unknown form {form} of a location filter")
-        if form in (_NO_FILTER, _NEXT_OBJECT):
-            return EVERYTHING if form == _NO_FILTER else Filter()
-        return _filter([reader.varint() for _ in range(form)])
-    inner = Reader(reader.text(MAX_VALUE_BYTES, "parameter"))
-    found = _read_counted(inner) if draft.filters == "count" else _read_kind(inner)
-    inner.end()
-    return found
+    if draft.sized:
+        return _whole(reader, _read_counted)
+    form = reader.varint()
+    if form > _NEXT_OBJECT:
+        raise SessionFault(f"unknown form {form} of a location filter")
+    if form in (_NO_FILTER, _NEXT_OBJECT):
+        return EVERYTHING if form == _NO_FILTER else Filter()
+    return _filter([reader.varint() for _ in range(form)])
 
 
 def _read_counted(inner: Reader) -> Filter:
@@ -130,18 +115,6 @@ def _read_counted(inner: Reader) -> Filter:
     if not fields:
         return EVERYTHING
     return Filter() if fields == [0, 0] else _filter(fields)
-
-
-def _read_kind(inner: Reader) -> Filter:
-    kind = inner.varint()
-    if kind not in (_NEXT_GROUP, _LARGEST_OBJECT, _ABSOLUTE_START, _ABSOLUTE_RANGE):
-        raise SessionFault(f"unknown subscription filter type {kind}")
-    if kind in (_NEXT_GROUP, _LARGEST_OBJECT):
-        return NEXT_GROUP if kind == _NEXT_GROUP else Filter()
-    fields = [*inner.location()]
-    if kind == _ABSOLUTE_RANGE:
-        fields.append(inner.varint())
-    return _filter(fields)
 
 
 def _filter(fields: list[int]) -> Filter:
@@ -233,45 +206,44 @@ class Parameters:
     priority: int | None = None
     """0 (most urgent) to 255."""
     filter: Filter | None = None
-    """Draft 18: SUBSCRIPTION_FILTER."""
     group_order: int | None = None
     """1 ascending, 2 descending."""
     fill: Parameters | None = None
-    """Draft 20: asks for the objects before those of a subscription as well, on a stream like that of a FETCH."""
+    """Asks for the objects before those of a subscription as well, on a stream like that of a FETCH."""
     range_filters: tuple[tuple[Param, bytes], ...] = ()
-    """Draft 20. This end allows none (option MAX_FILTER_RANGES) and refuses requests with them."""
+    """This end allows none (option MAX_FILTER_RANGES) and refuses requests with them."""
     new_group: int | None = None
     namespace_prefix: tuple[bytes, ...] | None = None
     include_properties: int | None = None
-    """Draft 20: 0 asks for an answer without properties of the track; this end sends none anyway."""
+    """0 asks for an answer without properties of the track; this end sends none anyway."""
 
 
 _NONE = Parameters()
 T = TypeVar("T")
 _Encoding = Literal["varint", "u8", "location", "filter", "token", "namespace", "fill", "range"]
-_KINDS: dict[Param, tuple[str, _Encoding, int]] = {
-    Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint", 18),
-    Param.AUTHORIZATION_TOKEN: ("tokens", "token", 18),
-    Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", "varint", 18),
-    Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", "varint", 18),
-    Param.EXPIRES: ("expires", "varint", 18),
-    Param.LARGEST_OBJECT: ("largest", "location", 18),
-    Param.FILL_TIMEOUT: ("fill_timeout", "varint", 18),
-    Param.FORWARD: ("forward", "u8", 18),
-    Param.SUBSCRIBER_PRIORITY: ("priority", "u8", 18),
-    Param.LOCATION_FILTER: ("filter", "filter", 18),
-    Param.GROUP_ORDER: ("group_order", "u8", 18),
-    Param.FILL_PARAMETERS: ("fill", "fill", 20),
-    Param.SUBGROUP_FILTER: ("range_filters", "range", 20),
-    Param.OBJECTID_FILTER: ("range_filters", "range", 20),
-    Param.PRIORITY_FILTER: ("range_filters", "range", 20),
-    Param.OBJECT_PROPERTY_FILTER: ("range_filters", "range", 20),
-    Param.TRACK_PROPERTY_FILTER: ("range_filters", "range", 20),
-    Param.NEW_GROUP_REQUEST: ("new_group", "varint", 18),
-    Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace", 18),
-    Param.INCLUDE_PROPERTIES: ("include_properties", "u8", 20),
+_KINDS: dict[Param, tuple[str, _Encoding]] = {
+    Param.OBJECT_DELIVERY_TIMEOUT: ("object_delivery_timeout", "varint"),
+    Param.AUTHORIZATION_TOKEN: ("tokens", "token"),
+    Param.RENDEZVOUS_TIMEOUT: ("rendezvous_timeout", "varint"),
+    Param.SUBGROUP_DELIVERY_TIMEOUT: ("subgroup_delivery_timeout", "varint"),
+    Param.EXPIRES: ("expires", "varint"),
+    Param.LARGEST_OBJECT: ("largest", "location"),
+    Param.FILL_TIMEOUT: ("fill_timeout", "varint"),
+    Param.FORWARD: ("forward", "u8"),
+    Param.SUBSCRIBER_PRIORITY: ("priority", "u8"),
+    Param.LOCATION_FILTER: ("filter", "filter"),
+    Param.GROUP_ORDER: ("group_order", "u8"),
+    Param.FILL_PARAMETERS: ("fill", "fill"),
+    Param.SUBGROUP_FILTER: ("range_filters", "range"),
+    Param.OBJECTID_FILTER: ("range_filters", "range"),
+    Param.PRIORITY_FILTER: ("range_filters", "range"),
+    Param.OBJECT_PROPERTY_FILTER: ("range_filters", "range"),
+    Param.TRACK_PROPERTY_FILTER: ("range_filters", "range"),
+    Param.NEW_GROUP_REQUEST: ("new_group", "varint"),
+    Param.TRACK_NAMESPACE_PREFIX: ("namespace_prefix", "namespace"),
+    Param.INCLUDE_PROPERTIES: ("include_properties", "u8"),
 }
-"""By parameter: the field in `Parameters`, the encoding, and the first draft that has it."""
+"""By parameter: the field in `Parameters`, and the encoding."""
 IN_FILL = frozenset({
     Param.FILL_TIMEOUT, Param.SUBSCRIBER_PRIORITY, Param.LOCATION_FILTER, Param.GROUP_ORDER,
     *(RANGE_FILTERS - {Param.TRACK_PROPERTY_FILTER}),
@@ -296,26 +268,18 @@ def present(parameters: Parameters | None) -> frozenset[Param]:
         return frozenset()
     one = {
         param
-        for param, (name, kind, _) in _KINDS.items()
+        for param, (name, kind) in _KINDS.items()
         if kind != "range" and getattr(parameters, name) != getattr(_NONE, name)
     }
     return frozenset(one | {param for param, _ in parameters.range_filters})
 
 
-@cache
-def known_parameters(draft: Draft) -> frozenset[Param]:
-    """Return the message parameters that a draft defines."""
-    return frozenset(param for param, (_, _, since) in _KINDS.items() if draft.number >= since)
-
-
 def write_parameters(parameters: Parameters, draft: Draft) -> bytes:
-    """Encode the count and the parameters in ascending order of type; ValueError if the draft cannot have one."""
+    """Encode the count and the parameters in ascending order of type; ValueError for a value out of range."""
     out, count, before = b"", 0, 0
     for param in sorted(present(parameters)):
-        name, kind, since = _KINDS[param]
+        name, kind = _KINDS[param]
         value: Any = getattr(parameters, name)
-        if draft.number < since:
-            raise ValueError(f"draft {draft.number} has no parameter {param.name}")
         if not _in_range(param, value):
             raise ValueError(f"{param.name} cannot be {value}")
         for one in _instances(param, kind, value):
@@ -346,7 +310,7 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
             return write_location(value)
         case "namespace":
             prefix = write_namespace(value)
-            return write_text(prefix) if draft.number == 20 else prefix
+            return write_text(prefix) if draft.sized else prefix
         case "u8":
             return bytes([value])
     return write_varint(value)
@@ -355,13 +319,13 @@ def _write_value(value: Any, kind: _Encoding, draft: Draft) -> bytes:
 def read_parameters(reader: Reader, draft: Draft, allowed: frozenset[Param]) -> Parameters:
     """Parse the parameters of a message, or raise SessionFault, also for those that it is not `allowed` to carry."""
     found: dict[str, Any] = {}
-    known, number = known_parameters(draft), 0
+    number = 0
     for _ in range(reader.varint()):
         number += reader.varint()
-        if number not in known:
+        if number not in _KINDS:
             raise SessionFault(f"unknown message parameter 0x{number:x}")
         param = Param(number)
-        name, kind, _since = _KINDS[param]
+        name, kind = _KINDS[param]
         value = _read_value(reader, kind, draft)
         if param not in allowed:
             raise SessionFault(f"parameter {param.name} in a message that cannot have it")
@@ -397,7 +361,7 @@ def _read_value(reader: Reader, kind: _Encoding, draft: Draft) -> Any:
         case "location":
             return reader.location()
         case "namespace":
-            return _whole(reader, Reader.namespace) if draft.number == 20 else reader.namespace()
+            return _whole(reader, Reader.namespace) if draft.sized else reader.namespace()
         case "u8":
             return reader.u8()
     return reader.varint()
@@ -424,7 +388,7 @@ class SetupOptions:
     """For token aliases; this end has no cache for them, and sends none."""
     implementation: bytes | None = None
     max_request_updates: int = 0
-    """Draft 20: unanswered REQUEST_UPDATEs that each request may have; 0 for any number."""
+    """Unanswered REQUEST_UPDATEs that each request may have; 0 for any number."""
 
 
 _SETUP = {
@@ -438,26 +402,22 @@ _SETUP = {
 """The field by option; others are ignored."""
 
 
-def _has_option(option: SetupOption, draft: Draft) -> bool:
-    return option != SetupOption.MAX_REQUEST_UPDATES or draft.number >= 19
-
-
-def setup_pairs(options: SetupOptions, draft: Draft) -> list[KeyValue]:
+def setup_pairs(options: SetupOptions) -> list[KeyValue]:
     """Return the options as key-value pairs, leaving out defaults."""
     pairs: list[KeyValue] = [(SetupOption.AUTHORIZATION_TOKEN, token.encode()) for token in options.tokens]
     for kind, name in _SETUP.items():
         value: Any = getattr(options, name)
-        if name != "tokens" and value not in (None, 0) and _has_option(kind, draft):
+        if name != "tokens" and value not in (None, 0):
             pairs.append((kind, value))
     return pairs
 
 
-def setup_options(pairs: tuple[KeyValue, ...], draft: Draft) -> SetupOptions:
+def setup_options(pairs: tuple[KeyValue, ...]) -> SetupOptions:
     """Return the options from key-value pairs, ignoring unknown ones, or raise SessionFault."""
     found: dict[str, Any] = {}
     for kind, value in pairs:
         name = _SETUP.get(kind)  # type: ignore[call-overload]  # an IntEnum equals its number
-        if name is None or not _has_option(SetupOption(kind), draft):
+        if name is None:
             continue
         if name == "tokens":
             assert isinstance(value, bytes)  # noqa: S101  # odd types have bytes
@@ -489,7 +449,7 @@ def check_target(options: SetupOptions, *, client: bool) -> None:
             raise SessionFault(f"{name} does not fit into a URI", wrong)
 
 
-assert {field.name for field in fields(Parameters)} == {name for name, _, _ in _KINDS.values()}  # noqa: S101
+assert {field.name for field in fields(Parameters)} == {name for name, _ in _KINDS.values()}  # noqa: S101
 
 
 class MalformedTrack(Exception):  # noqa: N818  # the track's fault; the session continues

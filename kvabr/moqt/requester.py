@@ -100,7 +100,7 @@ class Requester:
         self._by_alias: dict[int, _OwnRequest] = {}
         self._held_bytes = 0
         self.most_updates = 0
-        """Draft 20: unanswered updates that a request may have; 0 for any number."""
+        """Unanswered updates that a request may have; 0 for any number."""
         self.peer_draining = False
 
     # ------------------------------------------------------------------ called by the owner
@@ -156,7 +156,7 @@ class Requester:
         if request is None:
             return
         for kind, payload in request.parser.feed(data):
-            message = decode(kind, payload, self._channel.draft, control=False)
+            message = decode(kind, payload, self._channel.draft)
             if stream in self._by_stream:
                 self.answer(request, message)
         if fin:
@@ -276,9 +276,7 @@ class Requester:
         self, stream: int, request: _OwnRequest, header: SubgroupHeader | None, data: memoryview, *, fin: bool
     ) -> None:
         descending = header is None and request.message.parameters.group_order == 2
-        objects = ObjectParser(
-            self._channel.draft, header, descending=descending, budget=request.budget, priority=request.priority
-        )
+        objects = ObjectParser(header, descending=descending, budget=request.budget, priority=request.priority)
         request.begun += 1
         request.streams.add(stream)
         self._by_data[stream] = _Incoming(request, objects)

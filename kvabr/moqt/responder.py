@@ -10,17 +10,15 @@ from kvabr.moqt.events import Cancelled, Channel, PeerIds, Requested, RequestSta
 from kvabr.moqt.messages import ends_before
 from kvabr.moqt.objects import FETCH_HEADER, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Parameters, present, token_values, unusable
-from kvabr.moqt.wire import Draft, Location, write_varint
+from kvabr.moqt.wire import Location, write_varint
 
-_OF_UPDATES = m.RequestUpdate.allowed | m.RequestUpdate.changed_20
-_OF_SUBSCRIPTIONS = _OF_UPDATES - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
+_OF_SUBSCRIPTIONS = m.RequestUpdate.allowed - {Param.TRACK_NAMESPACE_PREFIX, Param.TRACK_PROPERTY_FILTER}
 _OF_FETCHES = frozenset({Param.AUTHORIZATION_TOKEN, Param.SUBSCRIBER_PRIORITY})
 _OF_PREFIXES = frozenset({Param.AUTHORIZATION_TOKEN, Param.TRACK_NAMESPACE_PREFIX})
-_OF_TRACKS = _OF_PREFIXES | {Param.FORWARD, Param.TRACK_PROPERTY_FILTER}
-"""FORWARD and the filter since draft 20; before, neither was for namespaces."""
 _CHANGEABLE: dict[type[m.Message], frozenset[Param]] = {
-    m.Subscribe: _OF_SUBSCRIPTIONS, m.Publish: _OF_SUBSCRIPTIONS, m.Fetch: _OF_FETCHES, m.JoiningFetch: _OF_FETCHES,
+    m.Subscribe: _OF_SUBSCRIPTIONS, m.Publish: _OF_SUBSCRIPTIONS, m.Fetch: _OF_FETCHES,
     m.PublishNamespace: frozenset({Param.AUTHORIZATION_TOKEN}), m.SubscribeNamespace: _OF_PREFIXES,
+    m.SubscribeTracks: _OF_PREFIXES | {Param.FORWARD, Param.TRACK_PROPERTY_FILTER},
 }  # fmt: skip
 """Parameters of a REQUEST_UPDATE by the request that it changes (draft 18, section 10.2); TRACK_STATUS has none."""
 _RESERVED = (b".", b".session")
@@ -55,11 +53,6 @@ class Responder:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._requests
 
-    @property
-    def draft(self) -> Draft:
-        """The draft of the session."""
-        return self._channel.draft
-
     # ------------------------------------------------------------------ messages from the peer
 
     def receive(self, stream: int, message: m.Message, *, first: bool) -> None:
@@ -93,7 +86,7 @@ class Responder:
             self.refuse(request.number, RequestCode.DOES_NOT_EXIST, "the namespace is reserved")
         elif message.parameters.range_filters or (message.parameters.fill or message.parameters).range_filters:
             self.refuse(request.number, RequestCode.INVALID_FILTER, "range filters are not supported")
-        elif isinstance(message, m.Fetch) and ends_before(message.end, message.start):  # faulty before draft 20
+        elif isinstance(message, m.Fetch) and ends_before(message.end, message.start):
             self.refuse(request.number, RequestCode.INVALID_RANGE, "the range ends before it starts")
         elif isinstance(message, m.Publish) and (why := unusable(message.properties)) is not None:
             self.refuse(request.number, *why)
@@ -105,8 +98,6 @@ class Responder:
         parameters = message.parameters
         kind = type(request.message)
         allowed = _CHANGEABLE.get(kind)
-        if kind is m.SubscribeTracks:
-            allowed = _OF_PREFIXES if self._channel.draft.number < 20 else _OF_TRACKS
         if allowed is None or not present(parameters) <= allowed:
             raise SessionFault(f"REQUEST_UPDATE with parameters that a {kind.__name__} cannot have")
         token_values(parameters.tokens)  # they need not be valid, but well-formed
@@ -135,16 +126,6 @@ class Responder:
             self._channel.events.append(Stopped(data.number, stream))
         elif (request := request or data) is not None:
             self._cancelled(request, code)
-
-    def stream_ended(self, stream: int) -> None:
-        """Handle the end of the peer's side of a request's stream.
-
-        It cancels SUBSCRIBE_NAMESPACE and SUBSCRIBE_TRACKS before draft 20 (draft 18, section 6.1). It means nothing to
-        other requests.
-        """
-        request = self._by_stream.get(stream) if self._channel.draft.fin_cancels else None
-        if request is not None and isinstance(request.message, m.SubscribeNamespace | m.SubscribeTracks):
-            self._cancelled(request, ResetCode.CANCELLED, reset=None)
 
     def owns(self, stream: int) -> bool:
         """Return whether a bidirectional stream carries an open request."""

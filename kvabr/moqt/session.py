@@ -87,8 +87,7 @@ class MoqtSession:
         """Announce the end of the session; later requests of the peer are refused."""
         if self._channel.control_stream is not None and not self.responder.draining and self.closed is None:
             self.responder.draining = True
-            number = self.responder.ids.next if self.draft.goaway_names_request else None
-            self._channel.control(m.Goaway(b"", timeout_ms, number))
+            self._channel.control(m.Goaway(b"", timeout_ms))
 
     def close(self, code: int = SessionCode.NO_ERROR, reason: str = "") -> None:
         """Close the session."""
@@ -224,12 +223,11 @@ class MoqtSession:
                 self._refuse_stream(stream)
         if fin:
             self._messages.pop(stream)
-            self.responder.stream_ended(stream)
 
     def _receive_requests(self, stream: int, parser: MessageParser, data: bytes | memoryview) -> None:
         """Parse requests of the peer, and messages that follow them."""
         for kind, payload in parser.feed(data):
-            message = decode(kind, payload, self.draft, control=False)
+            message = decode(kind, payload, self.draft)
             self.responder.receive(stream, message, first=parser.count == 1)
         if parser.count and not self.responder.owns(stream):
             self._messages[stream] = None  # the request is over; ignore the rest
@@ -284,7 +282,5 @@ class MoqtSession:
 
     def _receive_goaway(self, message: m.Goaway) -> None:
         self._channel.check_goaway(message, repeated=self.requester.peer_draining)
-        if message.request_id is not None and message.request_id % 2 == self.client:
-            raise SessionFault("GOAWAY with a request ID of its sender", SessionCode.INVALID_REQUEST_ID)
         self.requester.peer_draining = True
         self._channel.events.append(GoingAway(message.uri, message.timeout_ms))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvabr.moqt.codes import SessionCode, SessionFault
 
@@ -60,14 +60,9 @@ class Draft:
     """One draft of moq-transport: what is different in it. `docs/reference/wire-format.md` has the table."""
 
     number: int
-    filters: Literal["kind", "count", "form"] = "kind"
-    """How a location filter begins: with one of four kinds, by the number of its fields, or with one of six forms."""
-    fetch_by_filter: bool = False
-    """Whether FETCH names its range by a location filter, whose end is inclusive as that of FETCH_OK (draft 20)."""
-    goaway_names_request: bool = False
-    """Whether GOAWAY says which request was the first not to be processed (drafts 17 and 18)."""
-    fin_cancels: bool = True
-    """Whether the end of its stream cancels a SUBSCRIBE_NAMESPACE or SUBSCRIBE_TRACKS (before draft 20)."""
+    sized: bool
+    """Whether a location filter or a namespace prefix, as a parameter, begins with its length in bytes; otherwise the
+    filter begins with one of six forms."""
 
     @property
     def alpn(self) -> str:
@@ -75,10 +70,9 @@ class Draft:
         return f"moqt-{self.number}"
 
 
-DRAFT_22 = Draft(22, filters="form", fetch_by_filter=True, fin_cancels=False)
-DRAFT_20 = Draft(20, filters="count", fetch_by_filter=True, fin_cancels=False)
-DRAFT_18 = Draft(18, goaway_names_request=True)
-DRAFTS = (DRAFT_22, DRAFT_20, DRAFT_18)
+DRAFT_22 = Draft(22, sized=False)
+DRAFT_20 = Draft(20, sized=True)
+DRAFTS = (DRAFT_22, DRAFT_20)
 """The supported drafts, in order of preference."""
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
-from kvabr.moqt.messages import Fetch, JoiningFetch, Subscribe, SubscribeNamespace, TrackStatus
+from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
@@ -294,8 +294,6 @@ class Peer(Endpoint):
             self._find(number, message, grant)
         elif isinstance(message, SubscribeNamespace):
             self._subscriptions.to_namespace(self._responder, number, message)
-        elif isinstance(message, JoiningFetch):
-            self._refuse(number, RequestCode.NOT_SUPPORTED, "everything is published already: fetch it")
         else:
             self._refuse(number, RequestCode.NOT_SUPPORTED, "this server only publishes")
 

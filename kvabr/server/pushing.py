@@ -71,9 +71,7 @@ class Subscription:
         if not publication.growing and (beyond or self.next >= publication.groups):
             failed = PublishDoneCode.INTERNAL_ERROR if publication.failure else PublishDoneCode.TRACK_ENDED
             return failed, publication.failure
-        if beyond and not self.responder.draft.fetch_by_filter:  # since draft 20 it stays open for another filter
-            return PublishDoneCode.SUBSCRIPTION_ENDED, ""
-        return None
+        return None  # after the end of its filter it stays open for another one
 
     def due(self) -> Iterator[GroupRange]:
         """Yield what is to be pushed now; count it as pushed."""

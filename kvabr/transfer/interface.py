@@ -76,7 +76,7 @@ class Connection(ABC):
     backend: str
     """``aioquic`` or ``qh3``; the scheme of a store's URL; another name of the transport."""
     protocol: str
-    """Negotiated protocol: ``moqt-18``, another draft, or another name of the transport."""
+    """Negotiated protocol: ``moqt-22``, another draft, or another name of the transport."""
     peer: str | None = None
     """Host and port of the peer, the same for every connection to it; None if unknown."""
     closed: bool = False

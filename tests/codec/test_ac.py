@@ -14,7 +14,6 @@ from kvabr.codec.ac import PARTED, split_payload
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.native import coder
-from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
 from kvabr.codec.transform import ONE, rounded
@@ -22,6 +21,7 @@ from kvabr.codec.unusual import NOTHING, is_unusual
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS
+from kvabr_lab.bench.code_length import ideal_bits
 from tests.examples import examples
 from tests.kvdata import related, spec
 

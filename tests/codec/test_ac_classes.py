@@ -15,13 +15,13 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.columns import coded_spec, has_ac, turned, turned_back
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
-from kvabr.codec.native import coder
 from kvabr.codec.profile import ModelProfile, Profile, joined
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import plain
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import LAYERS
+from tests.codec.native import oracle
 
 CHUNK = "ab" * 32
 CLASSES = {
@@ -88,20 +88,20 @@ def test_every_class_plays_at_every_position(profile, name, first):
 
 @pytest.mark.parametrize("track", ["AC-5x", "AC-L0"])
 @pytest.mark.parametrize("name", PARTS)
-def test_every_path_decodes_the_same_bits(profile, monkeypatch, name, track):
+def test_every_path_decodes_the_same_bits(profile, name, track):
     part = PARTS[name]
     context = GroupContext(part, 384, 70, profile)
     kv = cache_of(part, 70, 3, 384)
     frame = encode_group(kv, track, context, CHUNK, 3)
     found = {}
-    for path in coder.available_paths():
-        monkeypatch.setenv(coder.VARIABLE, path)
+    for path in oracle.PATHS:
         found[path] = torch.empty_like(kv)
-        decode_group(frame, track, context, CHUNK, 3, found[path])
-        again = encode_group(kv, track, context, CHUNK, 3)  # ties may be rounded otherwise
+        with oracle.taking(path):
+            decode_group(frame, track, context, CHUNK, 3, found[path])
+            again = encode_group(kv, track, context, CHUNK, 3)  # ties may be rounded otherwise
         assert abs(len(again) - len(frame)) < 20
-    assert all(torch.equal(out, found["reference"]) for out in found.values())
-    assert error(kv, found["reference"]) < (5e-3 if track == "AC-5x" else 0.5)
+    assert all(torch.equal(out, found[oracle.ORACLE]) for out in found.values())
+    assert error(kv, found[oracle.ORACLE]) < (5e-3 if track == "AC-5x" else 0.5)
 
 
 def test_undoing_the_rotation_is_what_makes_windows_and_latents_small(profile):
@@ -271,20 +271,20 @@ def test_states_play_and_are_finer_with_every_layer(hybrid_profile, name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_path_decodes_the_same_state(hybrid_profile, monkeypatch, name):
+def test_every_path_decodes_the_same_state(hybrid_profile, name):
     part = STATE_PARTS[name]
     context, kv = GroupContext(part, 384, part.rows, hybrid_profile), snapshots_of(part, seed=3)
     kv[0, 0, 0, 0, 0] = 65_504.0  # beyond what is coded: its column is stored as it is
     frame = encode_group(kv, "AC-5x", context, CHUNK, 3)
     found = {}
-    for path in coder.available_paths():
-        monkeypatch.setenv(coder.VARIABLE, path)
+    for path in oracle.PATHS:
         found[path] = torch.empty_like(kv)
-        decode_group(frame, "AC-5x", context, CHUNK, 3, found[path])
-    assert all(torch.equal(out, found["reference"]) for out in found.values())
-    assert float(found["reference"][0, 0, 0, 0, 0]) == 65504.0
-    kv[0, 0, 0, :, 0], found["reference"][0, 0, 0, :, 0] = 0, 0
-    assert error(kv, found["reference"]) < 5e-3
+        with oracle.taking(path):
+            decode_group(frame, "AC-5x", context, CHUNK, 3, found[path])
+    assert all(torch.equal(out, found[oracle.ORACLE]) for out in found.values())
+    assert float(found[oracle.ORACLE][0, 0, 0, 0, 0]) == 65504.0
+    kv[0, 0, 0, :, 0], found[oracle.ORACLE][0, 0, 0, :, 0] = 0, 0
+    assert error(kv, found[oracle.ORACLE]) < 5e-3
 
 
 def test_a_state_without_a_transform_has_a_profile_of_its_own():

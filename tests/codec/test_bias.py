@@ -15,10 +15,10 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.bias import UNITS, join_biases, shift_of, split_biases, value_rows
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, Quantiser
 from kvabr.types.errors import FormatError
-from tests.codec.native import models
+from tests.codec.native import models, oracle
 from tests.kvdata import related, spec
 
 SHAPE = spec(6, 2, 32, group_tokens=256)
@@ -74,7 +74,7 @@ def test_bytes_that_are_cut_or_too_many_are_refused(given, data):
             split_biases(memoryview(bad), len(given), "AC-L1")
 
 
-@pytest.mark.parametrize("path", coder.available_paths())
+@pytest.mark.parametrize("path", oracle.PATHS)
 @pytest.mark.parametrize("tokens", [1, 3, 127, 128, 300])
 def test_errors_are_the_same_on_every_path(path, tokens):
     dice = np.random.default_rng(tokens)
@@ -82,34 +82,34 @@ def test_errors_are_the_same_on_every_path(path, tokens):
     which, coded = np.flatnonzero(dice.random(50) < 0.5), dice.random(tokens) < 0.8
     gains = dice.choice([1, 1.07, 0.9], len(which)).astype(np.float32)
     for quantiser in (Quantiser(0.3, 0.0), Quantiser(0.37, 0.21)):
-        with coder.taking(path):
+        with oracle.taking(path):
             sums = coder.error_sums(rows, which, gains, quantiser, coded)
-        assert np.array_equal(sums, reference.error_sums(rows, which, gains, quantiser, coded))
+        assert np.array_equal(sums, oracle.error_sums(rows, which, gains, quantiser, coded))
 
 
-@pytest.mark.parametrize("path", coder.available_paths())
+@pytest.mark.parametrize("path", oracle.PATHS)
 def test_other_means_are_added_with_the_same_bits_on_every_path(path):
     case = models.case(5, small=True, depths=2)
     dice = np.random.default_rng(5)
     mean = dice.normal(size=case.transform.mean.shape).astype(np.float32)
     payloads, below = [], None
     for model, index in zip(case.models, case.indices, strict=True):
-        payloads.append(reference.encode_indices(model, index, below))
+        payloads.append(oracle.encode_indices(model, index, below))
         below = index
     made = {}
-    for name in (path, "reference"):
-        with coder.taking(name):
+    for name in (path, oracle.ORACLE):
+        with oracle.taking(name):
             made[name] = torch.empty(case.shape())
             coder.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, made[name], mean=mean))
-    assert torch.equal(made[path], made["reference"])
+    assert torch.equal(made[path], made[oracle.ORACLE])
     plain = torch.empty(case.shape())
-    reference.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, plain))
-    assert not torch.equal(plain, made["reference"])
+    oracle.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, plain))
+    assert not torch.equal(plain, made[oracle.ORACLE])
 
 
 def test_means_of_another_shape_are_refused():
     case = models.case(5, small=True, depths=1)
-    payload = reference.encode_indices(case.models[0], case.indices[0])
+    payload = oracle.encode_indices(case.models[0], case.indices[0])
     with pytest.raises(FormatError):
         DecodeJob(
             case.models, [payload], case.transform, 0.1, 0, torch.empty(case.shape()), mean=np.zeros(3, np.float32)

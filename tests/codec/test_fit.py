@@ -6,9 +6,9 @@ import functools
 import pytest
 
 from kvabr.codec.fit import PASSES, fit
-from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError, UsageError
+from tests.codec.native import oracle
 from tests.codec.test_ac import FIRST, SHAPE, SMALL, decode, encode
 from tests.kvdata import cache, related, spec
 
@@ -70,10 +70,10 @@ def test_every_path_of_the_coder_fits_the_same_profile():
 
     config = dataclasses.replace(SMALL, dead={"AC-L0": 0.1})
     made = {}
-    for path in coder.available_paths():
-        with coder.taking(path):
+    for path in oracle.PATHS:
+        with oracle.taking(path):
             made[path] = fit(SHAPE, caches, config)
-    assert all(depth.coder.near is not None for depth in made["reference"].depths.values())
+    assert all(depth.coder.near is not None for depth in made[oracle.ORACLE].depths.values())
     assert len({profile.digest for profile in made.values()}) == 1
 
 

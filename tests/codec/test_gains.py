@@ -10,10 +10,10 @@ import torch
 from kvabr.codec import profile as files
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
 from tests import kvdata
+from tests.codec.native import oracle
 
 SPEC = kvdata.spec(4, 2, 32)
 PLAIN = fit(SPEC, lambda: [kvdata.related(SPEC, 600, seed) for seed in range(3)], FitConfig(outliers=0.0))
@@ -61,10 +61,10 @@ def test_values_grow_about_their_mean_and_bytes_stay(group, monkeypatch):
             assert int((~grown).sum()) == aside < 10  # tokens that are stored separately stay as they are
 
 
-@pytest.mark.parametrize("path", coder.available_paths())
+@pytest.mark.parametrize("path", oracle.PATHS)
 def test_every_path_decodes_the_same_bits(group, path):
     _, wanted, _ = coded(with_gains(GAINS), group)
-    with coder.taking(path):
+    with oracle.taking(path):
         assert torch.equal(coded(with_gains(GAINS), group)[1], wanted)
 
 

@@ -11,11 +11,11 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.container import header_bytes
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, decode_payload, encode_group, payload_of
-from kvabr.codec.native import coder
 from kvabr.codec.quantised import all_finite, codes_of, convert, numbers_of, scales_of
 from kvabr.publish.encoder import ordered_tracks
 from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec, LayerClass
+from tests.codec.native import oracle
 
 CHUNK = "ab" * 32
 ALIKE = LayerClass("full", (0, 1), 2, 16, 16, "float8_e4m3fn", scales=(0.25,))
@@ -66,13 +66,13 @@ def test_codes_come_back_to_the_bit_and_are_never_wider(name):
     assert bytes(payload_of(frame)) == kv.permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("path", ["avx2", "portable", "reference"])
+@pytest.mark.parametrize("path", ["avx2", "portable", oracle.ORACLE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CLASSES)
 def test_into_another_type_come_the_numbers(name, dtype, path):
     spec = spec_of(name)
     kv, out = codes(spec), torch.empty(spec.shape(40), dtype=dtype)
-    with coder.taking(path):
+    with oracle.taking(path):
         round_trip(kv, "Raw", spec, out)
     wanted = kv.float() * scales_of(spec)
     if dtype == torch.float16:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import MOST_RADIUS, TOTAL, Quantiser
 from kvabr.codec.native.references import TILE
 from kvabr.codec.quantiser import SymbolCounts, coder_model, count
+from tests.codec.native import oracle
 
 TOKENS = 128
 
@@ -22,8 +22,8 @@ def counted(scale, rows=24, tiles=40, seed=5):
     for _ in range(tiles):
         exact = random.normal(size=(rows, TOKENS)) * power
         below, index = np.rint(exact).astype(np.int32), np.rint(3 * exact).astype(np.int32)
-        counts.add(index, below)
-        single.add(index)
+        oracle.add(counts, index, below)
+        oracle.add(single, index)
     return counts, single
 
 
@@ -57,7 +57,7 @@ def test_a_base_and_its_refinement_take_what_the_finer_quantiser_takes():
     random = np.random.default_rng(5)
     power = 1.5 * np.linspace(0.2, 1, 24)[:, None]
     for _ in range(40):
-        base.add(np.rint(random.normal(size=(24, TOKENS)) * power).astype(np.int32))
+        oracle.add(base, np.rint(random.normal(size=(24, TOKENS)) * power).astype(np.int32))
     nested = bits(base, coder_model(base, 8)) + bits(counts, coder_model(counts, 8))
     assert nested < 1.005 * bits(single, coder_model(single, 8))
 
@@ -84,17 +84,17 @@ def test_many_tiles_are_counted_as_one_after_the_other(refines):
     index[:, TILE : 2 * TILE] *= dice.random((rows, 1)) < 0.5
     below = np.round(index / 3).astype(np.int32) if refines else None
     whole, tiles = (SymbolCounts.nothing(rows, refines=refines) for _ in range(2))
-    whole.add(index, below)
+    oracle.add(whole, index, below)
     for first in range(0, tokens, TILE):
         part = slice(first, first + TILE)
-        tiles.add(index[:, part], None if below is None else below[:, part])
+        oracle.add(tiles, index[:, part], None if below is None else below[:, part])
     assert np.array_equal(whole.symbols, tiles.symbols)
     assert np.array_equal(whole.flags, tiles.flags)
     assert int(whole.flags.sum()) == 4 * rows
     assert 0 < int(whole.flags[:, :, 1].sum()) < 4 * rows
     # Every token of every live tile counts once; the last tile is shorter.
     last = SymbolCounts.nothing(rows, refines=refines)
-    last.add(index[:, -20:], None if below is None else below[:, -20:])
+    oracle.add(last, index[:, -20:], None if below is None else below[:, -20:])
     assert np.array_equal(last.symbols.sum(axis=(1, 2)), 20 * last.flags[:, :, 1].sum(axis=1))
     if not refines:
         row = int(np.argmin(np.abs(np.abs(index).max(axis=1) - 5)))
@@ -110,10 +110,10 @@ def test_every_path_counts_the_same():
     steps = {"AC-L0": 4.5, "AC-L1": 1.5, "AC-L2": 0.5, "AC-5x": 0.185}
     dead = {"AC-L0": 0.25, "AC-L2": 0.1}
     every = []
-    for path in coder.available_paths():
+    for path in oracle.PATHS:
         counts = {track: SymbolCounts.nothing(rows, refines=track in ("AC-L1", "AC-L2")) for track in steps}
         depths = {track: (Quantiser(step, dead.get(track, 0.0)), counts[track]) for track, step in steps.items()}
-        with coder.taking(path):
+        with oracle.taking(path):
             for loud in (1.0, 1.45):
                 count(values.astype(np.float32), loud, depths)
         every.append(counts)

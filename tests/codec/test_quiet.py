@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from kvabr.codec import analysis
 from kvabr.codec.ac import Ac
 from kvabr.codec.base import GroupContext
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
+from tests.codec.native import oracle
 from tests.kvdata import cache, spec
 
 SHAPE = spec(3, 2, 32)
@@ -71,11 +71,11 @@ def test_those_that_it_does_not_mind_are_coded_like_others():
     assert bare.transform.quiet is None
 
 
-def test_both_analyses_find_the_same(minded, monkeypatch):
+def test_both_analyses_find_the_same(minded):
     kv, _ = quiet_cache(8, 120)
     natively = listed(minded, kv)
-    monkeypatch.setattr(analysis, "native_available", lambda: False)
-    assert listed(minded, kv).tolist() == natively.tolist()
+    with oracle.taking(oracle.ORACLE):
+        assert listed(minded, kv).tolist() == natively.tolist()
 
 
 def test_a_cache_of_nothing_but_quiet_tokens_is_still_coded(minded):

@@ -7,15 +7,12 @@ import torch
 
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, payload_of
-from kvabr.codec.native.coder import active_path
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.data import default_catalog, default_profile_bytes
 from kvabr.types.errors import FormatError
-from tests.needs import NO_CODER
 
 
-@pytest.mark.skipif(active_path() == "reference", reason=NO_CODER)
 def test_they_decode_and_are_as_large_as_real_ones() -> None:
     catalog, profile = default_catalog(), Profile.from_bytes(default_profile_bytes())
     tokens = catalog.spec.group_tokens

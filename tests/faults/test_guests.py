@@ -281,7 +281,7 @@ async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
                 await until(lambda: any(isinstance(event, Ready) for event in end.events))
                 number = end.session.fetch(catalog.namespace.fields(), b"Int4", HERE, HERE, Parameters())
                 (command,) = end.session.take_commands()
-                end._carry_out(replace(command, data=raw_fetch(draft, number, *name)))
+                end._carry_out(replace(command, data=raw_fetch(number, *name)))
                 end.transport.flush()
                 await until(lambda: end.over.done() or refusals(end))
                 if name in fits:
@@ -292,12 +292,11 @@ async def test_names_that_are_too_long(root, tls, fingerprint, catalog, draft):
         await served.empty()
 
 
-def raw_fetch(draft, number, namespace, track):
+def raw_fetch(number, namespace, track):
     """A FETCH as our own encoder would never write it."""
     encode = write_varint
     name = encode(len(namespace)) + b"".join(encode(len(field)) + field for field in namespace)
-    kind, rest = (b"", bytes(1)) if draft.fetch_by_filter else (encode(1), bytes(5))
-    body = encode(number) + kind + name + encode(len(track)) + track + rest
+    body = encode(number) + name + encode(len(track)) + track + bytes(1)
     return encode(0x16) + len(body).to_bytes(2, "big") + body
 
 

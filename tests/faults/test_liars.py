@@ -60,7 +60,7 @@ REASONS = {
 """What a play says of a lie."""
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-18"])
+@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
 async def test_a_lie_told_once_is_refused_and_the_group_asked_for_again(root, tls, fingerprint, draft):
     async def one(name, lie):
         log = Log()

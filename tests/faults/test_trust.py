@@ -140,7 +140,7 @@ def grant(token, **what):
 WRONG = r"UNAUTHORIZED.*token is missing or wrong; .*--token-file"
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-18"])
+@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
 @pytest.mark.parametrize("quic", LIBRARIES)
 async def test_tokens(root, tls, fingerprint, catalog, quic, draft):
     grants = Grants([grant("all"), grant("none", assets=("elsewhere/*",))])

@@ -16,14 +16,16 @@ from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.builtin import BUILTIN
 from kvabr.codec.centred import CENTRED
 from kvabr.codec.container import FrameHeader, object_spans, pack, unpack
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, CoderModel, most_streams
 from kvabr.codec.native.references import pack_references, references_size
+from kvabr.codec.native.streams import gathered_places
 from kvabr.codec.profile import ClassProfile, Depth, Profile
 from kvabr.codec.referring import MARK
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import LAYERS
+from tests.codec.native import oracle
 from tests.codec.native.models import base_indices, case, coder_model, spread_out
 from tests.fuzz.target import SEPARATOR, Target, family, refused
 
@@ -51,7 +53,7 @@ def _alike(paths: Sequence[str], decode: Callable[[], torch.Tensor]) -> bool:
     """Decode on every path: all must refuse the payload, or all give the same, which is finite."""
     outcomes = []
     for path in paths:
-        with coder.taking(path):
+        with oracle.taking(path):
             outcomes.append(refused(decode, FormatError))
     first = outcomes[0]
     for path, other in zip(paths, outcomes, strict=True):
@@ -119,7 +121,7 @@ def _separable(data: bytes) -> bool:
         codec(track).decode(memoryview(payload), context, out)
         return out
 
-    return _alike(("", "portable", "reference"), decode)
+    return _alike(("", "portable", oracle.ORACLE), decode)
 
 
 def _valid_separable() -> list[bytes]:
@@ -145,8 +147,7 @@ def _profile(seed: int) -> tuple[ClassProfile, tuple[bytes, ...], int]:
     steps = [_STEP / 3**depth for depth in range(len(_CHAIN))]
     depths = {name: Depth(step, 0.0, model) for name, step, model in zip(_CHAIN, steps, it.models, strict=True)}
     spec = it.transform.structure.spec
-    with coder.taking("reference"):
-        coded = [_NOTHING_LISTED + part for part in it.encode()]
+    coded = [_NOTHING_LISTED + part for part in it.encode(oracle.encode_indices)]
     tokens = it.indices[0].shape[1]
     if it.references is not None and references_size(tokens):
         coded[0] = MARK + pack_references(it.references) + coded[0]
@@ -173,7 +174,7 @@ def _layers(data: bytes) -> bool:
         codec(_CHAIN[depth - 1]).decode(top, context, out, below)
         return out
 
-    return _alike(coder.available_paths()[:-1] or ("reference",), decode)
+    return _alike(coder.available_paths(), decode)
 
 
 def _meant(part: bytes, valid: bytes) -> bytes:
@@ -225,14 +226,12 @@ def _streams(data: bytes) -> bool:
     model, valid = _streamed()
     kind = data[0] if data else 0
     payload = data[1:] if kind & 128 else _meant(b"\1" + data[1:], valid[kind % len(valid)])
-    room = np.zeros(reference.gathered_places([payload])[-1], np.uint8)
+    room = np.zeros(gathered_places([payload])[-1], np.uint8)
 
     def read() -> bool:
-        streams = refused(lambda: reference.directory(payload, _STREAM_ROWS, _STREAM_TOKENS), FormatError)
-        if len(native := coder.available_paths()) == 1:
-            return streams is not None
+        streams = refused(lambda: oracle.directory(payload, _STREAM_ROWS, _STREAM_TOKENS), FormatError)
         parts = refused(lambda: coder.gather([payload], [_STREAM_TOKENS], [7], _STREAM_ROWS, room), FormatError)
-        assert (parts is None) == (streams is None), f"{native[0]} and reference disagree"
+        assert (parts is None) == (streams is None), "the native coder and the oracle disagree"
         if parts is None or streams is None:
             return False
         assert bool((parts[:, 3] + parts[:, 5] <= len(room) // 2).all())
@@ -243,9 +242,8 @@ def _streams(data: bytes) -> bool:
     def decode() -> torch.Tensor:
         return torch.from_numpy(coder.decode_indices(model, payload, _STREAM_TOKENS))
 
-    paths = (*(coder.available_paths()[:-1] or ("reference",)), "reference")
     read_at_all = read()
-    return _alike(paths, decode) and read_at_all
+    return _alike(oracle.PATHS, decode) and read_at_all
 
 
 def _valid_streams() -> list[bytes]:
@@ -274,7 +272,7 @@ def _profile_file(data: bytes) -> bool:
     del again.__dict__["_file"]
     assert again.to_bytes() == written
     for each in map(found.of, found.spec.parts):
-        if each.transform.structure.rows <= 4096 and coder.available_paths()[:-1]:
+        if each.transform.structure.rows <= 4096:
             for depth in each.depths.values():
                 _decodes_noise(each, depth.coder, depth.step)
     return True
@@ -292,7 +290,7 @@ def _decodes_noise(profile: ClassProfile, model: CoderModel, step: float) -> Non
         coder.synthesise(profile.transform, z, step, _FIRST, out)
         return out
 
-    _alike(coder.available_paths()[:-1], decode)
+    _alike(coder.available_paths(), decode)
 
 
 def _valid_profiles() -> list[bytes]:

@@ -16,7 +16,7 @@ SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
 
 
-def sample_messages(draft: Draft) -> list[m.Message]:
+def sample_messages() -> list[m.Message]:
     """One of every kind, at least."""
     space, start, end = (b"a", b"bc"), Location(3, 0), Location(5, 7)
     rich = Parameters(
@@ -24,9 +24,12 @@ def sample_messages(draft: Draft) -> list[m.Message]:
         group_order=2, new_group=5, rendezvous_timeout=7, subgroup_delivery_timeout=8,
     )  # fmt: skip
     properties = ((4, 9), (11, b"\x3c\x01"), (34, 1), (0x4001, b"x"))
-    out: list[m.Message] = [
+    fill = Parameters(fill_timeout=5, priority=1, filter=Filter(groups_back=2), group_order=2)
+    ranges = ((Param.OBJECTID_FILTER, b"\0\1\2"), (Param.OBJECT_PROPERTY_FILTER, b"\0\4\1"))
+    to = m.Redirect(b"moqt://h/", space, b"t")
+    return [
         m.Setup(SetupOptions(b"/p", b"h:1", (Token(b"t"),), 100, b"me")),
-        m.Goaway(b"", 9, 1 if draft.goaway_names_request else None),
+        m.Goaway(b"", 9),
         m.RequestOk(Parameters(expires=5, largest=start), properties),
         m.RequestErrorMessage(0x10, 5, "none"),
         m.Subscribe(0, space, b"t", rich),
@@ -40,32 +43,25 @@ def sample_messages(draft: Draft) -> list[m.Message]:
         m.PublishNamespace(0, space, SOME),
         m.Namespace((b"x",)),
         m.SubscribeNamespace(0, (), SOME),
+        m.PublishStateNotify(Parameters(largest=start, forward=1, filter=Filter(end, None, 9, 8))),
+        m.Subscribe(0, space, b"u", Parameters(fill=fill, include_properties=0)),
+        m.Subscribe(0, space, b"v", Parameters(fill=Parameters(), filter=Filter())),
+        m.Fetch(0, space, b"t", Location(0, 0), m.OPEN_END, Parameters(filter=Filter(groups_back=3))),
+        m.Fetch(0, space, b"t", start, m.OPEN_END, Parameters(range_filters=ranges)),
+        m.RequestUpdate(2, Parameters(fill=Parameters(), filter=Filter(start))),
+        m.RequestErrorMessage(0x34, 1, "there", to),
+        m.SubscribeTracks(0, space),
     ]
-    if draft.fetch_by_filter:
-        fill = Parameters(fill_timeout=5, priority=1, filter=Filter(groups_back=2), group_order=2)
-        ranges = ((Param.OBJECTID_FILTER, b"\0\1\2"), (Param.OBJECT_PROPERTY_FILTER, b"\0\4\1"))
-        out += [
-            m.PublishStateNotify(Parameters(largest=start, forward=1, filter=Filter(end, None, 9, 8))),
-            m.Subscribe(0, space, b"u", Parameters(fill=fill, include_properties=0)),
-            m.Subscribe(0, space, b"v", Parameters(fill=Parameters(), filter=Filter())),
-            m.Fetch(0, space, b"t", Location(0, 0), m.OPEN_END, Parameters(filter=Filter(groups_back=3))),
-            m.Fetch(0, space, b"t", start, m.OPEN_END, Parameters(range_filters=ranges)),
-            m.RequestUpdate(2, Parameters(fill=Parameters(), filter=Filter(start))),
-        ]
-    else:
-        out.append(m.JoiningFetch(2, 0, 3, True))
-    to = m.Redirect(b"moqt://h/", space, b"t")
-    return [*out, m.RequestErrorMessage(0x34, 1, "there", to), m.SubscribeTracks(0, space)]
 
 
 @cache
 def control(draft: Draft) -> tuple[bytes, ...]:
     """Messages with type and length."""
-    return tuple(encode(message, draft) for message in sample_messages(draft))
+    return tuple(encode(message, draft) for message in sample_messages())
 
 
 @cache
-def fetch_streams(draft: Draft) -> tuple[bytes, ...]:
+def fetch_streams() -> tuple[bytes, ...]:
     """Objects of FETCHes, without the stream's header."""
     out = []
     for properties in ((), ((4, 9), (11, b"\x3c\x01"), (0x81, b"value"))):
@@ -85,7 +81,7 @@ SUBGROUPS = (
 
 
 @cache
-def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
+def subgroup_streams() -> tuple[bytes, ...]:
     """Objects of subgroups, with their stream's header."""
     out = []
     for header in SUBGROUPS:
@@ -97,11 +93,11 @@ def subgroup_streams(draft: Draft) -> tuple[bytes, ...]:
 
 
 @cache
-def data_streams(draft: Draft) -> tuple[bytes, ...]:
+def data_streams() -> tuple[bytes, ...]:
     """Unidirectional streams with their headers: of request 0, and of subgroups."""
-    fetched = [b"\x05\x00" + each for each in fetch_streams(draft)]
+    fetched = [b"\x05\x00" + each for each in fetch_streams()]
     return (
         *fetched,
         *(bytes.fromhex(each) for each in ("11 07 05 09 03 00 05 68656c6c6f", "3a 07 05", "14 02 00 00 00")),
-        *subgroup_streams(draft),
+        *subgroup_streams(),
     )

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 ROOM = ROOT / "kvabr" / "codec" / "native"
 BUILT = "KVABR_SANITIZED"
 """Variable with the folder of the modules that `load` puts in place."""
-PATHS = ("group", "team", "tables", "path_portable", "path_avx2", "path_avx512")
+PATHS = ("group", "team", "tables", "path_portable", "path_avx2")
 """Sources of the coder without its Python module."""
-ANALYSIS = ("analysis", "analysis_portable", "analysis_avx2", "analysis_avx512")
+ANALYSIS = ("analysis", "analysis_portable", "analysis_avx2")
 """The same of the encoder's transform."""
 MODULES = {
     "_kvcoder": ("_kvcoder", "capsules", *PATHS),

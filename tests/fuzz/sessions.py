@@ -22,7 +22,7 @@ from kvabr.moqt.objects import SubgroupHeader, SubgroupWriter
 from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, Draft, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFT_22, Draft, Location
 from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -46,7 +46,7 @@ def held(session: MoqtSession) -> int:
     return early + asked + objects + answers + session._control_parser.buffered
 
 
-def _streams(draft: Draft, *, client: bool) -> list[int]:
+def _streams(*, client: bool) -> list[int]:
     """Return the streams that a peer may use, its control stream first."""
     theirs_control = 3 if client else 2
     bidirectional = [*range(1 if client else 0, 30, 4), *range(0 if client else 1, 30, 4)]
@@ -58,7 +58,7 @@ def _begun(draft: Draft, how: int, *, client: bool) -> MoqtSession:
     session.start()
     if not how & 1:
         setup = m.Setup(SetupOptions())
-        session.receive(_streams(draft, client=client)[0], encode(setup, draft))
+        session.receive(_streams(client=client)[0], encode(setup, draft))
     if not how & 2:
         at = Location(3, 0)
         session.fetch(SPACE, TRACK, at, at, Parameters(priority=1))
@@ -114,17 +114,17 @@ def _own(session: MoqtSession, how: int) -> None:
 
 def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
     """Return what a peer says that knows what it should say, most of the time."""
-    dice, streams = random.Random(seed), _streams(draft, client=client)
+    dice, streams = random.Random(seed), _streams(client=client)
     how = dice.choice((0, 0, 0, 0, 1, 2, 4, 4, 6))
     session = _begun(draft, how, client=client)
     parts, fresh = [bytes([how])], 1 if client else 0
-    samples = [message for message in sample_messages(draft) if not isinstance(message, m.Setup)]
+    samples = [message for message in sample_messages() if not isinstance(message, m.Setup)]
     for _ in range(dice.randrange(1, 9)):
         what = dice.randrange(32) << 3 | dice.choice((_RECEIVE, _RECEIVE, _RECEIVE, _FIN, _RESET, _STOP))
         if dice.random() < 0.7:
             stream, data = _said(session, draft, dice, samples, fresh, client=client)
         else:
-            stream, data = dice.choice([each for each in streams if each & 2]), dice.choice(data_streams(draft))
+            stream, data = dice.choice([each for each in streams if each & 2]), dice.choice(data_streams())
         fresh += 2
         step = bytes([what, streams.index(stream), dice.choice((0, 0, dice.randrange(256)))]) + data
         _step(session, streams, step)
@@ -150,14 +150,14 @@ def _said(
     if isinstance(message, m.RequestUpdate):
         stream = dice.choice(list(session.responder._by_stream) or [1 if client else 0])
     if isinstance(message, m.Goaway):
-        stream = _streams(draft, client=client)[0]
+        stream = _streams(client=client)[0]
     return stream, encode(message, draft)
 
 
 def _session(draft: Draft, *, client: bool) -> Target:
     def take(data: bytes) -> bool:
         first, *steps = data.split(SEPARATOR)
-        session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(draft, client=client)
+        session, streams = _begun(draft, first[0] if first else 0, client=client), _streams(client=client)
         for step in steps[:_MOST_STEPS]:
             _step(session, streams, step)
         if session.closed is not None:
@@ -168,8 +168,6 @@ def _session(draft: Draft, *, client: bool) -> Target:
 
 
 SESSIONS = family(
-    _session(DRAFT_18, client=False),
-    _session(DRAFT_18, client=True),
     _session(DRAFT_20, client=False),
     _session(DRAFT_22, client=True),
 )

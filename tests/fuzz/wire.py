@@ -27,7 +27,6 @@ from kvabr.moqt.parameters import (
 )
 from kvabr.moqt.parameters import setup_pairs as pairs_of
 from kvabr.moqt.wire import (
-    DRAFT_18,
     DRAFT_20,
     DRAFT_22,
     DRAFTS,
@@ -50,31 +49,28 @@ def _messages(draft: Draft) -> Target:
         parser = MessageParser()
         assert [each for piece in chunks(data, cut[0] if cut else 0) for each in parser.feed(piece)] == whole
         assert parser.buffered <= MAX_MESSAGE_BYTES + 11
-        good = [_round_trip(kind, payload, side) for kind, payload in whole[:100] for side in (True, False)]
+        good = [_round_trip(kind, payload) for kind, payload in whole[:100]]
         return any(good)
 
-    def _round_trip(kind: int, payload: bytes, side: bool) -> bool:
-        message = refused(lambda: decode(kind, payload, draft, control=side), SessionFault)
+    def _round_trip(kind: int, payload: bytes) -> bool:
+        message = refused(lambda: decode(kind, payload, draft), SessionFault)
         if message is None:
             return False
         unusable(getattr(message, "properties", ()))
         if not hasattr(message, "reason"):  # reasons are repaired
             ((kind, payload),) = MessageParser().feed(encode(message, draft))
-            assert decode(kind, payload, draft, control=side) == message
+            assert decode(kind, payload, draft) == message
         return True
 
     return Target(take, lambda: [b"\0" + each for each in control(draft)])
 
 
-def _header(draft: Draft) -> Target:
-    def take(data: bytes) -> bool:
-        found = refused(lambda: read_stream_header(data), SessionFault)
-        if found is not None and isinstance(found[1], SubgroupHeader):
-            again = SubgroupWriter(found[1]).begin()
-            assert read_stream_header(again) == (again[0], found[1], len(again))
-        return found is not None
-
-    return Target(take, lambda: data_streams(draft))
+def _header(data: bytes) -> bool:
+    found = refused(lambda: read_stream_header(data), SessionFault)
+    if found is not None and isinstance(found[1], SubgroupHeader):
+        again = SubgroupWriter(found[1]).begin()
+        assert read_stream_header(again) == (again[0], found[1], len(again))
+    return found is not None
 
 
 def _token(data: bytes) -> bool:
@@ -101,34 +97,29 @@ def _parameters(data: bytes) -> bool:
 
 
 def _setup(data: bytes) -> bool:
-    good = False
-    for draft in DRAFTS:
+    def read(raw: bytes) -> SetupOptions:
+        return setup_options(read_pairs(Reader(raw)))
 
-        def read(raw: bytes, draft: Draft = draft) -> SetupOptions:
-            return setup_options(read_pairs(Reader(raw)), draft)
-
-        found = refused(lambda: read(data), SessionFault)  # at once
-        if found is not None:
-            good = True
-            assert read(write_pairs(pairs_of(found, draft))) == found
-            for client in (True, False):
-                refused(lambda: check_target(found, client=client), SessionFault)  # noqa: B023  # at once
-    return good
+    found = refused(lambda: read(data), SessionFault)
+    if found is not None:
+        assert read(write_pairs(pairs_of(found))) == found
+        for client in (True, False):
+            refused(lambda: check_target(found, client=client), SessionFault)  # noqa: B023  # at once
+    return found is not None
 
 
 def _valid_setups() -> list[bytes]:
-    options = SetupOptions(b"/p?token=x", b"h:1", SOME.tokens, 100, b"me", 300)
-    return [write_pairs(pairs_of(options, draft)) for draft in DRAFTS]
+    return [write_pairs(pairs_of(SetupOptions(b"/p?token=x", b"h:1", SOME.tokens, 100, b"me", 300)))]
 
 
-def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
+def _objects(*, subgroups: bool = False) -> Target:
     """Return the target of the objects of a FETCH, or of a subgroup behind the header of its stream.
 
     The first byte says how they are cut, and their order.
     """
 
     def feed(pieces: list[bytes], of: SubgroupHeader | None, *, descending: bool) -> list[object]:
-        parser = ObjectParser(draft, of, descending=descending)
+        parser = ObjectParser(of, descending=descending)
         out: list[object] = []
         try:
             for piece in pieces:
@@ -163,20 +154,18 @@ def _objects(draft: Draft, *, subgroups: bool = False) -> Target:
         return good
 
     valid = subgroup_streams if subgroups else fetch_streams
-    return Target(take, lambda: [b"\x02" + each for each in valid(draft)])
+    return Target(take, lambda: [b"\x02" + each for each in valid()])
 
 
 MESSAGES = family(
-    _messages(DRAFT_18),
+    _messages(DRAFT_20),
     Target(_token, lambda: [token.encode() for token in SOME.tokens]),
     Target(_parameters, lambda: [write_filter(Filter(Location(300, 1), None, 900), draft) for draft in DRAFTS]),
     Target(_setup, _valid_setups),
-    _messages(DRAFT_20),
     _messages(DRAFT_22),
 )
 OBJECTS = family(
-    _objects(DRAFT_18),
-    _header(DRAFT_18),
-    _objects(DRAFT_20),
-    _objects(DRAFT_18, subgroups=True),
+    _objects(),
+    Target(_header, data_streams),
+    _objects(subgroups=True),
 )

@@ -7,7 +7,7 @@ from kvabr.moqt.events import Close, Write
 from kvabr.moqt.messages import Message, MessageParser, decode
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_18, Draft, Location
+from kvabr.moqt.wire import Draft, Location
 
 NAME = "01 0161 0174"
 """The namespace ("a") and the track "t"."""
@@ -60,7 +60,7 @@ class Raw:
         """Return the messages that the session has sent."""
         self.collect()
         data = b"".join(command.data for command in self.commands if isinstance(command, Write))
-        return [decode(kind, body, self.draft, control=False) for kind, body in MessageParser().feed(data)]
+        return [decode(kind, body, self.draft) for kind, body in MessageParser().feed(data)]
 
     @property
     def code(self) -> int | None:
@@ -72,13 +72,10 @@ class Raw:
         return closes[0].code if closes else None
 
 
-def fetch_of(number: str, draft: Draft = DRAFT_18) -> bytes:
-    if draft.fetch_by_filter:
-        return frame("16", number, NAME, "00")
-    return frame("16", number, "01", NAME, "0000 0000 00")
+def fetch_of(number: str) -> bytes:
+    return frame("16", number, NAME, "00")
 
 
-def goaway_of(draft: Draft, uri: str = "", number: str = "01") -> bytes:
-    """A GOAWAY on the control stream: URI, since draft 18 a timeout, and in that one a request ID."""
-    size = f"{len(bytes.fromhex(uri)):02x}"
-    return frame("10", size, uri, "00", number if draft.goaway_names_request else "")
+def goaway_of(uri: str = "") -> bytes:
+    """A GOAWAY: URI and timeout."""
+    return frame("10", f"{len(bytes.fromhex(uri)):02x}", uri, "00")

@@ -10,8 +10,7 @@ from kvabr.moqt.codes import (
     SetupOption,
     name_of,
 )
-from kvabr.moqt.parameters import known_parameters
-from kvabr.moqt.wire import DRAFT_18, DRAFT_20, DRAFT_22, DRAFTS, by_alpn
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, by_alpn
 from tests.moqt.tables import table
 
 SESSION = """NO_ERROR 0x0; INTERNAL_ERROR 0x1; UNAUTHORIZED 0x2; PROTOCOL_VIOLATION 0x3; INVALID_REQUEST_ID 0x4;
@@ -61,11 +60,6 @@ def test_tables(enum, table):
     assert {member.name: member.value for member in enum} == rows
 
 
-def test_known_parameters():
-    assert known_parameters(DRAFT_18) == {param for param in Param if param not in range(0x23, 0x2A) and param != 0x35}
-    assert known_parameters(DRAFT_20) == known_parameters(DRAFT_22) == frozenset(Param)
-
-
 def test_mandatory_track_properties():
     """Draft 18, section 2.5.1: 0x4000 to 0x7FFF."""
     assert 0x3FFF not in MANDATORY_TRACK_PROPERTIES
@@ -81,7 +75,7 @@ def test_codes_for_people():
 
 
 def test_drafts():
-    assert [draft.alpn for draft in DRAFTS] == ["moqt-22", "moqt-20", "moqt-18"]
-    assert by_alpn("moqt-18") is DRAFT_18
-    assert by_alpn("moqt-16") is None
-    assert by_alpn("moqt-17") is None
+    assert [draft.alpn for draft in DRAFTS] == ["moqt-22", "moqt-20"]
+    assert by_alpn("moqt-20") is DRAFT_20
+    assert by_alpn("moqt-18") is None
+    assert by_alpn("moqt-21") is None

@@ -15,20 +15,20 @@ from kvabr.moqt.objects import (
     read_stream_header,
 )
 from kvabr.moqt.parameters import MalformedTrack
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, MAX_INTEGER, Location, write_varint
+from kvabr.moqt.wire import MAX_INTEGER, Location, write_varint
 from tests.moqt.tables import table
 
 
-def parse(data: str, draft=DRAFT_18, *, descending: bool = False) -> list[Item]:
-    parser = ObjectParser(draft, descending=descending)
+def parse(data: str, *, descending: bool = False) -> list[Item]:
+    parser = ObjectParser(descending=descending)
     items = parser.feed(bytes.fromhex(data))
     parser.finish()
     return items
 
 
-def fault(data: str, *how, descending: bool = False) -> SessionCode:
+def fault(data: str, *, descending: bool = False) -> SessionCode:
     with pytest.raises(SessionFault) as caught:
-        parse(data, *how, descending=descending)
+        parse(data, descending=descending)
     return caught.value.code
 
 
@@ -47,7 +47,7 @@ def join(items: list[Item]) -> list[object]:
 # ------------------------------------------------------------------ types of streams
 
 
-def test_types_of_streams_of_draft_18():
+def test_types_of_streams():
     """Sections 3.4 and 11.4.2: 0b0XX1XXXX, but for SUBGROUP_ID_MODE 0b11."""
     valid = {low + kind for low in (0x10, 0x18, 0x30, 0x38, 0x50, 0x58, 0x70, 0x78) for kind in range(6)}
     assert {kind for kind in range(0x2000) if is_subgroup(kind)} == valid
@@ -65,7 +65,7 @@ def test_headers_of_streams():
 # ------------------------------------------------------------------ objects of a FETCH
 
 
-def test_a_fetch_of_draft_18():
+def test_a_fetch():
     """Section 11.4.4: flags, group and object as differences, subgroup, priority, properties, length, payload."""
     items = parse(
         "1f 05 02 03 64 02 6162"  # all there: group 5, subgroup 2, object 3, priority 100
@@ -96,9 +96,8 @@ def test_a_descending_fetch():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
 @table("flags", range(0x80))
-def test_every_combination_of_flags(draft, flags):
+def test_every_combination_of_flags(flags):
     """Section 11.4.4.1, on the second object of a stream."""
     raw = write_varint
     first = raw(0x1F) + raw(10) + raw(20) + raw(30) + bytes([40]) + raw(0)
@@ -121,27 +120,26 @@ def test_every_combination_of_flags(draft, flags):
     if flags & 0x20:
         data, properties = data + raw(2) + raw(4) + raw(9), ((4, 9),)
     data += raw(3) + b"abc"
-    assert parse((first + data).hex(), draft) == [
+    assert parse((first + data).hex()) == [
         ObjectHeader(10, 20, 30, 40, 0), ObjectHeader(group, subgroup, number, priority, 3, properties), b"abc",
     ]  # fmt: skip
     if flags & 0x1C == 0x1C and (flags & 0x40 or flags & 3 not in (1, 2)):
-        assert len(parse(data.hex(), draft)) == 2
+        assert len(parse(data.hex())) == 2
     else:  # the first object refers to one before it
-        assert fault(data.hex(), draft) == SessionCode.PROTOCOL_VIOLATION
+        assert fault(data.hex()) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_other_flags(draft):
-    """Section 11.4.4: whatever is not below 128, 0x8C or 0x10C; since draft 20 also 0x20C."""
+def test_other_flags():
+    """Section 11.4.4: whatever is not below 128, 0x8C, 0x10C or 0x20C."""
     first = "1c 05 00 80 00"
     for flags in [*range(0x80, 0x300), 0x10000, MAX_INTEGER]:
         data = first + write_varint(flags).hex() + "07 03"
-        if flags in (0x8C, 0x10C) or (flags == 0x20C and draft.fetch_by_filter):
-            end = parse(data, draft)[1]
+        if flags in (0x8C, 0x10C, 0x20C):
+            end = parse(data)[1]
             assert isinstance(end, RangeEnd)
             assert end.unknown == (flags != 0x8C)
         else:
-            assert fault(data, draft) == SessionCode.PROTOCOL_VIOLATION
+            assert fault(data) == SessionCode.PROTOCOL_VIOLATION
 
 
 def test_ends_of_ranges():
@@ -192,23 +190,23 @@ def test_a_stream_that_ends_within_an_object(cut):
 
 
 @table(
-    ("data", "draft", "descending"),
+    "data",
     [
-        ("1c 05 03 80 00 04 00 00", DRAFT_18, False),  # one object twice
-        ("3c 05 03 80 04 c0400000 00", DRAFT_18, False),  # mandatory, section 2.5.1
-        ("3c 05 03 80 04 0b 02 0b00 00", DRAFT_18, False),  # immutable within immutable, section 12.7
-        ("3c 05 03 80 03 0b 01 04 00", DRAFT_18, False),  # immutable, and cannot be read
-        ("3c 05 03 80 04 0b 00 00 00 00", DRAFT_18, False),  # twice
-        ("3c 05 03 80 02 3c 06 00", DRAFT_18, False),  # a gap larger than the group, section 12.8
-        ("3c 05 03 80 02 3e 04 00", DRAFT_18, False),  # or than the object, section 12.9
-        ("3c 05 03 80 04 3c 01 00 01 00", DRAFT_18, False),  # twice
-        ("3c 05 03 80 06 0b 02 3c01 31 01 00", DRAFT_18, False),  # once within immutable properties
+        "1c 05 03 80 00 04 00 00",  # one object twice
+        "3c 05 03 80 04 c0400000 00",  # mandatory, section 2.5.1
+        "3c 05 03 80 04 0b 02 0b00 00",  # immutable within immutable, section 12.7
+        "3c 05 03 80 03 0b 01 04 00",  # immutable, and cannot be read
+        "3c 05 03 80 04 0b 00 00 00 00",  # twice
+        "3c 05 03 80 02 3c 06 00",  # a gap larger than the group, section 12.8
+        "3c 05 03 80 02 3e 04 00",  # or than the object, section 12.9
+        "3c 05 03 80 04 3c 01 00 01 00",  # twice
+        "3c 05 03 80 06 0b 02 3c01 31 01 00",  # once within immutable properties
     ],
 )
-def test_malformed_tracks(data, draft, descending):
+def test_malformed_tracks(data):
     """These end the request, not the session."""
     with pytest.raises(MalformedTrack):
-        parse(data, draft, descending=descending)
+        parse(data)
 
 
 def test_properties_that_a_track_may_have():
@@ -218,11 +216,10 @@ def test_properties_that_a_track_may_have():
     assert unknown == [ObjectHeader(5, 0, 3, 128, 0, ((0x3FFE, 1), (0x8000, 5)))]
 
 
-@table("draft", DRAFTS)
 @table(("size", "good"), [(0, FREE_OBJECTS), (1, 1040), (LEAST_MEAN_BYTES // 2, 2047), (LEAST_MEAN_BYTES, None)])
-def test_small_objects_without_end_are_refused(draft, size, good):
+def test_small_objects_without_end_are_refused(size, good):
     """Else a peer could keep this end busy for 4 microseconds with each two bytes."""
-    writer, parser = FetchWriter(), ObjectParser(draft)
+    writer, parser = FetchWriter(), ObjectParser()
     whole = [writer.header(0, number, size) + bytes(size) for number in range(3000)]
     if good is None:
         assert sum(isinstance(item, ObjectHeader) for item in parser.feed(b"".join(whole))) == 3000
@@ -234,4 +231,4 @@ def test_small_objects_without_end_are_refused(draft, size, good):
 
 def test_ends_of_ranges_without_end_are_refused():
     with pytest.raises(MalformedTrack, match="more than 1024 objects"):
-        ObjectParser(DRAFT_18).feed(bytes.fromhex("808c 05 05") * (FREE_OBJECTS + 1))
+        ObjectParser().feed(bytes.fromhex("808c 05 05") * (FREE_OBJECTS + 1))

@@ -11,7 +11,7 @@ from kvabr.moqt.objects import (
     ObjectParser,
     RangeEnd,
 )
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import Location
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
@@ -23,7 +23,7 @@ objects = st.tuples(
     st.integers(0, 3),
     st.integers(0, 1000),
     st.binary(max_size=40),
-    strategies.properties(DRAFT_18),
+    strategies.properties(),
     st.none() | st.integers(0, 255),
 )
 """Steps in group and object, payload, properties, priority."""
@@ -42,8 +42,7 @@ def cut_and_feed(parser: ObjectParser, whole: bytes, data) -> list[object]:
 
 
 @table("descending", [False, True])
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_fetches_come_back(draft, descending):
+def test_fetches_come_back(descending):
     @examples(60)
     @given(st.lists(objects | ends, max_size=8), st.data())
     def check(steps, data):
@@ -64,10 +63,10 @@ def test_fetches_come_back(draft, descending):
             whole += writer.header(group, number, len(payload), extra, priority=priority) + payload
             expected.append(ObjectHeader(group, 0, number, last, len(payload), extra))
             expected += [payload] if payload else []
-        parser = ObjectParser(draft, descending=descending)
+        parser = ObjectParser(descending=descending)
         assert join(parser.feed(whole)) == expected
         parser.finish()
-        assert cut_and_feed(ObjectParser(draft, descending=descending), whole, data) == expected
+        assert cut_and_feed(ObjectParser(descending=descending), whole, data) == expected
 
     check()
 
@@ -76,7 +75,7 @@ def test_fetches_come_back(draft, descending):
 
 
 def counting_parser() -> ObjectParser:
-    parser = ObjectParser(DRAFT_18)
+    parser = ObjectParser()
     parser._buffer = CountingBuffer()
     return parser
 
@@ -115,13 +114,13 @@ def test_long_properties_byte_by_byte():
 
 
 def test_properties_that_are_too_long():
-    parser = ObjectParser(DRAFT_18)
+    parser = ObjectParser()
     with pytest.raises(SessionFault):
         parser.feed(bytes.fromhex("3c 05 00 80 e0010000"))
 
 
 def test_a_long_payload_is_not_held():
-    parser = ObjectParser(DRAFT_18)
+    parser = ObjectParser()
     parser.feed(bytes.fromhex("1c 05 00 80 f0ffffffff"))
     piece = b"p" * 65536
     assert all(parser.feed(piece) == [piece] for _ in range(100))

@@ -16,7 +16,7 @@ from kvabr.moqt.events import (
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import FetchWriter, RangeEnd
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
 from tests.moqt.writers import RangeWriter
@@ -110,7 +110,7 @@ def test_refused(draft):
 
 def test_update():
     """Draft 18, section 10.9."""
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     number = ask(pair, priority=5)
     pair.run()
     stream = pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
@@ -129,7 +129,7 @@ def test_update():
 
 def test_an_update_is_acknowledged_after_its_request():
     """FETCH_OK is the first message on the stream (draft 18, section 10.13)."""
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     number = ask(pair)
     assert pair.client.requester.update(number, Parameters(priority=9))
     pair.run()
@@ -137,7 +137,7 @@ def test_an_update_is_acknowledged_after_its_request():
     assert pair.lanes.get((False, 0)) is None
     pair.server.responder.accept_fetch(number, Location(0, 1), end_of_track=False)
     pair.collect()
-    assert b"".join(pair.lanes[(False, 0)].sent).hex() == "1800040000010007000100"
+    assert b"".join(pair.lanes[(False, 0)].sent).hex() == "1800040000000007000100"
     pair.run()
     assert len(pair.told(True, Answered)) == 1
     pair.healthy()
@@ -215,7 +215,7 @@ def test_broken_off_by_the_publisher(draft):
 
 
 def test_stop_of_the_data_alone_cancels():
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     number = ask(pair)
     pair.run()
     stream = pair.server.responder.accept_fetch(number, Location(0, 0), end_of_track=False)
@@ -228,7 +228,7 @@ def test_stop_of_the_data_alone_cancels():
 
 def test_a_lenient_responder_goes_on():
     """moq-rs 0.5 resets and stops the stream of a FETCH that has been answered, and wants its objects."""
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     pair.server.responder.lenient = True
     number = ask(pair)
     pair.run()
@@ -279,7 +279,7 @@ def test_close(draft):
 
 
 def test_messages_say_what_they_are():
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     ask(pair, (1, 2), (3, 4), priority=7, group_order=2)
     pair.run()
     (request,) = pair.told(False, Requested)

@@ -11,7 +11,6 @@ from kvabr.moqt.events import (
     Requested,
 )
 from kvabr.moqt.messages import (
-    JoiningFetch,
     MessageParser,
     Namespace,
     PublishDone,
@@ -25,9 +24,9 @@ from kvabr.moqt.messages import (
     decode,
 )
 from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, Token
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
-from tests.moqt.raw import NAME, Raw, fetch_of, frame
+from tests.moqt.raw import NAME, Raw, frame
 from tests.moqt.tables import table
 
 both = pytest.mark.parametrize("draft", DRAFTS)
@@ -75,7 +74,7 @@ def test_objects_of_an_unknown_track(draft, kind):
 
 def test_padding_is_dropped():
     """Draft 18, section 11.5."""
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     stream = pair.server._channel.open_uni()
     pair.write(False, stream, bytes.fromhex("f0132b3e28") + bytes(1000))
     pair.write(False, stream, bytes(1000), fin=True)
@@ -87,7 +86,7 @@ def test_padding_is_dropped():
 # ------------------------------------------------------------------ other requests
 
 
-def subscribed_to_namespaces(draft, raw: Raw) -> int:
+def subscribed_to_namespaces(raw: Raw) -> int:
     """Make the peer subscribe to namespaces; return the stream."""
     stream = 0
     raw.receive(stream, frame("50", "00 01 0161", "", "00"))
@@ -124,7 +123,7 @@ def test_publish_namespace(draft):
 @both
 def test_subscribe_namespace(draft):
     raw = Raw(draft, client=False)
-    stream = subscribed_to_namespaces(draft, raw)
+    stream = subscribed_to_namespaces(raw)
     raw.session.responder.tell_namespace(0, (b"a", b"b"))
     raw.session.responder.tell_namespace(0, ())
     assert raw.said() == [RequestOk(), Namespace((b"a", b"b")), Namespace(())]
@@ -136,29 +135,20 @@ def test_subscribe_namespace(draft):
 
 
 @both
-def test_a_fin_ends_a_subscription_to_namespaces(draft):
-    """Draft 18, section 6.1, not since draft 20; it ends no other request."""
+def test_a_fin_does_not_end_a_subscription_to_namespaces(draft):
     raw = Raw(draft, client=False)
-    stream = subscribed_to_namespaces(draft, raw)
+    stream = subscribed_to_namespaces(raw)
     raw.receive(stream, fin=True)
-    if draft.fetch_by_filter:
-        assert raw.told(Cancelled) == []
-        assert len(raw.session.responder) == 1
-        assert raw.code is None
-        return
-    assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
-    assert len(raw.session.responder) == 0
-    raw.receive(4, fetch_of("02"), fin=True)
-    assert len(raw.told(Cancelled)) == 1
+    assert raw.told(Cancelled) == []
     assert len(raw.session.responder) == 1
     assert raw.code is None
 
 
 def test_a_prefix_that_changes():
     """Not supported here; the request ends with that (draft 18, section 10.9.1)."""
-    raw = Raw(DRAFT_18, client=False)
-    subscribed_to_namespaces(DRAFT_18, raw)
-    raw.receive(0, frame("02", "02 01 34 01 0162"))
+    raw = Raw(DRAFT_20, client=False)
+    subscribed_to_namespaces(raw)
+    raw.receive(0, frame("02", "02 01 34 03 01 0162"))
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     refusal = raw.said()[-1]
     assert isinstance(refusal, RequestErrorMessage)
@@ -167,24 +157,22 @@ def test_a_prefix_that_changes():
     assert raw.code is None
 
 
-def test_subscribe_tracks_and_joining_fetches_are_heard():
-    raw = Raw(DRAFT_18, client=False)
+def test_subscribe_tracks_is_heard():
+    raw = Raw(DRAFT_20, client=False)
     raw.receive(0, frame("51", "00 01 0161 00"))
-    raw.receive(4, frame("16", "02 02 00 01 00"))
-    assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks, JoiningFetch]
-    for number, code in ((0, RequestCode.NOT_SUPPORTED), (2, RequestCode.INVALID_JOINING_REQUEST_ID)):
-        raw.session.responder.refuse(number, code, "")
-        assert raw.said()[-1] == RequestErrorMessage(code, 0, "")
+    assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks]
+    raw.session.responder.refuse(0, RequestCode.NOT_SUPPORTED, "")
+    assert raw.said()[-1] == RequestErrorMessage(RequestCode.NOT_SUPPORTED, 0, "")
     assert len(raw.session.responder) == 0
     assert raw.code is None
 
 
 def test_namespaces_that_are_reserved():
     """Draft 18, sections 3.2.1 and 3.2.2: `.` and `.session` have nothing; others with a period are the owner's."""
-    raw = Raw(DRAFT_18, client=False)
+    raw = Raw(DRAFT_20, client=False)
     session = b".session".hex()
     raw.receive(0, frame("50", "00 01 012e 00"))
-    raw.receive(4, frame("16", "02 01 02 08", session, "0178 00 0000 0000 00"))
+    raw.receive(4, frame("16", "02 02 08", session, "0178 00 00"))
     raw.receive(8, frame("06", "04 01 08", session, "00"))
     raw.receive(12, frame("03", "06 01 06", b".other".hex(), "0174 00"))
     assert [message.code for message in raw.said()] == [RequestCode.DOES_NOT_EXIST] * 3
@@ -217,16 +205,6 @@ def test_goaway(draft):
     assert len(pair.told(False, GoingAway)) == 1
     pair.healthy()
     pair.tidy()
-
-
-def test_goaway_names_the_first_request_that_was_not_processed():
-    """Draft 18, section 10.4: 0 at a server, 1 at a client, if there was none."""
-    for client, first in ((False, 0), (True, 1)):
-        pair = Pair(DRAFT_18)
-        pair.ends[client].goaway()
-        pair.collect()
-        sent = pair.lanes[(client, 2 if client else 3)].sent[-1]
-        assert sent.hex() == f"10 0003 00 00 {first:02x}".replace(" ", "")
 
 
 # ------------------------------------------------------------------ tokens

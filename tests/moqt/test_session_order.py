@@ -11,7 +11,7 @@ from kvabr.moqt.events import Answered, Cancelled, Ended, Event, Received, Refus
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from tests.examples import examples
 from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair, locations, payload
 from tests.moqt.tables import table
@@ -187,7 +187,7 @@ def test_cancelled_at_every_moment(draft, moment):
 
 def test_a_peer_that_never_ends_its_streams():
     """What is over is dropped, though its stream stays open; only the stream itself is remembered."""
-    pair = Pair(DRAFT_18)
+    pair = Pair(DRAFT_20)
     Origin(pair, GROUPS)
     numbers = [ask(pair, 0) for _ in range(50)]
     pair.collect()

@@ -4,7 +4,7 @@ import pytest
 
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.events import Ended, Ready, Requested
-from kvabr.moqt.wire import DRAFT_18, DRAFTS
+from kvabr.moqt.wire import DRAFT_20, DRAFTS
 from tests.moqt.raw import VIOLATION, Raw, frame
 from tests.moqt.tables import table
 
@@ -47,7 +47,7 @@ def test_setup_that_is_wrong(draft, options, client, code):
     ],
 )  # fmt: skip
 def test_setup_that_is_right(path, authority):
-    raw = Raw(DRAFT_18, client=False, ready=False)
+    raw = Raw(DRAFT_20, client=False, ready=False)
     raw.setup("01", f"{len(path):02x}", path.hex(), "04", f"{len(authority):02x}", authority.hex())
     (ready,) = raw.told(Ready)
     assert (ready.options.path, ready.options.authority) == (path, authority)
@@ -62,7 +62,7 @@ def test_a_second_setup(draft):
 
 def test_a_second_control_stream():
     """Draft 18, section 3.3: each peer opens one."""
-    raw = Raw(DRAFT_18, client=False)
+    raw = Raw(DRAFT_20, client=False)
     raw.receive(6, frame("af00"))
     assert raw.code == VIOLATION
 
@@ -83,8 +83,8 @@ def test_the_control_stream_must_stay(draft, how):
 
 
 def test_a_message_before_setup():
-    raw = Raw(DRAFT_18, client=False, ready=False)
-    raw.receive(2, bytes.fromhex("af00") + bytes.fromhex("0000") + frame("10", "00 00 01"))
+    raw = Raw(DRAFT_20, client=False, ready=False)
+    raw.receive(2, bytes.fromhex("af00") + bytes.fromhex("0000") + frame("10", "00 00"))
     assert raw.code is None
 
 
@@ -106,7 +106,7 @@ def test_early_data_waits(draft):
 
 def test_early_objects_in_pieces():
     """A stream's second piece is no header."""
-    raw = Raw(DRAFT_18, client=True, ready=False)
+    raw = Raw(DRAFT_20, client=True, ready=False)
     number = raw.fetch()
     raw.receive(7, "05 00 1c 00 00 80 03 61")
     raw.receive(7, "62")
@@ -161,7 +161,7 @@ def test_streams_of_an_unknown_type(draft, kind):
 
 
 def test_a_stream_that_ends_within_its_header():
-    raw = Raw(DRAFT_18, client=True)
+    raw = Raw(DRAFT_20, client=True)
     raw.receive(7, "05 80", fin=True)
     assert raw.code == VIOLATION
 

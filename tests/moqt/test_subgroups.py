@@ -18,7 +18,7 @@ from kvabr.moqt.objects import (
     read_stream_header,
 )
 from kvabr.moqt.parameters import MalformedTrack
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, MAX_INTEGER
+from kvabr.moqt.wire import MAX_INTEGER
 from tests.examples import examples
 from tests.moqt.tables import table
 from tests.moqt.test_objects import join
@@ -27,8 +27,8 @@ from tests.moqt.test_objects_written import cut_and_feed, objects
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 
 
-def parse(data: str, draft=DRAFT_18, subgroup: SubgroupHeader = PLAIN) -> list[Item]:
-    parser = ObjectParser(draft, subgroup)
+def parse(data: str, subgroup: SubgroupHeader = PLAIN) -> list[Item]:
+    parser = ObjectParser(subgroup)
     items = parser.feed(bytes.fromhex(data))
     parser.finish()
     return items
@@ -63,15 +63,13 @@ def test_headers(data, header):
     assert all(read_stream_header(raw[:cut]) is None for cut in range(len(raw)))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_headers_come_back(draft):
+def test_headers_come_back():
     number = st.integers(0, MAX_INTEGER)
-    first = st.booleans() if draft.number >= 17 else st.just(value=False)
 
     @given(
         st.builds(
             SubgroupHeader, number, number, st.none() | number, st.none() | st.integers(0, 255),
-            st.booleans(), st.booleans(), first,
+            st.booleans(), st.booleans(), st.booleans(),
         )
     )  # fmt: skip
     def check(header):
@@ -88,7 +86,7 @@ def test_the_drafts_examples():
     stream = bytes.fromhex("14 02 00 00 00 00 04 61626364 00 04 65666768")
     kind, header, size = read_stream_header(stream)
     assert kind == 0x14
-    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
+    assert join(parse(stream[size:].hex(), header)) == [
         ObjectHeader(0, 0, 0, 0, 4), b"abcd", ObjectHeader(0, 0, 1, 0, 4), b"efgh",
     ]  # fmt: skip
     # The second, with the lengths that its text really has: 6 + 1 + 1 + 14 bytes of properties.
@@ -96,22 +94,21 @@ def test_the_drafts_examples():
     stream += bytes.fromhex("04 61626364 00 00 04 65666768")
     kind, header, size = read_stream_header(stream)
     properties = ((4, 2186796243), (77, b"traceID:123456"))
-    assert join(parse(stream[size:].hex(), DRAFT_18, header)) == [
+    assert join(parse(stream[size:].hex(), header)) == [
         ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 4, properties), b"abcd",
         ObjectHeader(0, 0, 1, DEFAULT_PRIORITY, 4), b"efgh",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_objects(draft):
+def test_objects():
     """Draft 18, section 11.4.2: differences less one, but for the first."""
-    items = parse("03 01 61 00 00 00 04 00 03", draft)
+    items = parse("03 01 61 00 00 00 04 00 03")
     assert items == [
         ObjectHeader(5, 0, 3, 0, 1), b"a", ObjectHeader(5, 0, 4, 0, 0),
         ObjectHeader(5, 0, 9, 0, 0, (), Status.END_OF_GROUP),
     ]  # fmt: skip
     by_first = SubgroupHeader(1, 5, None, None, properties=False, end_of_group=False)
-    assert parse("03 01 61 00 00 04", draft, by_first) == [
+    assert parse("03 01 61 00 00 04", by_first) == [
         ObjectHeader(5, 3, 3, DEFAULT_PRIORITY, 1), b"a",
         ObjectHeader(5, 3, 4, DEFAULT_PRIORITY, 0, (), Status.END_OF_TRACK),
     ]  # fmt: skip
@@ -119,26 +116,24 @@ def test_objects(draft):
 
 def test_the_priority_of_the_track():
     header = SubgroupHeader(1, 5, 0, None, properties=False, end_of_group=False)
-    (item,) = ObjectParser(DRAFT_18, header, priority=3).feed(bytes.fromhex("00 00 00"))
+    (item,) = ObjectParser(header, priority=3).feed(bytes.fromhex("00 00 00"))
     assert isinstance(item, ObjectHeader)
     assert item.priority == 3
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
 @table("status", [1, 2, 5, 6, 63])
-def test_statuses_that_are_none(draft, status):
+def test_statuses_that_are_none(status):
     """Draft 18, section 11.2.1.1."""
-    assert fault(f"00 00 {status:02x}", draft) == SessionCode.PROTOCOL_VIOLATION
+    assert fault(f"00 00 {status:02x}") == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_statuses_have_no_properties(draft):
+def test_statuses_have_no_properties():
     """Draft 18, section 11.2.1.2."""
     header = SubgroupHeader(1, 5, 0, 0, properties=True, end_of_group=False)
-    assert parse("00 02 0405 00 00 00 00 00 03", draft, header) == [
+    assert parse("00 02 0405 00 00 00 00 00 03", header) == [
         ObjectHeader(5, 0, 0, 0, 0, ((4, 5),)), ObjectHeader(5, 0, 1, 0, 0, (), Status.END_OF_GROUP),
     ]  # fmt: skip
-    assert fault("00 02 0405 00 03", draft, header) == SessionCode.PROTOCOL_VIOLATION
+    assert fault("00 02 0405 00 03", header) == SessionCode.PROTOCOL_VIOLATION
 
 
 def test_an_object_beyond_64_bits():
@@ -151,8 +146,7 @@ def test_a_stream_that_ends_inside_an_object(data):
     assert fault(data) == SessionCode.PROTOCOL_VIOLATION
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_subgroups_come_back(draft):
+def test_subgroups_come_back():
     @examples(60)
     @given(st.lists(objects), st.booleans(), st.none() | st.integers(0, 99), st.sampled_from(Status), st.data())
     def check(steps, has_properties, subgroup, status, data):
@@ -168,7 +162,7 @@ def test_subgroups_come_back(draft):
             where = first if subgroup is None else subgroup
             expected.append(ObjectHeader(5, where, number, 9, len(payload), extra, mine))
             expected += [payload] if payload else []
-        assert cut_and_feed(ObjectParser(draft, header), whole, data) == expected
+        assert cut_and_feed(ObjectParser(header), whole, data) == expected
 
     check()
 
@@ -182,8 +176,8 @@ def test_streams_share_a_budget():
     """Also streams without any object count."""
     budget = ObjectBudget()
     for _ in range(FREE_OBJECTS):
-        ObjectParser(DRAFT_18, PLAIN, budget=budget).finish()
+        ObjectParser(PLAIN, budget=budget).finish()
     with pytest.raises(MalformedTrack, match="more than 1024 objects"):
-        ObjectParser(DRAFT_18, PLAIN, budget=budget).finish()
+        ObjectParser(PLAIN, budget=budget).finish()
     with pytest.raises(MalformedTrack, match="more than 1024 objects"):
-        ObjectParser(DRAFT_18, PLAIN, budget=budget).feed(bytes.fromhex("00 01 61"))
+        ObjectParser(PLAIN, budget=budget).feed(bytes.fromhex("00 01 61"))

@@ -12,7 +12,7 @@ from kvabr.moqt.events import Ended, Received, Refused
 from kvabr.moqt.objects import ObjectHeader
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import DRAFT_18, Location
+from kvabr.moqt.wire import DRAFT_20, Location
 from kvabr.server.certificates import check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -135,7 +135,7 @@ class Decoder:
 
 
 @asynccontextmanager
-async def decoder(server, draft=DRAFT_18, token=None):
+async def decoder(server, draft=DRAFT_20, token=None):
     def greet(_, draft):
         tokens = () if token is None else (Token(token.encode()),)
         return MoqtSession(draft, client=True, options=SetupOptions(tokens=tokens))

@@ -10,7 +10,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
 from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Filter, Parameters
-from kvabr.moqt.wire import DRAFT_18, DRAFT_20
+from kvabr.moqt.wire import DRAFT_20
 from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
@@ -67,7 +67,7 @@ async def test_a_fetch_behind_the_edge_is_refused(draft, tls):
         assert served.groups(number) == {0: [(0, data(0))]}
 
 
-@pytest.mark.parametrize("draft", [DRAFT_20, DRAFT_18])
+@every
 async def test_a_fetch_that_would_wait(draft, tls):
     """FILL_TIMEOUT holds it until its first group appears, or cannot."""
     async with serving(tls, draft) as served:
@@ -114,7 +114,7 @@ async def test_waiting_ends_and_is_bounded(tls):
         assert served.requests == 0
 
 
-@pytest.mark.parametrize("draft", [DRAFT_20, DRAFT_18])
+@every
 async def test_a_subscriber_that_comes_before_its_track(draft, tls):
     async with serving(tls, draft) as served:
         number = served.subscribe(rendezvous_timeout=LONG_MS)

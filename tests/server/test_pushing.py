@@ -84,20 +84,18 @@ async def test_many_groups_at_once_wait_for_each_other(tls):
 
 @every
 async def test_a_filter_with_an_end(draft, tls):
-    """Since draft 20 a subscription outlives its filter, and ends with the track."""
+    """A subscription outlives its filter, and ends with the track."""
     async with serving(tls, draft) as served:
         track = growing(served, kind=Wide)
         number = served.subscribe(filter=Filter(Location(1, 150), None, 2))
         await served.soon(Answered)
         for group in range(4):
             track.append(data(group))
-        if draft.fetch_by_filter:
-            await served.soon(Ended, count=2)
-            track.finish()
+        await served.soon(Ended, count=2)
+        track.finish()
         await served.soon(SubscriptionDone)
         (ending,) = served.told(SubscriptionEnding)
-        ended = PublishDoneCode.TRACK_ENDED if draft.fetch_by_filter else PublishDoneCode.SUBSCRIPTION_ENDED
-        assert ending.message.code == ended
+        assert ending.message.code == PublishDoneCode.TRACK_ENDED
         assert {group: [at for at, _ in found] for group, found in served.groups(number).items()} == {
             1: [200], 2: [0, 100, 200],
         }  # fmt: skip

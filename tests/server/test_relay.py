@@ -108,7 +108,7 @@ async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
         )
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20", "moqt-18"])
+@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
 @pytest.mark.parametrize("names", ["draft", "split"])
 async def test_drafts_and_spellings_of_names(draft, names, asset, tls):
     async with chain_of(asset.path, tls) as (server, relay):

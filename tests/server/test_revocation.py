@@ -83,7 +83,7 @@ async def gone(download):
     return error.value
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-18"])
+@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_an_expired_token_is_refused(asset, tls, library, draft):
     grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
@@ -363,7 +363,7 @@ async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
             assert await get(other, asset.catalog.namespace, "Int4")
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-18"])
+@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls, library, draft):
     async with origin(asset.path, tls, quic=library) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
-from kvabr.moqt.wire import DRAFT_18
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
 from kvabr.server.send_queue import MOST_AHEAD_BYTES, Sending, SendQueue
@@ -64,7 +63,7 @@ def sending(number, track, *, ranges=WHOLE, priority=128, **more):
 def objects(data, **options):
     """(group, object ID, payload) of each object on a stream."""
     out = []
-    for item in ObjectParser(DRAFT_18, **options).feed(bytes(data)):
+    for item in ObjectParser(**options).feed(bytes(data)):
         if isinstance(item, ObjectHeader):
             out.append([item.group, item.object, b""])
         else:

@@ -11,7 +11,7 @@ from kvabr.codec.container import ObjectSpan
 from kvabr.moqt.events import Received
 from kvabr.moqt.objects import ObjectHeader
 from kvabr.moqt.parameters import Parameters
-from kvabr.moqt.wire import DRAFT_18, DRAFTS, Location
+from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.growing import GrowingBytes
 from kvabr.server.limits import ServerLimits
@@ -125,7 +125,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(tls, draft=DRAFT_18, **limits):
+async def serving(tls, draft=DRAFT_20, **limits):
     source = Tracks()
     async with (
         asyncio.timeout(LIMIT_S),

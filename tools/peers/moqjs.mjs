@@ -2,7 +2,7 @@
 //
 //     node worker.mjs PORT DRAFT PATH TRACK
 //
-// DRAFT is the ALPN of one, such as moqt-18. Prints a line of JSON for each thing that happens: the version of MoQT,
+// DRAFT is the ALPN of one, such as moqt-20. Prints a line of JSON for each thing that happens: the version of MoQT,
 // "subscribed", and the number and the SHA-256 of each group. Its packages know QMux in WebSockets only; there a message
 // is one record, so each record of the TCP connection is passed on as a message.
 

@@ -3,7 +3,7 @@
 The encoder transforms, quantises and codes there, too: what is copied to the processor are payloads.
 
 Needs Triton (the extra ``gpu``). Without it, a cache on a GPU is copied, and coded on the processor, which is
-correct but slow. The result is bit for bit that of `kvabr.codec.native.reference`: the tests verify it in Triton's
+correct but slow. The result is bit for bit that of `kvabr.codec.native.coder`: the tests verify it in Triton's
 interpreter, and ``tools/bench-gpu`` on a GPU, which it times as well.
 """
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803  # Triton reads annotations; its constants are in capitals
-"""The kernels of the encoder's transform: bit for bit `kvabr.codec.analysis` and `kvabr.codec.inverse.Inverse.times`.
+"""The kernels of the encoder's transform: bit for bit `kvabr.codec.analysis`.
 
 Importing this module needs Triton. Products of 16 bits by 16 use int8 tensor cores. A number is 256 * high + low + 128,
 with high and low signed bytes, so a sum of products is that of four sums over bytes, and of the sums of both factors

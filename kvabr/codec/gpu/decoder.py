@@ -34,8 +34,8 @@ from kvabr.codec.gpu.tables import (
 )
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES, PROBABILITY_BITS, CoderModel, DecodeJob, Shift
-from kvabr.codec.native.reference import gathered_places, rows_of_streams
 from kvabr.codec.native.references import TILE
+from kvabr.codec.native.streams import gathered_places, rows_of_streams
 from kvabr.codec.rope import rope_first, rope_shape, rope_tables
 from kvabr.codec.transform import Transform
 from kvabr.types.errors import FormatError

@@ -18,7 +18,6 @@ from kvabr.codec.gpu.batches import warn_of
 from kvabr.codec.gpu.writer import EncodeJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser, derived
-from kvabr.codec.native.reference import ERROR_UNIT, MOST_ERROR
 from kvabr.types.errors import FormatError, UsageError
 
 
@@ -76,7 +75,7 @@ def error_sums(
     gains: NDArray[np.float32],
     quantiser: Quantiser,
 ) -> list[NDArray[np.int64]]:
-    """Return what `kvabr.codec.native.reference.error_sums` does: sums of integers, whose order does not matter."""
+    """Return what `kvabr.codec.native.coder.error_sums` does: sums of integers, whose order does not matter."""
     device = groups[0][0].device
     at, factor = (torch.from_numpy(each).to(device) for each in (which, gains))
     # By a tensor on the device: torch multiplies by the inverse of a number, which rounds otherwise.
@@ -85,6 +84,6 @@ def error_sums(
     for (rows, _), coded in zip(groups, torch.split(every, [len(coded) for _, coded in groups]), strict=True):
         exact = (rows[at] / step).clamp_(-32767, 32767)
         index = (exact - exact.clamp(-quantiser.dead, quantiser.dead)).round_()
-        error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(MOST_ERROR), float(MOST_ERROR))
-        sums.append((error.mul_(ERROR_UNIT).round_() * coded).to(torch.int64).sum(dim=1))
+        error = exact.sub_(index.mul_(factor[:, None])).clamp_(-float(coder.MOST_ERROR), float(coder.MOST_ERROR))
+        sums.append((error.mul_(coder.ERROR_UNIT).round_() * coded).to(torch.int64).sum(dim=1))
     return list(torch.stack(sums).cpu().numpy())

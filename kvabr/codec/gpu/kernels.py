@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, C901, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.reference`.
+"""The kernels: entropy decoding and integer synthesis, bit for bit as in `kvabr.codec.native.coder`.
 
 Importing this module needs Triton. No kernel trusts a payload: reads are masked with lengths that the host has checked,
 writes depend only on the model's shapes, which bound the time, too. Corrupt payloads are reported in ``status``.

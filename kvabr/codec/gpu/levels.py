@@ -23,7 +23,7 @@ from kvabr.codec.gpu.staging import Staging, await_streams, lie_apart, sent_apar
 from kvabr.codec.gpu.tables import common, divisible
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DTYPES
-from kvabr.codec.native.reference import gathered_places
+from kvabr.codec.native.streams import gathered_places
 from kvabr.types.errors import FormatError
 
 _FIRST_BYTES, _MOST_BYTES = 16 << 20, 128 << 20

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvabr.codec.native.coder_model import BUCKETS, TOTAL, CoderModel, derived
-from kvabr.codec.native.reference import lookup
 from kvabr.codec.transform import NO_MATRIX, Transform
 
 COMPONENTS, OUTPUTS = 64, 64
@@ -180,3 +179,13 @@ def on_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """Copy an array to a device, and wait for it."""
     # Copy: torch rejects read-only arrays.
     return torch.from_numpy(np.array(array, order="C")).to(device)
+
+
+def lookup(freqs: NDArray[np.uint16]) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
+    wide, out = freqs.astype(np.int64), []
+    for own, starts in zip(wide, np.cumsum(wide, axis=2) - wide, strict=True):
+        symbol = np.stack([np.repeat(np.arange(own.shape[1]), each) for each in own])
+        place = np.arange(TOTAL) - np.take_along_axis(starts, symbol, axis=1)
+        out.append((symbol, np.take_along_axis(own, symbol, axis=1), place))
+    return out

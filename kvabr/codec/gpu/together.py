@@ -28,7 +28,7 @@ from kvabr.codec.gpu.batches import Batches, warn_of
 from kvabr.codec.gpu.level_job import LevelJob
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, derived
-from kvabr.codec.native.reference import STREAMED
+from kvabr.codec.native.streams import STREAMED
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.once import once
 

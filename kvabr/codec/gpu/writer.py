@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvabr.codec.gpu import writer_kernels as kernels
 from kvabr.codec.gpu.staging import Staging, scratch_room
 from kvabr.codec.native.coder_model import BUCKETS, CoderModel, Quantiser, derived, usual_streams
-from kvabr.codec.native.reference import payload_heads, rows_of_streams
 from kvabr.codec.native.references import LANES, TILE, References
+from kvabr.codec.native.streams import payload_heads, rows_of_streams
 from kvabr.types.errors import FormatError
 
 _ROWS = 16
@@ -27,7 +27,7 @@ _CHUNKS = 4
 
 @dataclass(frozen=True, eq=False)
 class EncodeJob:
-    """The coefficients of a group, to be quantised and coded at one depth; see `kvabr.codec.native.reference`."""
+    """The coefficients of a group, to be quantised and coded at one depth; see `kvabr.codec.native.coder`."""
 
     model: CoderModel
     rows: torch.Tensor

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915  # Triton reads annotations; its constants are in capitals
-"""The kernels that quantise and entropy encode: byte for byte `kvabr.codec.native.reference.encode_rows`.
+"""The kernels that quantise and entropy encode: byte for byte `kvabr.codec.native.coder.encode_rows`.
 
 Importing this module needs Triton. The coder encodes the last symbol first, and writes words and escapes downwards,
 each program in a buffer of its own that holds as many as there can be.

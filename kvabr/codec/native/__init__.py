@@ -1,8 +1,7 @@
 """The coder of the AC tracks: indices to bytes and back, and indices to a cache, in integer arithmetic.
 
-`reference` defines the format in NumPy. The extension module implements it a thousand times faster, with the best path
-that the processor supports, and produces the same bits. `coder` chooses between them. Nothing here knows tracks,
-containers or profile files.
+`streams` describes the format. The extension module has it with AVX2 and in portable C, to the same bits; `coder` takes
+the best path that the processor supports. Nothing here knows tracks, containers or profile files.
 """
 
 import sys

@@ -27,16 +27,13 @@ static int runs(const Path *path) {
 #ifdef HAVE_X86
     if (path == &path_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-    if (path == &path_avx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 #endif
     return path == &path_portable;
 }
 
 static const Path *const all_paths[] = {
 #ifdef HAVE_X86
-    &path_avx512, &path_avx2,
+    &path_avx2,
 #endif
     &path_portable, NULL};
 

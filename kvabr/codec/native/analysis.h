@@ -1,5 +1,5 @@
-/* The encoder's transform: from the elements of a stack to its coefficients. analysis.py and inverse.py define the
- * results, bit for bit.
+/* The encoder's transform: from the elements of a stack to its coefficients. tests/codec/native/oracle.py
+ * defines the results, bit for bit.
  *
  *   analysis.c         matrices, packed for all paths
  *   analysis_*.c       one per instruction set: a matrix product in integers, and how elements come to lie for it ...
@@ -14,13 +14,14 @@
 #include <string.h>
 
 #define ROWS 6 /* of a matrix that are multiplied together */
+#define WIDE 16 /* tokens of a panel */
 #define ENERGY_BITS 13
 #define BIGGEST 18446744073709551616.0f
 #define GROUP_TOKENS 8 /* that are read at a time */
 
 /* An inverse matrix: entries times factors, powers of two, of rows and columns. */
 typedef struct {
-    int16_t *entries; /* packed: [panel of rows][pair of columns][ROWS][2], with an even number of panels */
+    int16_t *entries; /* packed: [panel of rows][pair of columns][ROWS][2] */
     float *rows, *columns;
 } Inverse;
 
@@ -59,7 +60,7 @@ typedef struct {
 
 extern const AnalysisPath analysis_portable;
 #ifdef HAVE_X86
-extern const AnalysisPath analysis_avx2, analysis_avx512;
+extern const AnalysisPath analysis_avx2;
 #endif
 
 /* All that this processor supports, fastest first, NULL at the end. */

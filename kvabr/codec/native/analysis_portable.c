@@ -5,9 +5,6 @@
 #include <emmintrin.h>
 #endif
 
-#define WIDE 16
-#define PANELS 1
-
 #ifdef __SSE2__
 static void sums(const int16_t *a, const int16_t *b, uint32_t pairs, int32_t *out) {
     for (int i = 0; i < ROWS; i++, a += 2) {

@@ -1,9 +1,7 @@
 /* The encoder's transform, tile by tile of tokens. The same for every path, compiled with each; vectors span tokens only.
  *
  * A path defines before it includes this:
- *   WIDE                                                     tokens of a panel
- *   PANELS                                                   panels of a matrix's rows that sums takes at a time: 1 or 2
- *   sums(const int16_t *a, const int16_t *b, pairs, int32_t *out)    ROWS * PANELS rows by WIDE tokens, [row][token]
+ *   sums(const int16_t *a, const int16_t *b, pairs, int32_t *out)    ROWS rows by WIDE tokens, [row][token]
  *   times(const int32_t *sum, const float *unit, float row, float *to, float *largest)
  *                 a row of sums times each token's unit and the row's; keeps their largest magnitudes
  *   transposed(const float *from, size_t stride, float *to)  8 rows of 8 numbers to columns, WIDE numbers apart
@@ -57,7 +55,7 @@ static inline void put(const Product *p, uint32_t row, uint32_t token, const flo
         memcpy(to, value, WIDE * sizeof *value);
 }
 
-/* Exponents, as in a float's bits, of the scales by which each token of a panel comes to 16 bits; see Inverse.times. */
+/* Exponents, as in a float's bits, of the scales by which each token of a panel comes to 16 bits; see `times` in tests/codec/native/oracle.py. */
 static void exponents(const float *panel, uint32_t size, int32_t *out) {
     static const float zero[WIDE];
     float most[WIDE] = {0}, scale[WIDE];
@@ -98,11 +96,11 @@ static void product(const Inverse *inverse, uint32_t size, const float *panels, 
             paired(panel, k + 1 < size ? panel + WIDE : zero, scale, to);
     }
     const int16_t *entries = inverse->entries;
-    int32_t out[ROWS * PANELS * WIDE] __attribute__((aligned(64)));
-    for (uint32_t row = 0; row < size; row += ROWS * PANELS, entries += (size_t)ROWS * PANELS * 2 * pairs)
+    int32_t out[ROWS * WIDE] __attribute__((aligned(64)));
+    for (uint32_t row = 0; row < size; row += ROWS, entries += (size_t)ROWS * 2 * pairs)
         for (uint32_t token = 0; token < p->tokens; token += WIDE) {
             sums(entries, words + (size_t)token * pairs * 2, pairs, out);
-            for (uint32_t i = 0; i < ROWS * PANELS && row + i < size; i++) {
+            for (uint32_t i = 0; i < ROWS && row + i < size; i++) {
                 float value[WIDE];
                 times(out + i * WIDE, unit + token, inverse->rows[row + i], value, p->largest[row + i >= p->split] + token);
                 put(p, row + i, token, value);

@@ -50,7 +50,7 @@ PyObject *depth(PyObject *self, PyObject *args) {
 }
 
 /* One stack: (kv, kept, layers u32, mantissa i8, gain u8). */
-static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t first_row, const Path *path) {
+static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t first_row) {
     Py_buffer b[3] = {{0}};
     if (!PyArg_ParseTuple(tuple, "IIy*y*y*", &s->kv, &s->kept, b, b + 1, b + 2))
         return -1;
@@ -71,10 +71,8 @@ static int read_stack(PyObject *tuple, Transform *t, StackTransform *s, uint32_t
         good = s->layer && (!size || s->matrix);
         if (good)
             memcpy(s->layer, b[0].buf, count * sizeof *s->layer);
-        if (good && size) {
+        if (good && size)
             pack_matrix(s->matrix, b[1].buf, b[2].buf, s->size, t->paired);
-            good = !path->products8 || pack_small(s, b[1].buf, b[2].buf) == OK;
-        }
         if (!good)
             PyErr_NoMemory();
     }
@@ -150,7 +148,7 @@ PyObject *transform(PyObject *self, PyObject *args) {
     }
     uint32_t row = 0;
     for (uint32_t s = 0; good && s < t->stacks; s++) {
-        good = read_stack(PyTuple_GetItem(stacks, s), t, t->stack + s, row, path) == 0;
+        good = read_stack(PyTuple_GetItem(stacks, s), t, t->stack + s, row) == 0;
         row += good ? t->stack[s].layers * t->blocks * t->width : 0;
     }
     if (good && !(result = PyCapsule_New(t, TRANSFORM_NAME, free_transform)))

@@ -1,24 +1,20 @@
-"""The coder on the fastest path of this machine: the functions of `reference`, and multithreaded decoding.
+"""The coder on the fastest path of this machine, in one thread or several.
 
-The environment variable KVABR_CODER selects another path: ``reference``, ``portable``, ``avx2`` or ``avx512``. All
-produce the same bits.
+The environment variable KVABR_CODER selects another path: ``portable`` or ``avx2``. Both produce the same bits.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import (
     DTYPES,
     CoderModel,
@@ -49,30 +45,33 @@ MOST_DEPTHS = 16
 _BYTES_PER_THREAD = 1 << 22
 """Bytes to copy that are worth a thread."""
 VARIABLE = "KVABR_CODER"
-_warned = False
-ERROR_UNIT = reference.ERROR_UNIT
+ERROR_UNIT = 1024
+"""Errors are added as integers, in units of a step over this: sums are exact, in any order."""
+MOST_ERROR = np.float32(4095)
+"""Largest error of an element, in steps, that is added."""
+
+
+def built(module: Any) -> Any:
+    """Return an extension module, or raise a `UsageError` if it is missing (None)."""
+    if module is None:
+        raise UsageError(
+            "kvabr's native coder is missing: it was not compiled when kvabr was installed. Install a wheel of kvabr, "
+            "or a C compiler (Debian: apt install gcc python3-dev), and reinstall kvabr"
+        )
+    return module
 
 
 def available_paths() -> tuple[str, ...]:
-    """Return the names of the paths that work here, fastest first; ``reference`` always works."""
-    return (*(_kvcoder.paths() if _kvcoder is not None else ()), "reference")
+    """Return the names of the paths that work here, fastest first; a `UsageError` if the coder is missing."""
+    return tuple(built(_kvcoder).paths())
 
 
 def active_path() -> str:
-    """Return the path that calls take now; raise a `UsageError` if KVABR_CODER names one that this machine lacks."""
-    global _warned  # noqa: PLW0603  # once per process
+    """Return the path that calls take now; a `UsageError` if the coder or the path in KVABR_CODER is missing."""
     paths = available_paths()
     wanted = os.environ.get(VARIABLE) or paths[0]
     if wanted not in paths:
         raise UsageError(f"{VARIABLE} is {wanted!r}, but this machine supports only {', '.join(paths)}")
-    if _kvcoder is None and VARIABLE not in os.environ and not _warned:
-        _warned = True
-        warnings.warn(
-            "kvabr's native coder is missing: no C compiler was found when kvabr was installed. "
-            "AC tracks are coded and decoded hundreds of times slower; install a compiler and reinstall kvabr",
-            RuntimeWarning,
-            stacklevel=3,
-        )
     return wanted
 
 
@@ -98,10 +97,17 @@ def encode_indices(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Code the indices of one group; see `reference.encode_indices`, and `encode_rows` for ``threads``."""
+    """Code the indices of one group.
+
+    Args:
+        model: the tables.
+        index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
+        below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
+        references: which tokens refer to others; those of the depth below.
+        streams: how many to cut the rows into, see `most_streams`; None: as many as `usual_streams` says.
+        threads: see `encode_rows`.
+    """
     path = active_path()
-    if path == "reference":
-        return reference.encode_indices(model, index, below, references, streams)
     index, base = check_indices(model, index, below)
     parts = _parts(model, index.shape[1], streams, threads)
     with _errors("indices"):
@@ -124,13 +130,19 @@ def encode_rows(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Quantise the coefficients of one group and code the indices; see `reference.encode_rows`.
+    """Quantise the coefficients of one group and code the indices.
 
-    Streams are coded side by side, in up to ``threads`` threads; None: as `encoding_on` says, else one per core.
+    Args:
+        model: the tables.
+        rows: [row, token] float32, finite.
+        own: quantiser of this depth.
+        lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
+        keep: [token]: False where all indices, of both depths, are 0.
+        references: see `encode_indices`.
+        streams: see `encode_indices`.
+        threads: how many may code streams side by side; None: as `encoding_on` says, else one per core.
     """
     path = active_path()
-    if path == "reference":
-        return reference.encode_rows(model, rows, own, lower, keep, references, streams)
     rows, mask = check_rows(model, rows, lower, keep)
     base = lower or own
     quantisers = (own.step, own.dead), (base.step, base.dead)
@@ -147,10 +159,16 @@ def error_sums(
     quantiser: Quantiser,
     coded: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Add up what decoding takes from some rows; see `reference.error_sums`."""
+    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`.
+
+    Args:
+        rows: coefficients, [row, token].
+        which: the rows, ascending.
+        gains: what their decoded indices are multiplied with.
+        quantiser: what rounds them.
+        coded: [token]: False where tokens do not count.
+    """
     path = active_path()
-    if path == "reference":
-        return reference.error_sums(rows, which, gains, quantiser, coded)
     sums = np.zeros(len(which), np.int64)
     mask, at = -coded.astype(np.int32), np.ascontiguousarray(which, np.uint32)
     with _errors("coefficients"):
@@ -162,10 +180,19 @@ def error_sums(
 def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows; see `reference.similarity`."""
+    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers.
+
+    Args:
+        rows: coefficients, [row, token] float32.
+        which: the rows, fewer than 2^20.
+        tokens: the tokens, up to `TILE`.
+        step: of the quantiser that makes them numbers.
+        most: numbers are indices, cut to this, at most 8; 0: the errors of rounding, in sixteenths of the step.
+
+    Returns:
+        [token, token], the same on every path.
+    """
     path = active_path()
-    if path == "reference":
-        return reference.similarity(rows, which, tokens, step, most)
     sums = np.zeros((len(tokens), len(tokens)), np.int32)
     places = np.ascontiguousarray(which, np.uint32), np.ascontiguousarray(tokens, np.uint32)
     _kvcoder.alike(path, np.ascontiguousarray(rows, np.float32), rows.shape[1], *places, step, most, sums)
@@ -176,19 +203,14 @@ def count_symbols(
     rows: NDArray[np.float32],
     loud: float,
     depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
-) -> bool:
+) -> None:
     """Add coefficients times ``loud`` to a calibration's counts, as `kvabr.codec.quantiser.count` does.
 
     Each depth is its quantiser, whether it refines the one before, and its counts of symbols and flags.
-
-    Returns whether native code could.
     """
     path = active_path()
-    if path == "reference":
-        return False
     parts = tuple((own.step, own.dead, *rest) for own, *rest in depths)
     _kvcoder.count_symbols(path, np.ascontiguousarray(rows, np.float32), len(rows), loud, parts)
-    return True
 
 
 def count_near(
@@ -198,19 +220,22 @@ def count_near(
     below: NDArray[np.int32] | None,
     references: References,
     counts: NDArray[np.int64],
-) -> bool:
-    """Add the indices of one tile to a calibration's counts, as `kvabr.codec.fit_references` does.
+) -> None:
+    """Add the symbols of one tile's second step to a calibration's counts, [class, context, symbol].
 
-    Returns whether native code could.
+    Args:
+        model: the tables of the depth.
+        bucket: `NearTables.bucket`.
+        index: [row, token] of the tile.
+        below: the same of the depth below, if the model refines one.
+        references: of the tile.
+        counts: what to add to.
     """
     path = active_path()
-    if path == "reference":
-        return False
     under = None if below is None else np.ascontiguousarray(below, np.int32)
     tables = model.row_class, model.radius, bucket, counts.shape[1], counts
     own = np.ascontiguousarray(index, np.int32)
     _kvcoder.count_near(path, own, under, index.shape[1], *_places(references), *tables)
-    return True
 
 
 def decode_indices(
@@ -220,10 +245,8 @@ def decode_indices(
     below: NDArray[Any] | None = None,
     references: References | None = None,
 ) -> Index:
-    """Decode the output of `encode_indices`; see `reference.decode_indices`."""
+    """Decode the untrusted output of `encode_indices` to [row, token] int16, given any indices one depth below."""
     path = active_path()
-    if path == "reference":
-        return reference.decode_indices(model, data, tokens, below, references)
     base = check_below(model, tokens, below)
     index = np.zeros((model.rows, tokens), dtype=np.int16) if base is None else base.copy()
     if references is not None:
@@ -243,15 +266,12 @@ def synthesise(
     out: torch.Tensor,
     gains: tuple[float, ...] = (),
 ) -> None:
-    """Turn coefficients into a cache; see `reference.synthesise`."""
+    """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
     path = active_path()
     check_cache(transform, out)
     wanted = (transform.structure.rows, out.shape[3])
     if z.shape != wanted or z.dtype != np.int16:
         raise FormatError(f"coefficients: {z.dtype} of {z.shape}, must be int16 of {wanted}")
-    if path == "reference":
-        reference.synthesise(transform, z, step, first_token, out, gains)
-        return
     with _target(transform, transform.scale(step, gains), first_token, out) as target:
         _kvcoder.synthesise(path, _transform(transform, path), np.ascontiguousarray(z), target)
 
@@ -277,9 +297,6 @@ def decode(job: DecodeJob, threads: int | None = None) -> None:
     Needs memory for little more than the smaller of one group and 128 tokens, in 16-bit numbers.
     """
     path = active_path()
-    if path == "reference":
-        reference.decode(replace(job, mean=mean_of(job)))
-        return
     if len(job.models) > MOST_DEPTHS:
         raise FormatError(f"{len(job.models)} depths, at most {MOST_DEPTHS}")
     depths, transform, mean = tuple(map(_depth, job.models)), _transform(job.transform, path), mean_of(job)
@@ -322,7 +339,7 @@ def gather(
         tokens: of each group.
         groups: a number for each.
         rows: of the depth.
-        out: [byte], of as many as `reference.gathered_places` says; None: they are checked, and copied by other means.
+        out: [byte], of as many as `streams.gathered_places` says; None: they are checked, and copied by other means.
 
     Returns:
         [stream, 8]: its group's number; where in ``out`` its states, words and escapes are, in units of 16 bits; how
@@ -334,20 +351,13 @@ def gather(
     numbers = np.array(tokens, np.uint32), np.array(groups, np.int64)
     threads = 1 if out is None else _copying_threads(out)
     with _errors("entropy coded part"):
-        parts = _native().gather(tuple(payloads), *numbers, rows, out, threads)
+        parts = built(_kvcoder).gather(tuple(payloads), *numbers, rows, out, threads)
     return np.frombuffer(parts, np.int64).reshape(-1, 8)
 
 
 def copy(payloads: Sequence[bytes | memoryview], out: NDArray[np.uint8]) -> None:
-    """Copy payloads of any kind to a buffer, to `reference.gathered_places`. Releases the GIL."""
-    _native().copy(tuple(payloads), out, _copying_threads(out))
-
-
-def _native() -> Any:
-    """Return the extension module, which fills a device's buffers whatever codes; a `UsageError` if it is missing."""
-    if _kvcoder is None:
-        raise UsageError("kvabr's native coder is missing: install a C compiler, and then kvabr again")
-    return _kvcoder
+    """Copy payloads of any kind to a buffer, to `streams.gathered_places`. Releases the GIL."""
+    built(_kvcoder).copy(tuple(payloads), out, _copying_threads(out))
 
 
 def _copying_threads(out: NDArray[np.uint8]) -> int:

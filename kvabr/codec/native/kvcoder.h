@@ -1,4 +1,4 @@
-/* Shared declarations of the native coder. `reference.py` defines the results, bit for bit.
+/* Shared declarations of the native coder. tests/codec/native/oracle.py defines the results, bit for bit.
  *
  *   tables.c     prepared once per profile: lookup tables, packed matrices
  *   rans.h       the state of 64 interleaved rANS decoders, and opening a payload's streams
@@ -85,10 +85,6 @@ typedef struct {
     uint32_t *layer;
     uint32_t first_row;
     int16_t *matrix; /* packed; NULL if size is 0 */
-    /* Components that are small in a tile go four at a time: [outputs / 32][components / 4][32][4] mantissa + 128, for
-     * the fours whose gain is `gain`; NULL if the path does not use it. */
-    uint8_t *small, *fits; /* fits: [components / 4] */
-    int32_t gain;
 } StackTransform;
 
 /* A transform. A packed matrix is [outputs / 32][components / 2][32][2], or [...][2][32] for the portable path. */
@@ -178,7 +174,6 @@ struct Scratch;
 typedef struct {
     const char *name;
     int paired;   /* whether packed matrices hold two components side by side */
-    int products8; /* whether the stack transform also multiplies bytes */
     /* Decodes one tile of one stream into index[row * stride + place], which holds the indices below if the depth refines.
      * live[row]: whether the row has a nonzero index; on entry of the indices below, on return of the result.
      * lane[place]: see References; or NULL. */
@@ -203,7 +198,7 @@ typedef struct {
 extern const Path path_portable;
 #if defined(__GNUC__) && defined(__x86_64__)
 #define HAVE_X86 1
-extern const Path path_avx2, path_avx512;
+extern const Path path_avx2;
 #endif
 
 /* Memory of one decode; sized by `scratch_new`. */
@@ -216,8 +211,6 @@ typedef struct Scratch {
     uint8_t *live;      /* [rows] */
     uint32_t *list;     /* [most pairs] */
     uint32_t *z, *y;    /* [token block][pair][8] */
-    uint32_t *list8, *z8; /* for fours: [most fours], [token block][four][8] */
-    int32_t *offset8;   /* [token]: minus the contribution of the 128 in the mantissas */
     float *values;      /* [token][padded width] */
 } Scratch;
 
@@ -235,7 +228,6 @@ Depth *depth_new(uint32_t rows, uint32_t classes, uint32_t contexts, uint32_t wi
 int depth_near(Depth *, uint32_t contexts, const uint16_t *freqs, const uint8_t *bucket); /* OK or NO_MEMORY */
 void depth_free(Depth *);
 void pack_matrix(int16_t *to, const int8_t *mantissa, const uint8_t *gain, uint32_t size, int paired);
-int pack_small(StackTransform *, const int8_t *mantissa, const uint8_t *gain);
 size_t packed_entries(uint32_t size);
 void transform_free(Transform *);
 

@@ -345,7 +345,7 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 #include "synth.h"
 #include "tile.h"
 
-const Path path_avx2 = {"avx2", 1, 0, decode_tile, synthesise, encode_stream, error_sum, alike,
+const Path path_avx2 = {"avx2", 1, decode_tile, synthesise, encode_stream, error_sum, alike,
                         count_row, count_near_row};
 
 #ifdef __clang__

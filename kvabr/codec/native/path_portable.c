@@ -136,5 +136,5 @@ static void to_half(const float *from, uint16_t *to, uint32_t n) {
 #include "synth.h"
 #include "tile.h"
 
-const Path path_portable = {"portable", 0, 0, decode_tile, synthesise, encode_stream, error_sum, alike,
+const Path path_portable = {"portable", 0, decode_tile, synthesise, encode_stream, error_sum, alike,
                             count_row, count_near_row};

@@ -1,7 +1,7 @@
 """Token-separable payloads into a cache by native code: each number is checked, converted and placed in one pass.
 
-Torch does the same in several passes over memory, three to eight times slower, and to the bit. It takes over where the
-extension is not built, for other devices and element types, and if KVABR_CODER is ``reference``.
+Torch does the same in several passes over memory, three to eight times slower, and to the bit. It takes over for other
+devices and element types, and where the extension is not built.
 
 Caches are those of any layer class, [layer, K/V, head, token, dim], with an axis of keys and values or without it
 (`kvabr.types.kv.LayerClass.halves`).
@@ -30,13 +30,8 @@ _VARIABLE = "KVABR_CODER"
 
 def places(out: torch.Tensor) -> bool:
     """Return whether the functions below can write to ``out``, of any strides; otherwise torch has to."""
-    return (
-        _kvplace is not None
-        and out.device.type == "cpu"
-        and out.layout == torch.strided
-        and out.dtype in _KINDS
-        and os.environ.get(_VARIABLE) != "reference"
-    )
+    there = out.device.type == "cpu" and out.layout == torch.strided
+    return _kvplace is not None and there and out.dtype in _KINDS
 
 
 def cast(units: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> bool:

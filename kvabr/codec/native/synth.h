@@ -8,10 +8,6 @@
  *   product(const int16_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, int32_t *sums)
  *       sums[token 8][output 32] = over j < n: the panel's pair list[j] times z[j][token 8], wrapping
  *   to_half(const float *, uint16_t *, unsigned)        round to nearest even; finite and within +-65504
- * and, with PRODUCTS8, for components that fit a byte throughout a tile, four at a time and twice as fast:
- *   product8(const uint8_t *panel, const uint32_t *list, unsigned n, const uint32_t *z, const int32_t *offset, int32_t gain,
- *            int32_t *sums)
- *       sums += gain * (offset[token 8] + over j < n: the panel's four list[j] times z[j][token 8])
  */
 #include "kvcoder.h"
 #include <string.h>
@@ -56,83 +52,30 @@ static uint32_t saturated(int32_t sum) {
     return (uint16_t)(int16_t)(y > 32767 ? 32767 : y < -32768 ? -32768 : y);
 }
 
-#ifdef PRODUCTS8
-/* Whether a live row's coefficients fit a signed byte; 7 is the largest index for which they certainly do. */
-static int is_small(const Rows *rows, uint32_t row) {
-    const int16_t *from = rows->index + row * rows->stride;
-    int16_t most = rows->delta ? 7 : 127, least = (int16_t)-most;
-    int beyond = 0;
-    for (uint32_t t = 0; t < rows->tokens; t++)
-        beyond |= (from[t] > most) | (from[t] < least);
-    return !beyond;
-}
-
-/* Four rows side by side as bytes into column j of n of z8; only `count` exist. */
-static void interleave8(Scratch *scratch, uint32_t n, uint32_t j, const Rows *rows, uint32_t row, uint32_t count) {
-    int16_t four[4][TILE] __attribute__((aligned(64))) = {{0}};
-    for (uint32_t k = 0; k < count; k++)
-        if (rows->live[row + k])
-            coefficients(four[k], rows->index + (row + k) * rows->stride, rows->tokens, rows->delta,
-                         rows->row_class ? rows->row_class[row + k] : 0);
-    for (uint32_t t = 0; t < rows->tokens; t += TOKENS) {
-        uint32_t *to = scratch->z8 + ((size_t)(t / TOKENS) * n + j) * TOKENS;
-        for (uint32_t i = 0; i < TOKENS; i++) {
-            int16_t a = four[0][t + i], b = four[1][t + i], c = four[2][t + i], d = four[3][t + i];
-            to[i] = (uint8_t)a | (uint32_t)(uint8_t)b << 8 | (uint32_t)(uint8_t)c << 16 | (uint32_t)(uint8_t)d << 24;
-            scratch->offset8[t + i] -= 128 * (a + b + c + d);
-        }
-    }
-}
-#endif
-
-/* Lists the live pairs of a stack, and the live fours whose coefficients are small. */
-static void sort_out(const StackTransform *stack, const Rows *rows, Scratch *scratch, uint32_t *pairs, uint32_t *fours) {
-    *pairs = *fours = 0;
-    for (uint32_t k = 0; k < stack->size; k += 4) {
-        uint32_t row = stack->first_row + k, here = at_most(4, stack->size - k);
-        const uint8_t *live = rows->live + row;
-        int first = live[0] | live[1], second = here == 4 && (live[2] | live[3]);
-#ifdef PRODUCTS8
-        int small = stack->small && stack->fits[k / 4] && (first | second);
-        for (uint32_t i = 0; i < here && small; i++)
-            small = !live[i] || is_small(rows, row + i);
-        if (small) {
-            scratch->list8[(*fours)++] = k / 4;
-            continue;
-        }
-#endif
-        if (first)
-            scratch->list[(*pairs)++] = k / 2;
-        if (second)
-            scratch->list[(*pairs)++] = k / 2 + 1;
-    }
+/* Lists the live pairs of a stack; returns how many. */
+static uint32_t live_pairs(const StackTransform *stack, const Rows *rows, uint32_t *list) {
+    uint32_t n = 0;
+    const uint8_t *live = rows->live + stack->first_row;
+    for (uint32_t pair = 0; pair < stack->size / 2; pair++)
+        if (live[2 * pair] | live[2 * pair + 1])
+            list[n++] = pair;
+    return n;
 }
 
 /* The stack transform: fills scratch->y[token block][pair][8]; returns 0 if all its rows are dead (y is then zero). */
 static int unstack(const StackTransform *stack, const Rows *rows, Scratch *scratch) {
-    uint32_t pairs = stack->size / 2, blocks = (rows->tokens + TOKENS - 1) / TOKENS, n, n8;
-    sort_out(stack, rows, scratch, &n, &n8);
-    if (!(n | n8))
+    uint32_t pairs = stack->size / 2, blocks = (rows->tokens + TOKENS - 1) / TOKENS;
+    uint32_t n = live_pairs(stack, rows, scratch->list);
+    if (!n)
         return 0;
     for (uint32_t j = 0; j < n; j++)
         interleave(scratch->z, n, j, rows, stack->first_row + 2 * scratch->list[j], 1);
-#ifdef PRODUCTS8
-    uint32_t fours = (stack->size + 3) / 4;
-    memset(scratch->offset8, 0, (size_t)blocks * TOKENS * sizeof *scratch->offset8);
-    for (uint32_t j = 0; j < n8; j++)
-        interleave8(scratch, n8, j, rows, stack->first_row + 4 * scratch->list8[j], at_most(4, stack->size - 4 * scratch->list8[j]));
-#endif
     for (uint32_t panel = 0; panel * OUTPUTS < stack->size; panel++) {
         const int16_t *matrix = stack->matrix + (size_t)panel * pairs * OUTPUTS * 2;
         uint32_t here = at_most(OUTPUTS / 2, pairs - panel * (OUTPUTS / 2));
         for (uint32_t b = 0; b < blocks; b++) {
             int32_t sums[TOKENS * OUTPUTS] __attribute__((aligned(64)));
             product(matrix, scratch->list, n, scratch->z + (size_t)b * n * TOKENS, sums);
-#ifdef PRODUCTS8
-            if (n8)
-                product8(stack->small + (size_t)panel * fours * OUTPUTS * 4, scratch->list8, n8,
-                         scratch->z8 + (size_t)b * n8 * TOKENS, scratch->offset8 + b * TOKENS, stack->gain, sums);
-#endif
             uint32_t *y = scratch->y + ((size_t)b * pairs + panel * (OUTPUTS / 2)) * TOKENS;
             for (uint32_t i = 0; i < here; i++)
                 for (uint32_t t = 0; t < TOKENS; t++)

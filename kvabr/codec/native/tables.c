@@ -203,43 +203,12 @@ void pack_matrix(int16_t *to, const int8_t *mantissa, const uint8_t *gain, uint3
     }
 }
 
-/* The gain that most fours of neighbouring components share, and their mantissas as bytes; OK or NO_MEMORY. */
-int pack_small(StackTransform *s, const int8_t *mantissa, const uint8_t *gain) {
-    uint32_t fours = (s->size + 3) / 4, count[256] = {0}, best = 0;
-    if (!(s->fits = aligned_zeros(fours, 1)))
-        return NO_MEMORY;
-    for (uint32_t f = 0; f < fours; f++) {
-        uint8_t alike = 1;
-        for (uint32_t k = 4 * f; k < s->size && k < 4 * f + 4; k++)
-            alike &= gain[k] == gain[4 * f];
-        s->fits[f] = alike;
-        count[gain[4 * f]] += alike;
-    }
-    for (uint32_t g = 1; g < 256; g++)
-        best = count[g] > count[best] ? g : best;
-    s->gain = (int32_t)best;
-    for (uint32_t f = 0; f < fours; f++)
-        s->fits[f] &= gain[4 * f] == best;
-    if (2 * count[best] < fours) /* too few to pay for a second pass */
-        return OK;
-    uint32_t panels = (s->size + OUTPUTS - 1) / OUTPUTS;
-    if (!(s->small = aligned_zeros((size_t)panels * fours * OUTPUTS, 4)))
-        return NO_MEMORY;
-    for (uint32_t i = 0; i < s->size; i++)
-        for (uint32_t k = 0; k < s->size; k++)
-            s->small[(((size_t)(i / OUTPUTS) * fours + k / 4) * OUTPUTS + i % OUTPUTS) * 4 + k % 4] =
-                (uint8_t)(mantissa[(size_t)i * s->size + k] + 128);
-    return OK;
-}
-
 void transform_free(Transform *t) {
     if (!t)
         return;
     for (uint32_t s = 0; t->stack && s < t->stacks; s++) {
         aligned_free(t->stack[s].layer);
         aligned_free(t->stack[s].matrix);
-        aligned_free(t->stack[s].small);
-        aligned_free(t->stack[s].fits);
     }
     aligned_free(t->stack);
     aligned_free(t->block);
@@ -262,10 +231,6 @@ Scratch *scratch_new(uint32_t rows, uint32_t tokens, const Transform *t, int ind
         good = good && (s->list = aligned_zeros(pairs, sizeof *s->list)) != NULL;
         good = good && (s->z = aligned_zeros(pairs * padded, sizeof *s->z)) != NULL;
         good = good && (s->y = aligned_zeros(pairs * padded, sizeof *s->y)) != NULL;
-        size_t fours = pairs / 2 + 1;
-        good = good && (s->list8 = aligned_zeros(fours, sizeof *s->list8)) != NULL;
-        good = good && (s->z8 = aligned_zeros(fours * padded, sizeof *s->z8)) != NULL;
-        good = good && (s->offset8 = aligned_zeros(padded, sizeof *s->offset8)) != NULL;
         good = good && (s->values = aligned_zeros(padded * t->padded_width, sizeof *s->values)) != NULL;
     }
     if (!good) {
@@ -278,8 +243,7 @@ Scratch *scratch_new(uint32_t rows, uint32_t tokens, const Transform *t, int ind
 void scratch_free(Scratch *s) {
     if (!s)
         return;
-    void *parts[] = {s->chance, s->flags, s->index, s->live, s->list, s->z, s->y, s->list8, s->z8,
-                     s->offset8, s->values};
+    void *parts[] = {s->chance, s->flags, s->index, s->live, s->list, s->z, s->y, s->values};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         aligned_free(parts[i]);
     free(s);

@@ -1,23 +1,22 @@
-"""Groups for the kernels, and what the reference makes of them."""
+"""Groups for the kernels, and what the oracle makes of them."""
 
 import numpy as np
 import torch
 
-from kvabr.codec.native import reference
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec
-from tests.codec.native import models
+from tests.codec.native import models, oracle
 
 STEP = 0.07
 
 
 def payloads(case):
-    return case.encode(reference.encode_indices)
+    return case.encode(oracle.encode_indices)
 
 
 def expected(case, coded, first, dtype):
     out = torch.empty(case.shape(), dtype=dtype)
-    reference.decode(case.job(coded, STEP, first, out))
+    oracle.decode(case.job(coded, STEP, first, out))
     return out
 
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob, Shift
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, cut, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.native import models
+from tests.codec.native import models, oracle
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
@@ -70,7 +70,7 @@ def test_gains_are_those_of_the_reference():
     outs, jobs = [], []
     for gain in (1.0, 1.25):
         out = torch.empty(case.shape())
-        reference.decode(replace(case.job(coded, STEP, 5, out), gains=(gain,) * stacks))
+        oracle.decode(replace(case.job(coded, STEP, 5, out), gains=(gain,) * stacks))
         there = torch.full(case.shape(), -7.0, device=DEVICE)
         outs.append((there, out))
         jobs.append(replace(case.job(coded, STEP, 5, there), gains=(gain,) * stacks))
@@ -107,7 +107,7 @@ def test_groups_with_means_of_their_own_are_decoded_beside_others():
         for room in (wanted, outs)
     ]
     for job in jobs[0]:
-        with coder.taking("reference"):
+        with oracle.taking(oracle.ORACLE):
             coder.decode(job)
     decoder.decode_many(jobs[1])
     assert all(map(same, outs, wanted))
@@ -168,7 +168,7 @@ def test_an_escape_that_no_encoder_writes_is_refused():
     assert int.from_bytes(coded[4:8], "little") > 0
     bad = coded[:-2] + (-32768).to_bytes(2, "little", signed=True)
     out = torch.empty(1, 2, 1, 70, 3, device=DEVICE)
-    for run in (reference.decode, lambda job: decode_many([job])):
+    for run in (oracle.decode, lambda job: decode_many([job])):
         with pytest.raises(FormatError):
             run(case.job([bad], STEP, 0, out))
 

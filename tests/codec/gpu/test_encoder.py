@@ -7,6 +7,7 @@ from kvabr.codec import gpu
 from kvabr.codec.transform import Stack, Structure, layered, plain
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests.codec.gpu.conftest import DEVICE, on_device
+from tests.codec.native import oracle
 from tests.codec.native.test_analysis import by, same, transform
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
@@ -32,10 +33,10 @@ def some(it, tokens, seed=0):
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_they_make_the_bits_of_the_reference(name, monkeypatch):
+def test_they_make_the_bits_of_the_oracle(name, monkeypatch):
     it = transform(STRUCTURES[name], 9)
     group = some(it, 9)
-    wanted = by("reference", it, group, 1000)
+    wanted = by(oracle.ORACLE, it, group, 1000)
     monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group), wanted)
 
@@ -44,7 +45,7 @@ def test_more_tokens_and_larger_vectors_than_a_tile_has(monkeypatch):
     spec = KVSpec.uniform("wide", "t", 1, 1, 67, "float32", RopeSpec(10000.0, 66))
     it = transform(Structure(spec, 1, (Stack(0, 0, 1, 66), Stack(1, 0, 1, 0))), 1)
     group = some(it, 65)
-    wanted = by("reference", it, group)
+    wanted = by(oracle.ORACLE, it, group)
     monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group, 0), wanted)
 
@@ -55,7 +56,7 @@ def test_any_floats_in_any_order_with_and_without_a_position(dtype, monkeypatch)
     group = some(it, 5).to(dtype)
     spread = torch.zeros(10, 2, 1, 10, 2, dtype=dtype)[::2, :, :, ::2].permute(2, 4, 1, 0, 3)
     spread.copy_(group)
-    wanted = by("reference", it, group, None)
+    wanted = by(oracle.ORACLE, it, group, None)
     monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, spread, None), wanted)
 
@@ -67,7 +68,7 @@ def test_absurd_elements_are_limited_alike(monkeypatch):
     for token, size in enumerate((1e-44, 1e-30, 1e-3, 70.0, 1e4, 3e19, 3e38)):
         group[:, :, :, token] *= size
     group = group.clamp(-3e38, 3e38)
-    wanted = by("reference", it, group, 3)
+    wanted = by(oracle.ORACLE, it, group, 3)
     monkeypatch.setattr(gpu, "runs_on", on_device)
     assert same(there(it, group, 3), wanted)
 
@@ -75,7 +76,7 @@ def test_absurd_elements_are_limited_alike(monkeypatch):
 def test_nothing_is_touched_that_is_not_theirs(guarded, monkeypatch):
     it = transform(STRUCTURES["a block for each head"], 3)
     group = some(it, 20)
-    wanted, found = by("reference", it, group, 0), []
+    wanted, found = by(oracle.ORACLE, it, group, 0), []
     monkeypatch.setattr(gpu, "runs_on", on_device)
     guarded(group, lambda: found.append(there(it, group, 0)))
     assert same(found[0], wanted)

@@ -11,13 +11,12 @@ from kvabr.codec import ac, gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.gpu import together
-from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import DecodeJob
 from kvabr.codec.referring import MARK
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import STEP, expected, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.native import models
+from tests.codec.native import models, oracle
 from tests.codec.test_ac import FIRST, TRACKS, decode, encode
 from tests.kvdata import related, spec
 
@@ -60,7 +59,7 @@ def test_groups_with_and_without_share_a_launch():
         for room in rooms
     ]
     for job in jobs[0]:
-        reference.decode(job)
+        oracle.decode(job)
     decoder.decode_many(jobs[1])
     assert all(map(same, rooms[1], rooms[0]))
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec.native import reference
 from kvabr.codec.native.coder_model import Quantiser
 from kvabr.types.errors import FormatError
 from tests.codec.gpu.cases import long
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.native import models
+from tests.codec.native import models, oracle
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
@@ -33,7 +32,7 @@ def some_job(seed, tokens, *, refines, refers=True, model=None):
 
 
 def wanted(job):
-    return reference.encode_rows(job.model, job.rows.cpu().numpy(), job.own, job.lower, job.keep, job.references)
+    return oracle.encode_rows(job.model, job.rows.cpu().numpy(), job.own, job.lower, job.keep, job.references)
 
 
 @pytest.mark.parametrize("refines", [False, True])

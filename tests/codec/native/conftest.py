@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
 import pytest
 
 from kvabr.codec.native import coder
+from tests.codec.native import oracle
 
-NATIVE = [path for path in coder.available_paths() if path != "reference"]
+NATIVE = coder.available_paths()
 
 
-@pytest.fixture(params=coder.available_paths())
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=oracle.PATHS)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each path in turn."""
-    monkeypatch.setenv(coder.VARIABLE, request.param)
-    return request.param
+    with oracle.taking(request.param):
+        yield request.param
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch):
+def use() -> Iterator[Callable[[str], None]]:
     """Return a function that selects the path of later calls."""
-    return lambda name: monkeypatch.setenv(coder.VARIABLE, name)
+    with ExitStack() as taken:
+
+        def select(name: str) -> None:
+            taken.close()
+            taken.enter_context(oracle.taking(name))
+
+        yield select

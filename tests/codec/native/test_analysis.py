@@ -12,14 +12,13 @@ from kvabr.codec import analysis
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.coefficients import Coefficients
 from kvabr.codec.inverse import BIGGEST
-from kvabr.codec.native import coder
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import NO_MATRIX, ONE, RUN, Stack, Structure, Transform, layered, plain, rounded
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
-from tests.needs import NO_CODER
+from tests.codec.native import oracle
 
-NATIVE = () if analysis._kvanalysis is None else tuple(analysis._kvanalysis.paths())
+NATIVE = tuple(analysis._kvanalysis.paths())
 
 GROUPED = KVSpec.uniform("grouped", "t", 5, 2, 16, "float32", RopeSpec(10000.0, 16))
 PARTIAL = KVSpec.uniform("partial", "t", 3, 3, 20, "float32", RopeSpec(10000.0, 12, "interleaved", factor=1.25))
@@ -57,7 +56,7 @@ def transform(structure: Structure, seed: int) -> Analysis:
 
 
 def by(path: str, it: Analysis, group: torch.Tensor, first: int | None = 0) -> Coefficients:
-    with coder.taking(path):
+    with oracle.taking(path):
         return it.analyse(group, first)
 
 
@@ -72,7 +71,7 @@ def same(one: Coefficients, other: Coefficients) -> bool:
 
 def everywhere(it: Analysis, group: torch.Tensor, first: int | None = 0) -> Coefficients:
     """Analyse on every path, and return what all of them make."""
-    wanted = by("reference", it, group, first)
+    wanted = by(oracle.ORACLE, it, group, first)
     for path in NATIVE:
         assert same(by(path, it, group, first), wanted), path
     return wanted
@@ -122,7 +121,7 @@ def test_any_floats_in_any_order(dtype: torch.dtype, order: tuple[int, ...]) -> 
     wanted_shape = it.structure.spec.shape(50)
     there = torch.randn([wanted_shape[axis] for axis in order]).to(dtype)
     group = there.permute([order.index(axis) for axis in range(5)])
-    assert same(everywhere(it, group), by("reference", it, group.float().contiguous()))
+    assert same(everywhere(it, group), by(oracle.ORACLE, it, group.float().contiguous()))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -157,7 +156,7 @@ def test_a_norm_too_small_to_divide_by_makes_tokens_that_are_not_coded() -> None
     assert float(found.reach.min()) >= BIGGEST / 8191
 
 
-@pytest.mark.parametrize("path", [*NATIVE, "reference"])
+@pytest.mark.parametrize("path", [*NATIVE, oracle.ORACLE])
 def test_a_token_is_the_same_in_every_group(path: str) -> None:
     it = transform(STRUCTURES["grouped"], 7)
     group = torch.randn(it.structure.spec.shape(140))
@@ -180,7 +179,6 @@ def test_a_group_of_another_shape_is_refused() -> None:
         it.analyse(torch.zeros(UNTURNED.shape(4)), 0)
 
 
-@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_arrays_of_other_sizes_are_refused() -> None:
     matrix = np.zeros((2, 32, 31), np.int16), np.ones((2, 32), np.float32), np.ones((2, 32), np.float32)
     stack = np.eye(16, dtype=np.int16), np.ones(16, np.float32), np.ones(16, np.float32)
@@ -189,7 +187,6 @@ def test_arrays_of_other_sizes_are_refused() -> None:
         analysis._kvanalysis.analysis((0, 0, 2), (2, 16, 2, 0), 8, 16, 0, mean, np.ones(2, np.float32), matrix, stack)
 
 
-@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_a_path_that_this_processor_lacks_is_refused() -> None:
     it = transform(STRUCTURES["grouped"], 4)
     with pytest.raises(ValueError, match="do not belong together"):

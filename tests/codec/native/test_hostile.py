@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import DecodeJob
-from kvabr.codec.native.reference import COUNTS
 from kvabr.codec.native.references import LANES
 from kvabr.types.errors import FormatError
+from tests.codec.native import oracle
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
 from tests.fuzz.mutation import mutate
-from tests.needs import NO_CODER
 
-WORDS = COUNTS.size + 4 * LANES
+WORDS = oracle.COUNTS.size + 4 * LANES
 
 
 def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
@@ -43,7 +42,7 @@ def same(a: list[np.ndarray] | None, b: list[np.ndarray] | None) -> bool:
 def test_every_truncation_is_refused(path: str) -> None:
     it = case(7, small=True, depths=1)
     (payload,) = it.encode()
-    cuts = range(0, len(payload), 97 if path == "reference" else 1)
+    cuts = range(0, len(payload), 97 if path == oracle.ORACLE else 1)
     for cut in cuts:
         assert outcome(it, [payload[:cut]]) is None
     assert outcome(it, [payload + b"\0\0"]) is None
@@ -53,7 +52,7 @@ def test_every_truncation_is_refused(path: str) -> None:
 def test_counts_that_lie_are_refused(path: str) -> None:
     it = case(7, small=True, depths=1)
     (payload,) = it.encode()
-    words, escapes = COUNTS.unpack_from(payload)
+    words, escapes = oracle.COUNTS.unpack_from(payload)
     lies = [
         (words + 1, escapes), (words + 1, escapes - 1), (words - 1, escapes + 1), (0, words + escapes),
         (2**32 - 1, escapes), (words, 2**32 - 1), (2**31, 2**31), (2**32 - 1, 2**32 - 1),
@@ -64,12 +63,13 @@ def test_counts_that_lie_are_refused(path: str) -> None:
 
 def test_an_escape_that_no_encoder_writes_is_refused(path: str) -> None:
     cases = (case(seed, small=True, depths=1) for seed in range(100))
-    it, payload = next((it, payload) for it in cases for payload in it.encode() if COUNTS.unpack_from(payload)[1])
+    it, payload = next(
+        (it, payload) for it in cases for payload in it.encode() if oracle.COUNTS.unpack_from(payload)[1]
+    )
     assert outcome(it, [payload]) is not None
     assert outcome(it, [payload[:-2] + b"\x00\x80"]) is None
 
 
-@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 @pytest.mark.parametrize("seed", range(6))
 def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
     """Most are rejected; the others (a changed escape) decode equally on every path."""
@@ -88,7 +88,7 @@ def test_mutations_come_out_the_same_by_every_path(seed: int, use) -> None:
         else:
             payloads[which] = mutate(payloads[which], good, dice)
         results = []
-        for path in (*NATIVE, "reference") if round_ < 20 else NATIVE:
+        for path in oracle.PATHS if round_ < 20 else NATIVE:
             use(path)
             results.append(outcome(it, payloads))
         assert all(same(result, results[0]) for result in results)
@@ -101,22 +101,22 @@ def test_noise_that_is_far_larger_than_a_group_is_refused(path: str) -> None:
     it = case(31, depths=1)
     dice = np.random.default_rng(0)
     words = dice.bytes(2 * 500_000)
-    payload = COUNTS.pack(500_000, 0) + dice.bytes(4 * LANES) + words
+    payload = oracle.COUNTS.pack(500_000, 0) + dice.bytes(4 * LANES) + words
     with pytest.raises(FormatError):
         coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape())))
 
 
 def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in the reference, which the compiled paths match bit for bit: symbols decoded before it is refused."""
+    """Counted in the oracle, which the compiled paths match bit for bit: symbols decoded before it is refused."""
     decoded = 0
-    advance = reference._Reader._advance
+    advance = oracle._Reader._advance
 
     def counting(reader, states, *rest) -> None:
         nonlocal decoded
         decoded += len(states)
         advance(reader, states, *rest)
 
-    monkeypatch.setattr(reference._Reader, "_advance", counting)
+    monkeypatch.setattr(oracle._Reader, "_advance", counting)
     it = case(31, depths=1)
     (model,), tokens = it.models, it.indices[0].shape[1]
     dice = np.random.default_rng(0)
@@ -125,10 +125,10 @@ def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> No
     for words in (50_000, 500_000):
         decoded = 0
         with pytest.raises(FormatError):
-            reference.decode_indices(model, COUNTS.pack(words, 0) + states + noise[: 2 * words], tokens)
+            oracle.decode_indices(model, oracle.COUNTS.pack(words, 0) + states + noise[: 2 * words], tokens)
         work.append(decoded)
     assert work[0] == work[1]
-    assert 0 < work[0] <= model.rows * (tokens + -(-tokens // reference.TILE))
+    assert 0 < work[0] <= model.rows * (tokens + -(-tokens // oracle.TILE))
 
 
 def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:

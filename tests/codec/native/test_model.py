@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec import native
+from kvabr.codec import analysis, native
+from kvabr.codec.analysis import Analysis
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, frequencies
 from kvabr.codec.transform import Matrices, Structure, Transform
@@ -167,19 +168,22 @@ def test_a_path_that_is_not_there_is_an_error(use) -> None:
         coder.active_path()
 
 
-def test_without_the_extension_it_works_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(coder.VARIABLE, raising=False)
+def test_without_the_extension_it_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     it = case(7, small=True, depths=1)
-    there = coder.encode_indices(it.models[0], it.indices[0])
+    payload = coder.encode_indices(it.models[0], it.indices[0])
     monkeypatch.setattr(coder, "_kvcoder", None)
-    monkeypatch.setattr(coder, "_warned", False)
-    with pytest.warns(RuntimeWarning, match="slower"):
-        coded = coder.encode_indices(it.models[0], it.indices[0])
-    assert coded == there
-    assert coder.available_paths() == ("reference",)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        coder.encode_indices(it.models[0], it.indices[0])
+    for use in (
+        coder.available_paths,
+        coder.active_path,
+        lambda: coder.encode_indices(it.models[0], it.indices[0]),
+        lambda: coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape()))),
+        lambda: coder.gather([payload], [1], [0], it.rows, None),
+    ):
+        with pytest.raises(UsageError, match="native coder is missing"):
+            use()
+    monkeypatch.setattr(analysis, "_kvanalysis", None)
+    with pytest.raises(UsageError, match="native coder is missing"):
+        Analysis(it.transform).prepare()
 
 
 def test_a_big_endian_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

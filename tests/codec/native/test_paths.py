@@ -1,4 +1,4 @@
-"""Every native path gives the reference's bits: payloads, indices, caches."""
+"""Every native path gives the oracle's bits: payloads, indices, caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser, dequantise
 from kvabr.codec.quantiser import quantise
 from kvabr.types.errors import FormatError
+from kvabr_lab.bench.code_length import ideal_bits
+from tests.codec.native import oracle
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import base_indices, case, coder_model, some_references, spread_out
 from tests.examples import examples
-from tests.needs import NO_CODER
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STEP, FIRST = 0.37, 4093
@@ -28,7 +29,6 @@ def test_the_extension_is_built_where_it_can_be():
     assert NATIVE  # it is optional: an error of the compiler ends no installation
 
 
-@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 @examples(25)
 @given(
     seed=st.integers(0, 1 << 32),
@@ -36,17 +36,17 @@ def test_the_extension_is_built_where_it_can_be():
     dtype=st.sampled_from(DTYPES),
     first=st.sampled_from((FIRST, 1_000_000, None)),
 )
-def test_native_paths_match_the_reference(seed: int, kind: int, dtype: torch.dtype, first: int | None) -> None:
+def test_native_paths_match_the_oracle(seed: int, kind: int, dtype: torch.dtype, first: int | None) -> None:
     it = case(seed)
     tokens = it.indices[0].shape[1]
     shape = it.shape()
     below = (None, *it.indices[:-1])
-    with coder.taking("reference"):
+    with oracle.taking(oracle.ORACLE):
         payloads = it.encode()
         wanted = spread_out(shape, dtype, 0)
         coder.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, first, wanted)
     for path in NATIVE:
-        with coder.taking(path):
+        with oracle.taking(path):
             for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
                 assert coder.encode_indices(model, index, under, it.references) == payload
                 assert np.array_equal(coder.decode_indices(model, payload, tokens, under, it.references), index)
@@ -80,8 +80,8 @@ def test_coefficients_become_the_indices_that_the_quantiser_says(
         quantise(torch.from_numpy(rows * keep), each.step, each.dead).numpy().astype(np.int16) for each in (lower, own)
     ]
     base, enhancement = coder_model(dice, 60, refines=False), coder_model(dice, 60, refines=True)
-    for path in coder.available_paths():
-        with coder.taking(path):
+    for path in oracle.PATHS:
+        with oracle.taking(path):
             for at, quantiser in enumerate((lower, own)):
                 coded = coder.encode_rows(base, rows, quantiser, None, keep)
                 assert coded == coder.encode_indices(base, indices[at])
@@ -117,9 +117,9 @@ def test_no_path_is_wrong_about_coefficients_near_the_middle_of_two_indices(
     references = some_references(dice, tokens) if dice.random() < 0.7 else None
     jobs = (base, rows, own, None, keep, references), (enhancement, rows, own, lower, keep, references)
     for job in jobs:
-        wanted = reference.encode_rows(*job)
+        wanted = oracle.encode_rows(*job)
         for path in NATIVE:
-            with coder.taking(path):
+            with oracle.taking(path):
                 assert coder.encode_rows(*job) == wanted
 
 
@@ -131,9 +131,9 @@ def test_no_path_takes_a_row_for_zeros_that_has_a_one() -> None:
     own, lower = Quantiser(step, 0.0), Quantiser(3 * step, 0.0)
     for refines in (False, True):
         job = coder_model(dice, 60, refines=refines), rows, own, lower if refines else None, keep
-        wanted = reference.encode_rows(*job)
+        wanted = oracle.encode_rows(*job)
         for path in NATIVE:
-            with coder.taking(path):
+            with oracle.taking(path):
                 assert coder.encode_rows(*job) == wanted
 
 
@@ -155,38 +155,38 @@ def test_tokens_are_as_alike_on_every_path(seed: int, tokens: int, taken: int, s
         exact = (rows[which][:, of] / np.float32(step)).clip(-(2**23), 2**23)  # from there on, all are integers
     number = np.rint(exact).clip(-most, most) if most else np.rint(16 * (exact - np.rint(exact)))
     wanted = number.astype(np.int64).T @ number.astype(np.int64)
-    for path in coder.available_paths():
-        with coder.taking(path):
+    for path in oracle.PATHS:
+        with oracle.taking(path):
             assert np.array_equal(coder.similarity(rows, which, of, step, most), wanted)
             assert not coder.similarity(rows, np.zeros(0, int), of, step, most).any()
 
 
 @examples(10)
 @given(seed=st.integers(0, 1 << 32), kind=st.integers(0, 4))
-def test_the_reference_reads_what_it_writes(seed: int, kind: int) -> None:
+def test_the_oracle_reads_what_it_writes(seed: int, kind: int) -> None:
     it = case(seed, small=True)
     below = (None, *it.indices[:-1])
-    payloads = it.encode(reference.encode_indices)
+    payloads = it.encode(oracle.encode_indices)
     for model, index, under, payload in zip(it.models, it.indices, below, payloads, strict=True):
-        assert np.array_equal(reference.decode_indices(model, payload, index.shape[1], under, it.references), index)
+        assert np.array_equal(oracle.decode_indices(model, payload, index.shape[1], under, it.references), index)
     out = spread_out(it.shape(), torch.bfloat16, kind)
     again = torch.empty_like(out)
-    reference.decode(it.job(payloads, STEP, FIRST, out))
-    reference.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, again)
+    oracle.decode(it.job(payloads, STEP, FIRST, out))
+    oracle.synthesise(it.transform, dequantise(it.models[-1], it.indices[-1]), STEP, FIRST, again)
     assert torch.equal(out, again)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 128, 300])
 def test_payloads_are_hardly_longer_than_the_ideal(path: str, tokens: int) -> None:
     dice = np.random.default_rng(tokens)
-    rows = 40 if path == "reference" else 1500
+    rows = 40 if path == oracle.ORACLE else 1500
     for refines in (False, True):
         model = coder_model(dice, rows, refines=refines)
         below = base_indices(dice, rows, tokens).clip(-100, 100) if refines else None
         index = base_indices(dice, rows, tokens) if below is None else 3 * below + 1
         bits = len(coder.encode_indices(model, index, below)) * 8
         # The states cost 64 x 32 bits and the counts 64, whatever the payload.
-        assert bits <= 1.002 * reference.ideal_bits(model, index, below) + 64 * 32 + 64
+        assert bits <= 1.002 * ideal_bits(model, index, below) + 64 * 32 + 64
 
 
 def test_sums_wrap_and_saturate_alike(use) -> None:
@@ -196,7 +196,7 @@ def test_sums_wrap_and_saturate_alike(use) -> None:
     z = np.random.default_rng(0).choice([-32752, 32752, 32000], (it.rows, tokens)).astype(np.int16)
     for dtype in DTYPES:
         outs = []
-        for path in coder.available_paths():
+        for path in oracle.PATHS:
             use(path)
             out = torch.empty(it.shape(tokens), dtype=dtype)
             coder.synthesise(it.transform, z, 1000.0, 0, out)
@@ -214,7 +214,7 @@ def test_bytes_and_words_are_multiplied_alike(use, most: int) -> None:
         bounds = dice.choice((most, most, 1, 0), (it.rows, 1))
         z = dice.integers(-bounds, bounds + 1, (it.rows, 21)).astype(np.int16)
         outs = []
-        for path in coder.available_paths():
+        for path in oracle.PATHS:
             use(path)
             outs.append(torch.empty(it.shape(21)))
             coder.synthesise(it.transform, z, 0.5, 0, outs[-1])
@@ -230,7 +230,7 @@ def test_small_numbers_round_alike(use) -> None:
     for step in (1e-6, 1e-9, 1e-30, 1e-36):
         for dtype in DTYPES:
             outs = []
-            for path in coder.available_paths():
+            for path in oracle.PATHS:
                 use(path)
                 outs.append(torch.empty(it.shape(33), dtype=dtype))
                 coder.synthesise(it.transform, z, step, 0, outs[-1])
@@ -238,7 +238,7 @@ def test_small_numbers_round_alike(use) -> None:
 
 
 def test_other_dtypes_and_many_threads(path: str) -> None:
-    cases = [case(seed, small=True, depths=2) for seed in range(4 if path == "reference" else 24)]
+    cases = [case(seed, small=True, depths=2) for seed in range(4 if path == oracle.ORACLE else 24)]
     jobs, wanted = [], []
     for it in cases:
         payloads = it.encode()

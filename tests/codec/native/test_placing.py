@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.native import coder, placing
+from kvabr.codec.native import placing
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, LayerClass
+from tests.codec.native import oracle
 from tests.codec.native.models import spread_out
 from tests.codec.native.test_paths import DTYPES
 from tests.examples import examples
 from tests.kvdata import spec
-from tests.needs import NO_CODER
 
 TRACKS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4")
 EXTREMES = (
@@ -38,15 +38,13 @@ EXTREMES = (
 """Largest, subnormal, vanishing, and halfway between two numbers of 16 bits."""
 PATHS = ("avx2", "portable")
 
-pytestmark = pytest.mark.skipif(not placing.places(torch.zeros(1)), reason=NO_CODER)
-
 
 def of_class(kind: str, heads: int, keys: int, values: int) -> KVSpec:
     return KVSpec("test/model", "tokenizer", (LayerClass(kind, (0, 1), heads, keys, values, "float16"),), 128)
 
 
 def decoded(path: str, track: str, payload: bytes, context: GroupContext, out: torch.Tensor) -> torch.Tensor:
-    with coder.taking(path):
+    with oracle.taking(path):
         codec(track).decode(memoryview(payload), context, out)
     return out
 
@@ -84,7 +82,7 @@ def same_bits(track, path, dtype, kind, shape, tokens, scale, seed):
     if track in ("FP16", "BF16"):
         group.view(-1)[some] = torch.tensor(EXTREMES)
     payload = codec(track).encode(group, context)
-    exact = decoded("reference", track, payload, context, torch.empty(group.shape, dtype=dtype))
+    exact = decoded(oracle.ORACLE, track, payload, context, torch.empty(group.shape, dtype=dtype))
     out = spread_out(tuple(group.shape), dtype, kind)
     everything = torch.empty(0, dtype=dtype).set_(out.untyped_storage()).fill_(7)
     decoded(path, track, payload, context, out)
@@ -131,7 +129,7 @@ def test_every_code_of_e4m3_means_what_torch_says(path):
     shape = of_class("latent", 1, len(codes), 0)
     out = torch.empty(shape.shape(1))
     scale = torch.linspace(0.5, 2, len(codes)).half()
-    with coder.taking(path):
+    with oracle.taking(path):
         assert placing.cast_scaled(codes[None], scale, out[:1])
     wanted = codes.view(torch.float8_e4m3fn).float() * scale.float()
     assert torch.equal(out[0].flatten().view(torch.int32), wanted.view(torch.int32))
@@ -191,5 +189,6 @@ def test_sizes_that_do_not_belong_together_are_refused():
 def test_torch_takes_what_native_code_cannot(monkeypatch):
     assert not placing.places(torch.zeros(2, dtype=torch.float64))
     assert not placing.places(torch.zeros(2, device="meta"))
-    monkeypatch.setenv(coder.VARIABLE, "reference")
+    assert placing.places(torch.zeros(2))
+    monkeypatch.setattr(placing, "_kvplace", None)
     assert not placing.places(torch.zeros(2))

@@ -10,15 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, DecodeJob, cut, most_streams, usual_streams
 from kvabr.codec.native.references import LANES
+from kvabr.codec.native.streams import STREAMED, gathered_places, has_streams, rows_of_streams
 from kvabr.types.errors import FormatError
 from kvabr_lab.bench import coder_speed
+from tests.codec.native import oracle
 from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import coder_model, some_references
 from tests.examples import examples
-from tests.needs import NO_CODER
 
 ROWS = 300
 STATES = 4 * LANES
@@ -44,11 +45,11 @@ def test_every_path_makes_and_reads_the_same_streams(seed: int, tokens: int, str
     references = some_references(dice, tokens) if refers else None
     for index, below in ((base, None), (above, base)):
         model = coder_model(dice, ROWS, refines=below is not None)
-        payload = reference.encode_indices(model, index, below, references, streams)
-        assert reference.has_streams(payload) == (streams > 1)
-        assert np.array_equal(reference.decode_indices(model, payload, tokens, below, references), index)
+        payload = oracle.encode_indices(model, index, below, references, streams)
+        assert has_streams(payload) == (streams > 1)
+        assert np.array_equal(oracle.decode_indices(model, payload, tokens, below, references), index)
         for path in NATIVE:
-            with coder.taking(path):
+            with oracle.taking(path):
                 for threads in (1, 3):
                     assert coder.encode_indices(model, index, below, references, streams, threads) == payload
                 assert np.array_equal(coder.decode_indices(model, payload, tokens, below, references), index)
@@ -59,7 +60,7 @@ def test_streams_have_all_rows_in_whole_runs() -> None:
     for streams in range(1, most_streams(ROWS) + 1):
         parts = cut(order, streams)
         assert sorted(np.concatenate(parts)) == list(range(ROWS))
-        assert [len(part) for part in parts] == reference.rows_of_streams(ROWS, streams).tolist()
+        assert [len(part) for part in parts] == rows_of_streams(ROWS, streams).tolist()
         assert min(map(len, parts)) >= LANES
         assert np.array_equal(parts[0][:LANES], order[:LANES])
 
@@ -67,7 +68,7 @@ def test_streams_have_all_rows_in_whole_runs() -> None:
 def model_and_payload(streams: int) -> tuple[CoderModel, bytes]:
     dice = np.random.default_rng(5)
     model = coder_model(dice, ROWS, refines=False)
-    return model, reference.encode_indices(model, drawn(dice, 70)[0], streams=streams)
+    return model, oracle.encode_indices(model, drawn(dice, 70)[0], streams=streams)
 
 
 def is_read(model: CoderModel, payload: bytes) -> bool:
@@ -81,7 +82,7 @@ def is_read(model: CoderModel, payload: bytes) -> bool:
 def test_directories_that_lie_are_refused_on_every_path() -> None:
     model, payload = model_and_payload(3)
     number = struct.unpack_from("<I", payload)[0]
-    assert number == reference.STREAMED + 3
+    assert number == STREAMED + 3
     counts = list(struct.iter_unpack("<II", payload[4:28]))
 
     def with_counts(*changed: tuple[int, int]) -> bytes:
@@ -100,34 +101,33 @@ def test_directories_that_lie_are_refused_on_every_path() -> None:
         "within the directory": payload[:20],
         "nothing but a number": payload[:4],
         **{
-            f"{n} streams": struct.pack("<I", reference.STREAMED + n) + payload[4:]
+            f"{n} streams": struct.pack("<I", STREAMED + n) + payload[4:]
             for n in (0, 1, 2, 4, most_streams(ROWS) + 1, 0xFFFF)
         },
     }
-    for path in coder.available_paths():
-        with coder.taking(path):
+    for path in oracle.PATHS:
+        with oracle.taking(path):
             read = [what for what, changed in bad.items() if is_read(model, changed)]
             assert not read, path
 
 
 def test_a_stream_that_is_damaged_is_noticed_wherever_it_is() -> None:
     model, payload = model_and_payload(4)
-    whole = reference.directory(payload, ROWS, 70)
+    whole = oracle.directory(payload, ROWS, 70)
     for at in (whole.at + 2).tolist():  # a state of each
         changed = bytearray(payload)
         changed[at] ^= 1
-        for path in coder.available_paths():
-            with coder.taking(path), pytest.raises(FormatError):
+        for path in oracle.PATHS:
+            with oracle.taking(path), pytest.raises(FormatError):
                 coder.decode_indices(model, bytes(changed), 70)
 
 
-@pytest.mark.skipif(not NATIVE, reason=NO_CODER)
 def test_payloads_are_gathered_as_their_directories_say() -> None:
     payloads = [model_and_payload(streams)[1] for streams in (1, 3, 4)]
-    room, tokens, groups = reference.gathered_places(payloads)[-1], [70] * 3, [5, 0, 9]
+    room, tokens, groups = gathered_places(payloads)[-1], [70] * 3, [5, 0, 9]
     out, copied, due = np.zeros(room, np.uint8), np.zeros(room, np.uint8), []
-    for payload, at, group in zip(payloads, reference.gathered_places(payloads), groups, strict=False):
-        streams = reference.directory(payload, ROWS, 70)
+    for payload, at, group in zip(payloads, gathered_places(payloads), groups, strict=False):
+        streams = oracle.directory(payload, ROWS, 70)
         count, states = len(streams.at), (at + streams.at) // 2
         words = states + 2 * LANES
         places = states, words, words + streams.words, streams.words, streams.escapes
@@ -138,7 +138,7 @@ def test_payloads_are_gathered_as_their_directories_say() -> None:
     assert np.array_equal(coder.gather(payloads, tokens, groups, ROWS, None), parts)
     coder.copy(payloads, copied)
     assert np.array_equal(copied, out)
-    for payload, at in zip(payloads, reference.gathered_places(payloads), strict=False):
+    for payload, at in zip(payloads, gathered_places(payloads), strict=False):
         assert out[at : at + len(payload)].tobytes() == payload
     with pytest.raises(FormatError):
         coder.gather([payloads[0], payloads[1][:-2]], tokens[:2], groups[:2], ROWS, out)
@@ -155,7 +155,7 @@ def test_streams_are_short_and_cost_little(shape: coder_speed.CacheShape) -> Non
         sample.depths, sample.payloads, sample.indices, (None, sample.indices[0]), strict=True
     ):
         streams = usual_streams(model, 128)
-        assert len(reference.directory(payload, model.rows, 128).at) == streams > 1
+        assert len(oracle.directory(payload, model.rows, 128).at) == streams > 1
         with coder.taking(""):
             alone = coder.encode_indices(model, index, below, streams=1)
         assert len(payload) <= 1.015 * len(alone)
@@ -168,7 +168,7 @@ def test_streams_are_short_and_cost_little(shape: coder_speed.CacheShape) -> Non
 def test_small_groups_have_one_stream() -> None:
     model = coder_model(np.random.default_rng(1), 100, refines=False)
     assert usual_streams(model, 128) == 1
-    assert not reference.has_streams(coder.encode_indices(model, np.zeros((100, 128), np.int16)))
+    assert not has_streams(coder.encode_indices(model, np.zeros((100, 128), np.int16)))
 
 
 def test_a_cache_is_the_same_from_any_number_of_streams_and_threads() -> None:

@@ -20,6 +20,7 @@ from kvabr.codec.profile import Profile
 from kvabr.data.profiles import GEMMA3_270M, ShippedProfile, shipped_profiles
 from kvabr_lab.bench import synthetic
 from tests import kvdata
+from tests.codec.native import oracle
 from tests.codec.same.digests import Case, digests
 
 DIMS = {64: (2, "half"), 80: (1, "interleaved"), 96: (3, "half"), 128: (2, "half"), 256: (1, "half")}
@@ -101,22 +102,19 @@ def every() -> tuple[tuple[Case, ...], dict[str, str]]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_on_another_machine_they_are_the_same(place, every, tmp_path):
-    environment = PLACES[place]
-    if environment.get(coder.VARIABLE, "reference") not in coder.available_paths():
-        pytest.skip("this path is not built: .venv/bin/python setup.py build_ext --inplace, on a processor that has it")
     groups, wanted = every
-    found = elsewhere(groups, tmp_path, environment)
+    found = elsewhere(groups, tmp_path, PLACES[place])
     assert {name for name in wanted if found[name] != wanted[name]} == set()
     assert len(found) > 5 * len(groups)
     assert {name.split()[-1] for name in found} == set(names())
 
 
-@pytest.mark.parametrize("path", coder.available_paths())
-def test_without_native_code_they_are_the_same(path, monkeypatch):
+@pytest.mark.parametrize("path", oracle.PATHS)
+def test_on_every_path_they_are_the_same(path):
     groups = tuple(case for case in cases() if case.name in ("64 odd", "80 odd"))
     wanted = here(groups)
-    monkeypatch.setenv(coder.VARIABLE, path)
-    assert here(groups) == wanted
+    with oracle.taking(path):
+        assert here(groups) == wanted
 
 
 def test_a_difference_would_be_noticed():

@@ -72,7 +72,7 @@ def options(server, tls, **more):
 
 
 @contextlib.asynccontextmanager
-async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-18", **limits):
+async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-20", **limits):
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(300))
         server = await stack.enter_async_context(served(asset, tls, theirs, **limits))
@@ -346,8 +346,8 @@ async def test_certificates_are_checked(asset, tls, library):
 async def test_nobody_in_common(asset, tls, library):
     async with asyncio.timeout(300), served(asset, tls, library, drafts=(by_alpn("moqt-22"),)) as server:
         with pytest.raises(TransportError, match="no common protocol"):
-            await quic.dial(options(server, tls, drafts=("moqt-18",)), library)
-        with pytest.raises(TransportError, match="this kvabr speaks moqt-18, moqt-20, moqt-22"):
+            await quic.dial(options(server, tls, drafts=("moqt-20",)), library)
+        with pytest.raises(TransportError, match="this kvabr speaks moqt-20, moqt-22"):
             await quic.dial(options(server, tls, drafts=("moqt-99",)), library)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvabr.link.moqt.placing import filled, place
 from kvabr.moqt.objects import FetchWriter, ObjectHeader, ObjectParser
 from kvabr.moqt.requester import NextPayload
-from kvabr.moqt.wire import DRAFT_18, write_varint
+from kvabr.moqt.wire import write_varint
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 
@@ -18,7 +18,7 @@ OBJECTS = st.lists(st.tuples(SIZES, st.sampled_from([1, 1, 1, 5]), st.sampled_fr
 
 async def read_in_place(wire: bytes, reads: list[int], limit: int, *, exact: bool) -> tuple[bytes, ObjectParser, int]:
     """What a transfer has after reads that place what they can; the parser; and the bytes that were fed to it."""
-    parser, fed = ObjectParser(DRAFT_18), 0
+    parser, fed = ObjectParser(), 0
     transfer = GroupTransfer(GroupRequest(TrackNamespace("m", "0" * 64), "t", 5, limit, exact))
     at, turn = 0, 0
     while at < len(wire):
@@ -62,7 +62,7 @@ def written(objects: list[tuple[int, int, int | None]]) -> tuple[bytes, bytes]:
 @given(OBJECTS, st.lists(st.integers(1, 700), min_size=1, max_size=5), st.booleans())
 def test_reads_that_end_anywhere(objects, reads, exact):
     wire, payload = written(objects)
-    plain = ObjectParser(DRAFT_18)
+    plain = ObjectParser()
     headers = [item for item in plain.feed(wire) if isinstance(item, ObjectHeader)]
     data, parser, _ = asyncio.run(read_in_place(wire, reads, len(payload), exact=exact))
     assert data == payload
@@ -90,7 +90,7 @@ def test_many_tiny_objects_before_larger_ones_are_no_fault():
 def test_the_group_in_a_header_that_is_written_longer_than_needed_is_not_overlooked():
     flags = b"\x80\x1c"
     header = flags + write_varint(5) + write_varint(0) + b"\1" + write_varint(100)
-    parser = ObjectParser(DRAFT_18)
+    parser = ObjectParser()
     assert parser.feed(header)[0].group == 5
     assert parser.took([memoryview(bytes(100)), memoryview(header)])[1]
     assert parser.feed(header)[0].group == 11

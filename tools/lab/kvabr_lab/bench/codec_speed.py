@@ -22,7 +22,6 @@ from kvabr.codec.ac import split_payload
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Index, Quantiser, dequantise
-from kvabr.codec.native.reference import ideal_bits
 from kvabr.codec.native.references import References
 from kvabr.codec.profile import ClassProfile, Profile
 from kvabr.codec.quantiser import quantise
@@ -32,6 +31,7 @@ from kvabr.publish.texts import cut_prompt, measuring_texts
 from kvabr.types.kv import KVSpec
 from kvabr_lab.bench import coder_speed as raw
 from kvabr_lab.bench import synthetic
+from kvabr_lab.bench.code_length import ideal_bits
 from kvabr_lab.bench.other_codecs import CacheGenQuantiser, PeerProcess
 from kvabr_lab.bench.schemes import track_chain
 
@@ -156,7 +156,7 @@ def processor_time(work: Callable[[], object], seconds: float) -> float:
         times.append(max(time.process_time() - start, 1e-9))
         spent += times[-1]
         if spent > 8 * seconds and len(times) >= 2:
-            break  # the reference path takes minutes where others take milliseconds
+            break  # it takes far longer than the others
     return statistics.median(times)
 
 
@@ -243,9 +243,8 @@ def _status(name: str) -> int:
 
 
 def paths(wanted: Sequence[str] | None) -> list[str]:
-    """Return the named paths, or all of this machine except the reference, which only serves checks."""
-    native = [path for path in coder.available_paths() if path != "reference"]
-    return list(wanted or native or ["reference"])
+    """Return the named paths, or all of this machine."""
+    return list(wanted or coder.available_paths())
 
 
 SCHEMA = "kvabr.bench.codec/1"
@@ -303,7 +302,7 @@ def measure(
     Args:
         subject: The group to code.
         tracks: Tracks to time.
-        wanted: Paths; None for all of this machine except the reference.
+        wanted: Paths; None for all of this machine.
         seconds: Processor time per stage.
         progress: Called after every track and path.
     """

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvabr.codec.native import coder, reference
+from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import CoderModel, DecodeJob, Index, dequantise, frequencies
 from kvabr.codec.native.references import TILE
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr_lab.bench.code_length import ideal_bits
 
 CLASSES = 32
 
@@ -105,7 +106,7 @@ def synthetic(
         model = _tables(index, below, spread)
         models.append(model)
         payloads.append(coder.encode_indices(model, index, below))
-        ideal.append(reference.ideal_bits(model, index, below))
+        ideal.append(ideal_bits(model, index, below))
         below = index
     return SyntheticGroup(shape, transform, tuple(models), tuple(indices), tuple(payloads), tuple(ideal))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   kvabr bench codec                                  SmolLM2 and the shape of Llama-3.1-8B, every path of the coder
-  kvabr bench codec --models smollm2 --tracks AC-L1 AC-5x --paths avx512 reference
+  kvabr bench codec --models smollm2 --tracks AC-L1 AC-5x --paths avx2
   tools/setup-peers && kvabr bench codec --json codec.json
 
 A group of 128 tokens is encoded and decoded. Rates are millions of cache elements per second (an element is 2 bytes at
@@ -45,8 +45,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="tracks to time (default: all)")
     parser.add_argument("--profile", type=Path, metavar="F", help="codec profile of the model, as for encode")
     parser.add_argument(
-        "--paths", nargs="+", choices=("reference", "portable", "avx2", "avx512"), metavar="PATH",
-        help="paths of the coder: reference, portable, avx2, avx512 (default: all but reference)",
+        "--paths", nargs="+", choices=("portable", "avx2"), metavar="PATH",
+        help="paths of the coder: portable, avx2 (default: both)",
     )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=0.5, metavar="S", help="processor time per stage (default: 0.5)"

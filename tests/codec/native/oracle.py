@@ -1,44 +1,36 @@
 """The format in NumPy, which every native path must match bit for bit. Slow: about a second per group.
 
-    words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
-
-or, cut into n streams that are decoded independently of each other,
-
-    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
-
-In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each, of which the last may be shorter. So all
-streams are about as long, and neighbours in one share tables. Each has at least one whole run. What follows is the same
-for each of them, and for a payload of one.
-
-The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
-and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
-below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
-rows in coding order, 64 per step; then, row by row, the indices of the rows whose flag is set, 64 tokens per step.
-With references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and those of the second
-step have other tables, which what they refer to selects (`NearTables`).
-Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
+`taking` puts these functions in the place of the native coder's and of the encoder's transform, and torch in that of
+`kvabr.codec.native.placing`: everything that calls them then runs here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvabr.codec.analysis import Analysis
+from kvabr.codec.coefficients import Coefficients
+from kvabr.codec.gpu.tables import lookup
+from kvabr.codec.inverse import BIGGEST, Inverse
+from kvabr.codec.native import coder, placing
+from kvabr.codec.native.coder import ERROR_UNIT, MOST_ERROR
 from kvabr.codec.native.coder_model import (
+    MOST_RADIUS,
     PROBABILITY_BITS,
     TOTAL,
     CoderModel,
     DecodeJob,
     Index,
     Quantiser,
-    Shift,
     check_below,
+    check_cache,
     check_indices,
     check_rows,
     cut,
@@ -47,21 +39,52 @@ from kvabr.codec.native.coder_model import (
     usual_streams,
 )
 from kvabr.codec.native.references import LANES, TILE, References
+from kvabr.codec.native.streams import STREAMED, payload_heads, rows_of_streams
+from kvabr.codec.quantiser import SymbolCounts, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import ONE, Transform
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import FP16_MAX
+from kvabr_lab.bench.code_length import conditioned, contexts_of, flag_chance, signs_of, symbols_of
 
+ORACLE = "oracle"
+"""A path of `taking`: the functions of this module."""
+PATHS = (*coder.available_paths(), ORACLE)
 COUNTS = struct.Struct("<II")
 """Of a stream, in the directory: words and escapes."""
-STREAMED = 0xFFFF0000
-"""Added to the number of streams, which stands before the directory of more than one."""
 _NUMBER = struct.Struct("<I")
 LOW = 1 << 16
 """States stay in the range from this to 2^32."""
 _SLOT = TOTAL - 1
+_EXACT_ROWS = 1 << 17
+_WHOLE = np.float32(2**23)  # from here on, floats are integers
 _Step = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Start and frequency of the symbols of one step."""
+
+
+@contextmanager
+def taking(path: str) -> Iterator[None]:
+    """Make all coding take a path, as `coder.taking` does, or this module's functions."""
+    if path != ORACLE:
+        with coder.taking(path):
+            yield
+        return
+    mine = [(coder, name, globals()[name]) for name in _CODER]
+    mine += [(Analysis, "analyse", analyse), (placing, "places", lambda _: False)]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in mine]
+    for owner, name, function in mine:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+_CODER = (
+    *("encode_indices", "encode_rows", "decode_indices", "synthesise", "decode"),
+    *("error_sums", "similarity", "count_symbols", "count_near"),
+)
 
 
 def encode_indices(
@@ -70,6 +93,7 @@ def encode_indices(
     below: NDArray[Any] | None = None,
     references: References | None = None,
     streams: int | None = None,
+    threads: int | None = None,
 ) -> bytes:
     """Code the indices of one group.
 
@@ -79,6 +103,7 @@ def encode_indices(
         below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
         references: which tokens refer to others; those of the depth below.
         streams: how many to cut the rows into, see `most_streams`; None: as many as `usual_streams` says.
+        threads: of no account.
     """
     index, base = check_indices(model, index, below)
     if references is not None:
@@ -89,29 +114,20 @@ def encode_indices(
     return b"".join((payload_heads(counts).tobytes(), *(part for stream in made for part in stream)))
 
 
-def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return what precedes the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
-    groups, streams = counts.shape[:2]
-    numbers = counts.reshape(groups, -1)
-    if streams > 1:
-        numbers = np.column_stack((np.full(groups, STREAMED + streams), numbers))
-    return np.ascontiguousarray(numbers).astype("<u4").view(np.uint8)
-
-
 def _encode_stream(
     model: CoderModel, order: NDArray[np.uint32], index: Index, base: Index | None, references: References | None
 ) -> tuple[bytes, bytes, bytes]:
     """Code some rows, in this order; return states, words and escapes."""
     steps: list[_Step] = []
     escapes: list[NDArray[np.int16]] = []
-    values, context = _conditioned(index, base)
+    values, context = conditioned(index, base)
     cum = _starts(model.freqs)
     near = None if references is None else model.near
     near_cum = None if near is None else _starts(near.freqs)
     for first in range(0, index.shape[1], TILE):
         tile = slice(first, first + TILE)
         live = (values[:, tile] != 0).any(axis=1)
-        chance = _flag_chance(model, base, tile)
+        chance = flag_chance(model, base, tile)
         for at in range(0, len(order), LANES):
             rows = order[at : at + LANES]
             one = chance[rows]
@@ -126,7 +142,7 @@ def _encode_stream(
                     which, sign = near_contexts(near.bucket, referred, under)
                     value = (index[row, place].astype(np.int64) - 3 * under) * sign
                     freqs, starts = near.freqs, near_cum
-                symbols, escaped = _symbols(model, int(row), value, which, freqs)
+                symbols, escaped = symbols_of(model, int(row), value, which, freqs)
                 escapes.append(escaped)
                 chosen = (model.row_class[row], which, symbols)
                 steps.append((starts[chosen], freqs[chosen].astype(np.int64)))
@@ -143,6 +159,7 @@ def encode_rows(
     keep: NDArray[np.bool_],
     references: References | None = None,
     streams: int | None = None,
+    threads: int | None = None,
 ) -> bytes:
     """Quantise the coefficients of one group and code the indices.
 
@@ -154,6 +171,7 @@ def encode_rows(
         keep: [token]: False where all indices, of both depths, are 0.
         references: see `encode_indices`.
         streams: see `encode_indices`.
+        threads: of no account.
     """
     rows, mask = check_rows(model, rows, lower, keep)
 
@@ -201,14 +219,14 @@ def _decode_stream(
     near_tables = [] if near is None else lookup(near.freqs)
     for first in range(0, tokens, TILE):
         tile = slice(first, min(tokens, first + TILE))
-        chance = _flag_chance(model, base, tile)
+        chance = flag_chance(model, base, tile)
         live = np.concatenate([reader.flags(chance[order[at : at + LANES]]) for at in range(0, len(order), LANES)])
         for row in order[live]:
             table, radius = tables[model.row_class[row]], int(model.radius[model.row_class[row]])
             for at in range(tile.start, tile.stop, LANES):
                 step = slice(at, min(tile.stop, at + LANES))
                 under = np.zeros(step.stop - at, np.int16) if base is None else base[row, step]
-                which, sign = _context(under), _sign(under)
+                which, sign = contexts_of(under), signs_of(under)
                 if near is not None and references is not None and at > tile.start:
                     which, sign = near_contexts(near.bucket, out[row, tile][references.lane[step]], under)
                     table = near_tables[model.row_class[row]]
@@ -221,6 +239,13 @@ def _decode_stream(
             dead = order[~live]
             out[dead, tile] = _combined(np.zeros((), np.int64), base[dead, tile])
     reader.end()
+
+
+def _combined(difference: NDArray[np.int64], below: Index) -> Index:
+    """Return an index from the one below and the difference from its triple, saturating like int16."""
+    tripled = np.clip(3 * below.astype(np.int64), -32768, 32767)
+    combined: Index = np.clip(tripled + difference, -32768, 32767).astype(np.int16)
+    return combined
 
 
 def near_contexts(
@@ -251,6 +276,7 @@ def synthesise(
     mean: NDArray[np.float32] | None = None,
 ) -> None:
     """Turn coefficients, [row, token] int16 from `dequantise`, into a cache; see `DecodeJob` for the rest."""
+    check_cache(transform, out)
     structure, spec = transform.structure, transform.structure.coded
     mean = transform.mean.astype(np.float32) if mean is None else mean
     tokens, scale = z.shape[1], transform.scale(step, gains)
@@ -273,13 +299,6 @@ def synthesise(
         if out.dtype == torch.float16:
             values = values.clamp(-FP16_MAX, FP16_MAX)
         out[which] = values
-
-
-ERROR_UNIT = 1024
-"""Errors are added as integers, in units of a step over this: sums are exact, in any order."""
-_EXACT_ROWS = 1 << 17
-_WHOLE = np.float32(2**23)  # from here on, floats are integers
-MOST_ERROR = np.float32(4095)
 
 
 def error_sums(
@@ -332,20 +351,14 @@ def similarity(
     return sums
 
 
-def decode(job: DecodeJob) -> None:
+def decode(job: DecodeJob, threads: int | None = None) -> None:
     """Decode a base and the enhancements above it into a cache; raise a `FormatError` if a payload does not fit."""
     index: Index | None = None
     for model, payload in zip(job.models, job.payloads, strict=True):
         index = decode_indices(model, payload, job.out.shape[3], index, job.references)
-    assert index is not None  # noqa: S101  # a job has at least one depth
+    assert index is not None  # a job has at least one depth
     z = dequantise(job.models[-1], index)
-    assert not isinstance(job.mean, Shift)  # noqa: S101  # `coder.mean_of`
-    synthesise(job.transform, z, job.step, job.first_token, job.out, job.gains, job.mean)
-
-
-def has_streams(data: bytes | memoryview) -> bool:
-    """Return whether a payload says that it is cut into several streams."""
-    return memoryview(data).nbytes >= _NUMBER.size and bool(_NUMBER.unpack_from(data)[0] >= STREAMED)
+    synthesise(job.transform, z, job.step, job.first_token, job.out, job.gains, coder.mean_of(job))
 
 
 class Directory(NamedTuple):
@@ -373,95 +386,10 @@ def directory(data: bytes | memoryview, rows: int, tokens: int) -> Directory:
     return Directory(ends - sizes, words, escapes)
 
 
-def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
-    """Return how many rows each stream has; see `cut`."""
-    runs, rest = divmod(rows, LANES)
-    out = np.full(streams, LANES * (runs // streams))
-    out[: runs % streams] += LANES
-    out[runs % streams] += rest
-    return out
-
-
-_ALIGN = 16
-
-
-def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return where `coder.gather` puts each payload, and, last, the room that it needs."""
-    sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
-    return list(accumulate(sizes, initial=0))
-
-
-def ideal_bits(model: CoderModel, index: NDArray[Any], below: NDArray[Any] | None = None) -> float:
-    """Return the code length of a group's indices under the model's own tables, with flags and 16 bits per escape."""
-    index, base = check_indices(model, index, below)
-    values, context = _conditioned(index, base)
-    cost = -np.log2(np.maximum(model.freqs, 1) / TOTAL)
-    bits = 0.0
-    for first in range(0, index.shape[1], TILE):
-        tile = slice(first, first + TILE)
-        live = (values[:, tile] != 0).any(axis=1)
-        chance = _flag_chance(model, base, tile)
-        bits -= float(np.log2(np.where(live, chance, TOTAL - chance) / TOTAL).sum())
-        for row in np.flatnonzero(live):
-            symbols, escaped = _symbols(model, int(row), values[row, tile], context[row, tile], model.freqs)
-            bits += float(cost[model.row_class[row], context[row, tile], symbols].sum()) + 16 * len(escaped)
-    return bits
-
-
-def _conditioned(index: Index, below: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the coded values and their contexts, both [row, token]."""
-    values = index.astype(np.int64)
-    farthest = 0
-    if below is not None:
-        values -= 3 * below.astype(np.int64)
-        farthest = int(np.abs(below.astype(np.int64)).max())
-    if int(np.abs(values).max()) > 32767 or farthest > 32767 // 3:
-        raise FormatError("an index is beyond 16 bits, or cannot be reached from the one below; keep such tokens exact")
-    if below is None:
-        return values, np.zeros(index.shape, dtype=np.int64)
-    return values * _sign(below), _context(below)
-
-
-def _context(below: Index) -> NDArray[np.int64]:
-    context: NDArray[np.int64] = np.minimum(np.abs(below.astype(np.int64)), 2)
-    return context
-
-
-def _sign(below: Index) -> NDArray[np.int64]:
-    """Return the sign of the index below: values are coded as if it was not negative."""
-    return np.where(below < 0, -1, 1)
-
-
-def _combined(difference: NDArray[np.int64], below: Index) -> Index:
-    """Return an index from the one below and the difference from its triple, saturating like int16."""
-    tripled = np.clip(3 * below.astype(np.int64), -32768, 32767)
-    combined: Index = np.clip(tripled + difference, -32768, 32767).astype(np.int16)
-    return combined
-
-
-def _flag_chance(model: CoderModel, below: Index | None, tile: slice) -> NDArray[np.int64]:
-    """Return the probability of a set flag, [row]."""
-    chance: NDArray[np.int64] = model.flag_freq[0].astype(np.int64)
-    if below is not None:
-        chance = np.where((below[:, tile] != 0).any(axis=1), model.flag_freq[1], chance)
-    return chance
-
-
 def _starts(freqs: NDArray[np.uint16]) -> NDArray[np.int64]:
     """Return the sum of the frequencies before each symbol, [class, context, symbol]."""
     wide = freqs.astype(np.int64)
     return np.cumsum(wide, axis=2) - wide
-
-
-def _symbols(
-    model: CoderModel, row: int, values: NDArray[np.int64], context: NDArray[np.int64], freqs: NDArray[np.uint16]
-) -> tuple[NDArray[np.int64], NDArray[np.int16]]:
-    """Return the symbols of one row, and the values that escape."""
-    which = model.row_class[row]
-    radius = int(model.radius[which])
-    symbols = np.where(np.abs(values) <= radius, values + radius, 2 * radius + 1)
-    symbols[freqs[which, context, symbols] == 0] = 2 * radius + 1
-    return symbols, values[symbols == 2 * radius + 1].astype(np.int16)
 
 
 def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
@@ -475,16 +403,6 @@ def _push(steps: list[_Step]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
         used[full] >>= 16
         used[:] = (used // freq << PROBABILITY_BITS) + used % freq + start
     return states.astype("<u4"), np.concatenate([np.zeros(0, "<u2"), *reversed(pieces)])
-
-
-def lookup(freqs: NDArray[np.uint16]) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-    """Return symbol, frequency, and position in the symbol, for each class [context, slot]."""
-    out = []
-    for own, starts in zip(freqs.astype(np.int64), _starts(freqs), strict=True):
-        symbol = np.stack([np.repeat(np.arange(own.shape[1]), each) for each in own])
-        place = np.arange(TOTAL) - np.take_along_axis(starts, symbol, axis=1)
-        out.append((symbol, np.take_along_axis(own, symbol, axis=1), place))
-    return out
 
 
 class _Reader:
@@ -555,3 +473,143 @@ def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the low 32 bits, as an int32 sum would."""
     low: NDArray[np.int32] = sums.astype(np.uint64).astype(np.uint32).view(np.int32)
     return low
+
+
+def count_symbols(
+    rows: NDArray[np.float32],
+    loud: float,
+    depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
+) -> None:
+    """Add coefficients to a calibration's counts; see `coder.count_symbols`."""
+    louder, under = torch.from_numpy(rows) * loud, np.zeros(0, np.int32)
+    for own, refines, symbols, flags in depths:
+        index = quantise(louder, own.step, own.dead).clamp_(-1e6, 1e6).int().numpy()
+        add(SymbolCounts(symbols, flags), index, under if refines else None)
+        under = index
+
+
+def add(counts: SymbolCounts, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
+    """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
+    whole = index.shape[1] - index.shape[1] % TILE
+    for tokens in (slice(0, whole), slice(whole, None)):
+        if index[:, tokens].size:
+            _add(counts, index[:, tokens], None if below is None else below[:, tokens])
+
+
+def _add(counts: SymbolCounts, index: NDArray[np.int32], below: NDArray[np.int32] | None) -> None:
+    """Count whole tiles, or one that is shorter."""
+    count, tokens = index.shape
+    tiled = count, -1, min(tokens, TILE)
+    value = (index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)).reshape(tiled)
+    live = (value != 0).any(axis=2)
+    under = np.zeros(live.shape, bool) if below is None else below.reshape(tiled).any(axis=2)
+    _, contexts, symbols = counts.symbols.shape
+    row = np.arange(count)[:, None]
+    code = (row * counts.flags.shape[1] + under) * 2 + live
+    found = np.bincount(code.reshape(-1), minlength=counts.flags.size).reshape(counts.flags.shape)
+    counts.flags += found.astype(np.int32)
+    alive = value[live]
+    symbol = np.where(np.abs(alive) > MOST_RADIUS, symbols - 1, alive + MOST_RADIUS)
+    place = (row * (contexts * symbols) + np.zeros_like(live))[live][:, None] + symbol
+    if below is not None:
+        place += np.minimum(np.abs(below.reshape(tiled)[live]), 2) * symbols
+    found = np.bincount(place.reshape(-1), minlength=counts.symbols.size).reshape(counts.symbols.shape)
+    counts.symbols += found.astype(np.int32)
+
+
+def count_near(
+    model: CoderModel,
+    bucket: NDArray[np.uint8],
+    index: NDArray[np.int32],
+    below: NDArray[np.int32] | None,
+    references: References,
+    counts: NDArray[np.int64],
+) -> None:
+    """Add the indices of one tile's second step to a calibration's counts; see `coder.count_near`."""
+    later = references.order[LANES:]
+    named = references.order[references.lane[LANES:]]
+    under = np.zeros_like(index) if below is None else below
+    live = np.flatnonzero((index != 3 * under).any(axis=1))
+    own, under = index[live], under[live][:, later]
+    context, sign = near_contexts(bucket, own[:, named], under)
+    value = (own[:, later] - 3 * under) * sign
+    which = model.row_class[live].astype(np.int64)[:, None]
+    radius = model.radius[which].astype(np.int64)
+    symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
+    place = (which * counts.shape[1] + context) * counts.shape[2] + symbol
+    counts += np.bincount(place.reshape(-1), minlength=counts.size).reshape(counts.shape)
+
+
+def analyse(it: Analysis, group: torch.Tensor, first_token: int | None) -> Coefficients:
+    """Transform a group; see `Analysis.analyse`."""
+    check_cache(it.transform, group)
+    bare = group.detach().cpu().float().clone()
+    bare[:, 0] = rotate(bare[:, 0], it.structure.coded.rope, first_token, undo=True)
+    channels, structure = it.centred(bare), it.structure
+    outlying = it.outlying(channels)
+    scale = it._scale.reshape(-1, 1).repeat(structure.per_layer, axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        elements = channels.mul_(torch.from_numpy(scale)[:, None]).numpy()
+    elements = np.where(elements < BIGGEST, elements, np.float32(BIGGEST))  # and what is no number
+    elements = np.maximum(elements, np.float32(-BIGGEST))
+    blocks, stacks = it._inverses
+    tokens = elements.shape[2]
+    rows, largest = np.empty((structure.rows, tokens), np.float32), np.zeros((3, tokens), np.float32)
+    largest[0] = np.abs(elements).max(axis=(0, 1))
+    for number, stack in enumerate(structure.stacks):
+        which, kept = structure.blocks_of(stack), stack.kept
+        parts = np.stack([times(blocks[each], elements[each]) if blocks else elements[each] for each in which])
+        if kept:
+            across = parts[:, :kept].reshape(-1, tokens)
+            largest[1] = np.maximum(largest[1], np.abs(across).max(axis=0))
+            rows[structure.stack_rows(number)] = times(stacks[number], across)
+        rows[structure.trailing_rows(number)] = parts[:, kept:].reshape(-1, tokens)
+    largest[2] = np.abs(rows).max(axis=0)
+    return it._found(torch.from_numpy(rows), largest, outlying)
+
+
+def times(inverse: Inverse, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Multiply vectors, [component, token] within `BIGGEST`; return [row, token]."""
+    whole, exponent = words(inverse, vectors)
+    sums = inverse.entries.astype(np.float64) @ whole.astype(np.float64)  # exact: below 2**53
+    out: NDArray[np.float32] = sums.astype(np.float32) * _power(254 - exponent) * inverse.rows[:, None]
+    return out
+
+
+def words(inverse: Inverse, vectors: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Return vectors as whole numbers of 16 bits, and the exponent of each one's scale as in float32's bits."""
+    even = vectors * inverse.columns[:, None]
+    exponent = np.minimum(_SCALED - (np.abs(even).max(axis=0).view(np.int32) >> 23), _FINEST)
+    exponent = exponent - _halvings(_rounded(even, exponent))
+    return _rounded(even, exponent), exponent
+
+
+_SCALED = 268
+"""Exponent, as in float32's bits, of a largest component and of its scale together: scaled, it is 2**14 or more."""
+_FINEST = 227
+"""Exponent of the largest scale."""
+_ENERGY_BITS = 13
+"""Squares are summed in units of 2 to the power of this."""
+_LENGTH = 65400**2 >> _ENERGY_BITS
+"""Energy of the longest vector; rounding may add 136 to its length."""
+_MOST_HALVINGS = 6
+
+
+def _power(exponent: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the powers of two with these exponents, as in float32's bits."""
+    return (exponent.astype(np.int32) << 23).view(np.float32)
+
+
+def _rounded(even: NDArray[np.float32], exponent: NDArray[np.int32]) -> NDArray[np.float32]:
+    out: NDArray[np.float32] = np.rint(even * _power(exponent)).clip(-32767.0, 32767.0)
+    return out
+
+
+def _halvings(whole: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Return how often each vector of whole numbers, [component, token], must be halved to be short enough."""
+    squares = np.pad(whole.astype(np.int64) ** 2, ((0, len(whole) % 2), (0, 0)))
+    # Two by two, as processors multiply; what rounding down leaves out is at most one for each pair.
+    energy = ((squares[::2] + squares[1::2]) >> _ENERGY_BITS).sum(axis=0) + len(squares) // 2
+    steps = _LENGTH << 2 * np.arange(_MOST_HALVINGS)
+    out: NDArray[np.int32] = (energy >= steps[:, None]).sum(axis=0).astype(np.int32)
+    return out
