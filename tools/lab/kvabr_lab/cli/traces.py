@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, get_args
 
-from kvabr.cli.display import printable
 from kvabr.replay.readers import BYTES_PER_SECOND, FORMATS, TIME_UNITS, Columns, find, native, read, sniff
 from kvabr.replay.readers.numerals import Mark
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace, three
@@ -176,6 +175,8 @@ def _read(args: argparse.Namespace, failed: list[TraceError]) -> Iterator[tuple[
             if len(paths) == 1:
                 raise
             failed.append(error)
+            from kvabr.cli.display import printable
+
             print(f"kvabr: {printable(str(error))}", file=sys.stderr)
             continue
         for trace in traces:
