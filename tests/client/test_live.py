@@ -124,10 +124,11 @@ async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer, as
 
 
 @virtual
-async def test_live_plays_may_be_refused(producer):
+async def test_live_plays_may_be_refused(producer, asset):
     producer.publish(GROUPS)
     async with origin(producer) as link:
         assert isinstance(await play(link, live=False), NothingCached)
+        assert right(await play(link), asset)
 
 
 @virtual

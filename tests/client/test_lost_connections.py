@@ -246,14 +246,6 @@ async def test_a_peer_that_answers_probes_but_no_request_is_dialled_anew(origin,
 
 
 @virtual
-async def test_what_was_asked_of_a_forgetful_peer_fails_so_that_it_is_asked_again(origin, short):
-    peer = Peer(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
-    async with await peer.connection() as link:
-        with pytest.raises(ConnectionLostError, match="the peer fell silent; it answers a new connection"):
-            await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
-
-
-@virtual
 async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
     peer = Peer(origin, faults=lambda _: Fault(first_byte_s=10.0))
     async with await peer.connection() as link:

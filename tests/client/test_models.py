@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.publish.encoder import publish
@@ -218,9 +217,3 @@ async def test_a_play_never_times_an_engine(origin):
             assert engine.prefilled <= 2 * len(TOKENS)
             cost = await client.measure_prefill()
             assert cost.seconds(0, 100) > 0
-
-
-def test_a_gate_is_a_hook():
-    written = []
-    assert StepGate()(0, 16, lambda: written.append(True))
-    assert written == [True]

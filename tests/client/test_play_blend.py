@@ -24,7 +24,7 @@ SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:20
 ONE, OTHER, UNMEASURED = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133])
 ORDERED = Passage(IDS[133:173])
 PARTS = (SYSTEM, ONE, BETWEEN, OTHER, QUESTION)
-COVERED, PASSAGES = 11 + 49 + 3 + 30, 49 + 30
+COVERED = 11 + 49 + 3 + 30
 WHOLE = [token for part in PARTS for token in part.ids]
 FUSION = ((0.0, 0.09), (0.1, 0.05), (0.3, 0.04), (1.0, 0.0))
 

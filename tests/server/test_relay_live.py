@@ -49,16 +49,6 @@ async def chain(root, tls, *, relays=1, token=None, grants=None):
         yield first, server
 
 
-async def produce(writer, key, *, origin=None, waiting=0):
-    """Publish all groups, each once as many requests are held at the origin, and end."""
-    for group in range(GROUPS):
-        if origin is not None:
-            await until(lambda: held(origin) >= waiting)
-        publish(writer, group, key)
-    writer.commit(final())
-    writer.tell(LiveEnd(key))
-
-
 def held(server):
     return max((len(peer._waiting.held) for peer in server.peers), default=0)
 
