@@ -268,15 +268,6 @@ async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
 
 
 @virtual
-async def test_a_lost_connection_is_told(origin, short):
-    async with origin(rate=short.fp16_bytes / 2, lasts_s=0.5) as link, AsyncClient() as client:
-        with pytest.raises(PlayError, match="connection"):
-            await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
-        played = await play(client, TOKENS, peer=link, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
-    assert set(played.coverage) == {"recomputed"}
-
-
-@virtual
 async def test_closing_ends_the_play_and_not_the_task_that_it_runs_in(origin, short):
     async with origin(rate=100.0) as link:
         client = AsyncClient(link, model=SPEC)

@@ -59,15 +59,6 @@ async def test_the_only_model_of_an_origin_is_meant(origin):
 
 
 @virtual
-async def test_an_empty_prompt_is_refused(origin):
-    async with origin() as link, AsyncClient(link) as client:
-        for ask in (client.find([]), client.play([], deadline=2.0)):
-            with pytest.raises(UsageError, match="at least one token"):
-                await ask
-        assert link.requests == 0
-
-
-@virtual
 async def test_several_models_must_be_told_apart(published):
     async with connection(published) as link, AsyncClient(link) as client:
         with pytest.raises(UsageError, match=r"several models: say which.*other/model, test/model"):

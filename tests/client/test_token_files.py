@@ -51,15 +51,6 @@ def test_commands(served, short, file, capsys, command):
     assert main([*words, "--token", TOKEN]) == 0
 
 
-@pytest.mark.parametrize("command", ["fetch", "inspect", "doctor", "relay"])
-def test_the_help_says_who_sees_a_token(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    said = "".join(capsys.readouterr().out.split())  # lines may end at a hyphen
-    prefix = "upstream-" if command == "relay" else ""
-    assert f"visibletoeveryuserintheprocesslist,soprefer--{prefix}token-file" in said
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot be read"), (b"a\0b", "printed")],

@@ -31,13 +31,6 @@ from tests.store.test_live_folder import GROUPS, final, frame, live, publish
 socketed = pytest.mark.process
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 @socketed
 async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordinary_one_at_the_end(root, tls):
     key = new_key()

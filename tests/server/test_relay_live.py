@@ -27,13 +27,6 @@ TOKEN = "of the relay"  # noqa: S105  # of a test
 EVERYTHING = {(group, track.name): frame(group, track.name) for group in range(GROUPS) for track in TRACKS}
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 def grants(pattern):
     return Grants([Grant("relay", (pattern,), token_sha256=hashlib.sha256(TOKEN.encode()).hexdigest())])
 

@@ -131,13 +131,6 @@ async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
     assert installed_libraries("auto") == ("aioquic",)
 
 
-async def test_an_unreachable_origin_is_reported_once_with_its_cause():
-    with pytest.raises(TransportError) as caught:
-        async with connect("moqt://127.0.0.1:9/", timeout_s=0.2):
-            pass
-    assert str(caught.value).count("no answer within") == str(caught.value).count("127.0.0.1:9") == 1
-
-
 # ------------------------------------------------------------------ blocking
 
 
@@ -247,16 +240,6 @@ async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, 
         bundle.write_bytes(self_signed(**made)[0])  # the same name, another key
         with pytest.raises(TransportError, match="not signed by a trusted authority"):
             async with connect(served.url, ca=bundle, quic=library, timeout_s=LIMIT_S):
-                pass
-    finally:
-        served.close()
-
-
-async def test_a_certificate_in_the_file_is_trusted_for_its_own_host_only(root, tmp_path):
-    served = Served(root / "short", tmp_path, certificate=self_signed(name="127.0.0.9"))
-    try:
-        with pytest.raises(TransportError, match=r"for another name: 127\.0\.0\.9"):
-            async with connect(served.url, ca=served.pem, timeout_s=LIMIT_S):
                 pass
     finally:
         served.close()
