@@ -82,6 +82,26 @@ async def test_what_cannot_be_fetched_is_computed(stored, fault):
     assert engine.prefilled == 70
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault(status=503), "overloaded"),
+        (Fault(status=404), "no such object"),
+        (Fault(status=403), "credentials"),
+        (Fault(replace=b"x" * 100_000), "SHA-256|not a kvabr group"),
+    ],
+    ids=["503", "gone", "denied", "replaced"],
+)
+async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why):
+    url, key = stored
+    lines = []
+    async with WebServer(url, [on_data(key, fault)]) as server:
+        with pytest.raises(IncompleteError) as caught:
+            await play(server.url, deadline=1.5, log=lines.append)
+    reasons = " ".join(str(getattr(line, "reason", "")) for line in lines) + str(caught.value)
+    assert any(word in reasons for word in why.split("|")), reasons
+
+
 async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadline(stored):
     url, key = stored
     async with WebServer(url, [on_data(key, Fault(silent=True))]) as server, AsyncClient(server.url) as client:

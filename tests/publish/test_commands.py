@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,6 +257,18 @@ def test_a_short_text_is_refused_before_the_model_is_loaded(tmp_path, capsys, mo
         assert kvabr(*words, "--tokens", 512) == 2
     assert capsys.readouterr().err.rstrip().endswith(f"give a longer text, or {advice}")
     assert kvabr(*words, *advice.split(), *(["--tracks", "Int4"] if command == "encode" else [])) == 0
+
+
+@pytest.mark.model
+def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "tiny")
+    text = tmp_path / "text"
+    text.write_text("x" * 500)
+    shutil.copy(asset.path / "profile.safetensors", tmp_path / "p")
+    words = ("encode", "--text", text, "--model", model, "--tokens", 100, "--out", tmp_path / "o")
+    assert kvabr(*words, "--profile", tmp_path / "p") == 1
+    assert "calibrated for SmolLM2" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.slow
