@@ -209,15 +209,6 @@ async def test_a_prefix_for_an_engine(producer, skip, asset):
 
 
 @virtual
-async def test_a_prefix_is_cut_where_the_producer_stalls(producer, asset):
-    async with origin(producer) as link, working(producer, 0.5, chunks=6):
-        prefix = await played_prefix(link, deadline=8)
-        assert asyncio.get_running_loop().time() - 1000 < 8.1
-    assert prefix.tokens == 96
-    assert right(prefix, asset)
-
-
-@virtual
 async def test_a_prefix_is_cut_where_the_producer_dies(producer):
     producer.publish(4)
     producer.end("killed")

@@ -127,23 +127,6 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
 
 
 @socketed
-async def test_an_asset_that_is_removed_while_it_grows(root, tls):
-    key = new_key()
-    with LiveFolderWriter(root / "asset") as writer:
-        async with live_origin(root, tls) as server, decoder(server) as player:
-            writer.begin(live(key))
-            await player.found()
-            publish(writer, 0, key)
-            assert (await player.news(0)).group == 0
-            waiting = player.ask("FP16", 1)
-            (path,) = live_folders(root)
-            shutil.rmtree(path)
-            assert (await player.answer(waiting)).code == RequestCode.DOES_NOT_EXIST
-            await until(lambda: not server.source.live.assets)
-            assert (await player.get(LIVE_TRACK)).code == RequestCode.DOES_NOT_EXIST
-
-
-@socketed
 async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
     key = new_key()
     async with live_origin(root, tls) as server, decoder(server) as player:

@@ -150,20 +150,6 @@ async def test_bytes_are_passed_on_as_they_come(asset, tls):
         await until(lambda: not relay.source.groups)
 
 
-async def test_a_player_that_comes_later_gets_what_has_come_and_what_comes(asset, tls):
-    link = MemoryLink()
-    stall = Fault(stall_after=100_000)
-    upstream = in_memory(asset, path=link, faults=lambda ask: stall if ask.track == "FP16" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
-        namespace = asset.catalog.namespace
-        for connection in (one, other):
-            download = connection.fetch(namespace, "FP16", 2, limit=BIG)
-            async with asyncio.timeout(LONG_S):
-                while len(download.data) < 100_000:
-                    await download.read()
-        assert upstream.downloads == 1
-
-
 async def test_a_cancel_reaches_the_origin_when_nobody_else_waits(asset, tls):
     stall = Fault(stall_after=100_000)
     upstream = in_memory(asset, faults=lambda ask: stall if ask.track == "FP16" else None)

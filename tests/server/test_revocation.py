@@ -155,24 +155,6 @@ async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monke
         await until(lambda: connection.closed)
 
 
-async def test_a_token_that_is_withdrawn_ends_what_is_open(asset, tls, stuck):
-    namespace = asset.catalog.namespace
-    grants = Grants([grant(MINE), grant(OTHER)])
-    async with (
-        origin(asset.path, tls, grants=grants) as server,
-        await dialled(server, token=MINE) as mine,
-        await dialled(server, token=OTHER) as other,
-    ):
-        downloads = [one.fetch(namespace, "FP16", 0, limit=BIG) for one in (mine, other)]
-        await until(lambda: server.requests == 2)
-        server.source.regrant(Grants([grant(OTHER)]))
-        error = await gone(downloads[0])
-        assert isinstance(error, UnauthorizedError)
-        assert "no longer accepted" in str(error)
-        assert not other.closed
-        downloads[1].cancel()
-
-
 @pytest.mark.parametrize("how", ["removed", "replaced", "not opened"])
 async def test_what_is_being_sent_of_an_asset_that_goes_breaks_off(asset, tmp_path, tls, how, stuck):
     other = make_asset(tmp_path / "other", range(100, 116))
