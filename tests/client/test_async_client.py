@@ -102,14 +102,6 @@ async def test_a_longer_prompt_takes_what_it_shares(origin, long):
 
 
 @virtual
-async def test_a_fixed_track_stays_fixed_whatever_is_at_hand(origin):
-    async with origin() as link, AsyncClient() as client:
-        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
-        played = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:FP16")
-    assert set(played.coverage) == {"FP16"}
-
-
-@virtual
 async def test_what_is_at_hand_says_nothing_about_the_link(origin, short):
     async with origin(rate=short.fp16_bytes) as link, AsyncClient() as client:
         await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")

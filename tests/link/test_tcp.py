@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import socket
 import ssl
@@ -24,15 +23,13 @@ from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
 from kvabr.server.certificates import check, development
 from kvabr.server.changes import Changes, changes_track
-from kvabr.server.grants import Grant, Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.relay import Relay
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.work import decoders
-from kvabr.types.errors import TransportError, UnauthorizedError, UsageError
+from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
 from tests.qmux.ends import begun, record, stream
 
@@ -248,15 +245,6 @@ async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
         assert asyncio.all_tasks() <= before
 
 
-async def test_another_protocol_in_tls_is_refused(asset, tls):
-    async with served(asset, tls) as server:
-        reader, writer = await opened(server, tls, "h2")
-        writer.write(begun(PARAMETERS))
-        closed, _ = await said(reader)
-        assert "no common protocol" in closed.reason
-        writer.close()
-
-
 async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
     """What waits for it is bounded, and ends with its idle time."""
     async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
@@ -459,36 +447,6 @@ async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
         server._transport.close()
         async with joined(server, tls) as connection:
             assert connection.backend == "tcp"
-
-
-async def test_tokens_open_and_close(asset, tls):
-    token = "a token that somebody gave"  # noqa: S105  # of this test
-    grants = Grants([Grant("one", token_sha256=hashlib.sha256(token.encode()).hexdigest())])
-    async with served(asset, tls, grants=grants) as server:
-        with pytest.raises(UnauthorizedError, match="token"):
-            await dial(options(server, tls), "tcp")
-        async with await dial(options(server, tls, token=token), "tcp") as connection:
-            assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
-            server.source.regrant(Grants([]))
-            while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.005)
-
-
-async def test_a_relay_on_tcp_before_an_origin_on_tcp(asset, tls):
-    trust = {"fingerprint": check(tls).fingerprint}
-    async with contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(served(asset, tls))
-        url = f"moqt://localhost:{first.address[1]}/"
-        upstream = await stack.enter_async_context(connect(url, transport="tcp", timeout_s=LIMIT_S, **trust))
-        metrics = Metrics()
-        relay = await stack.enter_async_context(Relay(upstream, LOG, metrics))
-        arguments = (relay, "127.0.0.1", 0, tls, ServerLimits(), LOG, metrics)
-        second = await stack.enter_async_context(Server(*arguments))
-        connection = await stack.enter_async_context(await dial(options(second, tls), "tcp"))
-        for group in range(asset.catalog.groups):
-            data = await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=1 << 20))
-            assert data == asset.frame(group, "FP16")
-        assert upstream.backend == "tcp"
 
 
 def test_an_unknown_transport_is_refused():
