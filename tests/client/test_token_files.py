@@ -89,7 +89,7 @@ def test_a_client_reads_it_again_when_it_connects(served, file):
 
 
 def test_engines_take_one(served, file):
-    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint, "quic": "aioquic"}
+    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint}
     client = Background(open_client(EngineSettings.read(given, "here")))
     try:
         assert client.begin(lambda client: client.models()).result(LIMIT_S) == [SPEC]
