@@ -42,14 +42,6 @@ def test_threads_share_one_connection_and_every_download(served, long):
     assert metrics.value("kvabr_client_plays_in_flight") == 0
 
 
-def test_what_an_origin_has(served, long):
-    with client_of(served) as client:
-        assert list(client.models()) == [SPEC]
-        found = client.find_asset(f"{long.namespace.model}/{long.namespace.prompt}")
-        assert found.catalog == long
-        assert close(client.play_asset(found, deadline=LIMIT_S).kv, LONG)
-
-
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
     with client_of(served, limits=Limits(plays=1, wait_share=1.0)) as client:
         told = threading.Event()

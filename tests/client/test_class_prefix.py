@@ -83,12 +83,6 @@ async def test_a_prefix_of_whole_blocks(library, spec, end, block):
     assert played.first + played.tokens == max(end, played.wanted // block * block)
 
 
-@virtual
-async def test_behind_what_the_engine_has_only_the_last_group_of_a_window_is_fetched(library, spec):
-    played = await prefix(library, spec, skip=9)
-    assert [unit.group for unit in played.units] == [9] * len(spec.classes)
-
-
 @pytest.mark.parametrize("lost", [0, 3, 8, 9])
 @virtual
 async def test_without_a_group_a_shorter_prefix_is_played_if_there_is_one(library, spec, lost):

@@ -55,29 +55,6 @@ async def test_what_came_before_the_first_missing_group_can_be_used(origin, shor
 
 
 @virtual
-async def test_a_group_in_the_middle_that_does_not_come_cuts_what_can_be_used(origin):
-    def faults(ask):
-        return Fault(stall_after=10) if level(ask) and ask.group == 2 else None
-
-    async with origin(faults=faults) as link:
-        error, took_s = await incomplete(link, policy="fixed:FP16")
-    assert took_s <= 2.0 + LATE_S
-    assert error.missing == (2,)
-    assert error.prefix.tokens == 32
-    assert close(error.prefix.kv, TOKENS[:32], 1e-5)
-
-
-@virtual
-async def test_a_link_that_brings_nothing(origin):
-    async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
-        for deadline in (0.3, 2.0, 61.7):
-            error, took_s = await incomplete(link, deadline)
-            assert deadline * 0.95 < took_s <= deadline + LATE_S
-            assert error.missing == (0, 1, 2, 3, 4)
-            assert error.prefix is None
-
-
-@virtual
 async def test_a_byte_now_and_then_is_no_reason_to_wait(origin):
     async with origin() as quick, AsyncClient(quick, model=SPEC) as client:
         found = await client.find(TOKENS, within_s=60)
@@ -133,15 +110,6 @@ def test_a_lookup_that_takes_nearly_all_of_the_deadline(origin, late_s):
         assert error.missing == (0, 1, 2, 3, 4)
 
     check()
-
-
-@virtual
-async def test_patience_brings_a_late_cache(origin, short):
-    async with origin(rate=short.track("FP16").total_bytes / 3.0) as link:
-        played = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy="fixed:FP16", patience=2.0)
-    assert 2.5 < played.ttft_s < 4.0
-    assert not played.met
-    assert close(played.kv, error=1e-5)
 
 
 @virtual

@@ -17,7 +17,7 @@ import torch
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure, on_one_core
-from kvabr.client.machine_file import MAX_BYTES, MAX_MODELS, SCHEMA, digest, this_machine
+from kvabr.client.machine_file import MAX_MODELS, SCHEMA, digest, this_machine
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
 from tests.catalogs import catalog
@@ -147,24 +147,6 @@ def test_a_rate_that_cannot_be_is_measured_anew(tmp_path: Path, seconds: object)
     assert all(each > 0 for each in kept[str(ModelKey.of(catalog()))].values())
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "7", "null", '{"schema": "kvabr.machine/1"}', "[" * 100_000, "x" * (MAX_BYTES + 1), "\0\xff"],
-)
-def test_a_file_that_is_none_is_written_anew(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "rates.json"
-    path.write_text(text)
-    speeds = DecodeSpeeds(path)
-    assert speeds.lacks(catalog())
-    speeds.measure(catalog(2), None)
-    assert not DecodeSpeeds(path).lacks(catalog())
-
-
-@pytest.mark.parametrize("changes", [{"sha256": "0" * 64}, {"schema": "kvabr.machine/0"}, {"decode_rates": [1]}])
-def test_a_damaged_file_is_ignored(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert DecodeSpeeds(written(tmp_path / "rates.json", **changes)).lacks(catalog())
-
-
 def test_the_file_is_bounded(tmp_path: Path) -> None:
     models = {f"{index}::path": PER_TOKEN for index in range(MAX_MODELS)}
     path = written(tmp_path / "rates.json", models)
@@ -173,13 +155,6 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     assert len(kept) == MAX_MODELS
     assert "0::path" not in kept
     assert DecodeSpeeds(written(path, models | {"one::more": PER_TOKEN})).lacks(catalog())
-
-
-def test_a_file_that_cannot_be_written_fails_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    speeds = DecodeSpeeds(tmp_path / "file" / "rates.json")
-    speeds.measure(catalog(2), None)
-    assert not speeds.lacks(catalog())
 
 
 def test_a_wrong_code_path_fails_only_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +211,6 @@ def test_a_device_of_batches_has_a_latency_and_a_time_per_group(tmp_path: Path) 
     assert rates.latency("AC-5x") == 0.025
     assert rates.seconds("AC-5x") == pytest.approx(128 * 5e-4)
     assert rates.latency("Int8") == 0.0
-
-
-def test_a_file_without_latencies_is_read_as_before(tmp_path: Path) -> None:
-    rates = DecodeSpeeds(written(tmp_path / "rates.json")).rates(catalog())
-    assert rates.seconds("Int8") == pytest.approx(128 * 2e-4)
-    assert rates.latency("Int8") == rates.latency("AC-5x") == 0.0
 
 
 def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:

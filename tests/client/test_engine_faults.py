@@ -71,68 +71,6 @@ async def test_cancelling_one_of_many_plays_leaves_the_others_alone(origin, shor
     assert all(close(result.kv) for result in results[1::2])
 
 
-class Broken(ToyModel):
-    def prefill(self, tokens, before=None):
-        raise ModelError("out of memory, says the test")
-
-
-class Wrong(ToyModel):
-    def prefill(self, tokens, before=None):
-        return super().prefill(tokens, before)[:1]
-
-
-class Fewer(ToyModel):
-    def prefill(self, tokens, before=None):
-        return super().prefill(tokens, before)[:, :, :, :-1]
-
-
-class Rude(ToyModel):
-    def prefill(self, tokens, before=None):
-        raise SystemExit(3)
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"), [(Broken, "out of memory, says"), (Wrong, "is not"), (Fewer, "is not"), (Rude, "SystemExit")]
-)
-def test_an_engine_that_fails_is_named_where_the_network_cannot_help(origin, engine, message):
-    @virtual
-    async def check():
-        async with origin(faults=lambda ask: Fault(stall_after=0) if level(ask) else None) as link:
-            with pytest.raises((ModelError, Exception), match=message) as caught:
-                await play(link, TOKENS, deadline=2.0, engine=engine(), prefill_cost=COST)
-            assert link.downloads == 0
-            assert not isinstance(caught.value, PlayError)
-
-    check()
-
-
-@virtual
-async def test_where_the_engine_fails_the_network_brings_what_it_still_can(origin, short):
-    lines = []
-    rate = short.track("Int4").total_bytes / 1.5
-    cost = PrefillCost(0.001, 1.0 / 70)
-
-    def late(ask):
-        return Fault(first_byte_s=0.8) if level(ask) else None
-
-    async with origin(rate=rate, faults=late) as link:
-        played = await play(
-            link, TOKENS, deadline=2.0, engine=Broken(), prefill_cost=cost, log=lines.append, patience=3.0
-        )
-    assert any(line.name == "recompute_failed" for line in lines)
-    assert "recomputed" not in played.coverage
-    assert close(played.kv)
-
-
-@virtual
-async def test_an_engine_that_fails_when_nothing_is_cached(origin):
-    async with origin() as link:
-        with pytest.raises(ModelError, match="out of memory"):
-            await play(link, range(50), deadline=2.0, engine=Broken(), prefill_cost=COST)
-        with pytest.raises(ModelError, match="SystemExit"):
-            await play(link, range(50), deadline=2.0, engine=Rude(), prefill_cost=COST)
-
-
 @virtual
 async def test_an_engine_that_hangs_ends_the_play_within_bounds(origin):
     loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.client.result import IncompleteError, NothingCached
+from kvabr.client.result import NothingCached
 from kvabr.server.publication import BytesPublication
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, PlayError
@@ -49,40 +49,6 @@ async def played_with(origin, faults, *, rate=2e4, **options):
 
 
 @virtual
-async def test_a_stalled_download_is_asked_for_again(origin):
-    played, lines = await played_with(origin, on_first(Fault(stall_after=300)))
-    assert played.met
-    assert close(played.kv)
-    assert any(line.name == "failed" and line.reason == "it has stalled" for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (Fault(truncate_to=500), "500 bytes came, the catalog says 2714"),
-        (Fault(endless=True), "longer than the 2714 bytes"),
-        (Fault(corrupt_at=2000), "checksum is wrong"),
-        (Fault(replace=b"\0" * 2714), "starts with"),
-        (Fault(reset_after=100), "reset by the publisher"),
-        (Fault(refuse=0x0), "refused, code 0x0"),
-        (Fault(refuse=0x9, retry_after_s=0.1), "refused, code 0x9"),
-    ],
-)
-def test_a_lie_is_refused_with_its_reason_and_asked_for_again(origin, fault, reason):
-    @virtual
-    async def check():
-        played, lines = await played_with(origin, on_first(fault))
-        assert played.met
-        assert close(played.kv)
-        failures = [line for line in lines if line.name == "failed"]
-        assert len(failures) == 1
-        assert reason in failures[0].reason
-        assert failures[0].group == 2
-
-    check()
-
-
-@virtual
 async def test_a_frame_of_another_model_or_prompt_is_foreign(origin, libraries, long):
     other = libraries["long"].assets[0].frame(3, "Int4")
 
@@ -90,13 +56,6 @@ async def test_a_frame_of_another_model_or_prompt_is_foreign(origin, libraries, 
     reasons = [line.reason for line in lines if line.name == "failed"]
     assert len(reasons) == 1
     assert "it belongs to something else" in reasons[0]
-    assert close(played.kv)
-
-
-@virtual
-async def test_a_track_that_is_always_bad_is_left_for_another(origin):
-    played, _ = await played_with(origin, lambda ask: Fault(truncate_to=9) if ask.track == "Int4" else None)
-    assert "Int4" not in played.coverage
     assert close(played.kv)
 
 
@@ -118,32 +77,6 @@ async def test_a_publisher_that_is_busy_is_asked_again_for_the_same_track(origin
 
 
 @virtual
-async def test_a_publisher_that_is_always_busy_ends_the_play_at_the_deadline(origin):
-    with pytest.raises(IncompleteError, match="0x9") as caught:
-        await played_with(origin, lambda ask: Fault(refuse=0x9, retry_after_s=0.1) if level(ask) else None)
-    assert caught.value.missing == (0, 1, 2, 3, 4)
-
-
-@virtual
-async def test_a_publisher_that_lies_always_ends_the_play_with_the_reason(origin):
-    start = asyncio.get_running_loop().time()
-    with pytest.raises(PlayError, match=r"failed on every track.*9 bytes came, the catalog says") as caught:
-        await played_with(origin, lambda ask: Fault(truncate_to=9) if level(ask) else None)
-    assert "no engine" in str(caught.value)
-    assert asyncio.get_running_loop().time() - start <= 2.0
-
-
-@virtual
-async def test_a_publisher_that_lies_always_does_not_matter_to_an_engine(origin):
-    played, _ = await played_with(
-        origin, lambda ask: Fault(truncate_to=9) if level(ask) else None, engine=ToyModel(), prefill_cost=COST
-    )
-    assert set(played.coverage) == {"recomputed"}
-    assert played.met
-    assert close(played.kv, error=1e-5)
-
-
-@virtual
 async def test_a_refusal_that_asks_for_time_gets_it(origin):
     asked = {}
 
@@ -157,44 +90,6 @@ async def test_a_refusal_that_asks_for_time_gets_it(origin):
     played, _ = await played_with(origin, busy)
     assert played.met
     assert all(times[1] - times[0] >= 0.2 for times in asked.values())
-
-
-@virtual
-async def test_silence_from_the_first_byte_on_ends_by_the_deadline(origin):
-    start = asyncio.get_running_loop().time()
-    with pytest.raises(PlayError, match="5 of 5 groups are still not in place, and nothing has come for"):
-        await played_with(origin, lambda ask: Fault(stall_after=0) if level(ask) else None)
-    assert asyncio.get_running_loop().time() - start <= 2.01
-
-
-@virtual
-async def test_silence_in_the_middle_is_filled_by_the_engine_in_time(origin):
-    played, _ = await played_with(
-        origin,
-        lambda ask: Fault(stall_after=100) if level(ask) and ask.group >= 2 else None,
-        engine=ToyModel(),
-        prefill_cost=PrefillCost(0.001, 0.01),
-    )
-    assert played.coverage[2:] == ("recomputed",) * 3
-    assert played.met
-    assert close(played.kv)
-
-
-@pytest.mark.parametrize("silent", [{1}, {1, 3}, {0, 2, 4}])
-def test_holes_that_stay_silent_are_filled_by_the_engine_in_time(origin, silent):
-    @virtual
-    async def check():
-        played, _ = await played_with(
-            origin,
-            lambda ask: Fault(stall_after=0) if level(ask) and ask.group in silent else None,
-            engine=ToyModel(),
-            prefill_cost=PrefillCost(0.001, 0.01),
-        )
-        assert {group for group, track in enumerate(played.coverage) if track == "recomputed"} >= silent
-        assert played.met
-        assert close(played.kv)
-
-    check()
 
 
 def answering(short, change):

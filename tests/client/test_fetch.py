@@ -56,10 +56,11 @@ def network(served):
 
 
 def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, capsys):
-    out, result, log = tmp_path / "c.safetensors", tmp_path / "r.json", tmp_path / "l.jsonl"
+    out, result, log, tokens = (tmp_path / name for name in ("c.safetensors", "r.json", "l.jsonl", "p.json"))
+    tokens.write_text(prompt(70).dumps())  # as it goes with an asset
     status = kvabr(
         "fetch", f"{served.url}#kvcache:{name(short)}", *network(served), "--deadline", 300, "--policy", "fixed:Int8",
-        "--out", out, "--json", result, "--log", log,
+        "--prompt", tokens, "--out", out, "--json", result, "--log", log,
     )  # fmt: skip
     assert status == 0
     said = capsys.readouterr()
@@ -83,7 +84,7 @@ def test_fetch_writes_the_cache_and_says_how_it_went(served, short, tmp_path, ca
     assert [group["track"] for group in line["groups"]] == ["Int8"] * 5
     events = [json.loads(text)["event"] for text in log.read_text().splitlines()]
     assert (events[0], events[-1]) == ("start", "deliver")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "cache", "l.jsonl", "r.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "cache", "l.jsonl", "p.json", "r.json"]
     assert {path.stat().st_mode & 0o777 for path in (out, log)} == {0o600}  # as secret as the prompt
     folders = [path for path in (tmp_path / "cache").rglob("*") if path.is_dir() and path.name == "kvabr"]
     assert {path.stat().st_mode & 0o777 for path in folders} <= {0o700}
@@ -126,25 +127,12 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
     assert [group["track"] for group in line["groups"]] == ["Int4"] * 3
 
 
-def test_a_prompt_by_its_tokens_alone(served, short, tmp_path, capsys):
-    """Whose tokens they are, the origin tells."""
-    tokens, result = tmp_path / "tokens.json", tmp_path / "result.json"
-    tokens.write_text(json.dumps(list(prompt(70).tokens)))
-    assert kvabr("fetch", served.url, *network(served), "--prompt", tokens, "--deadline", 300, "--json", result) == 0
-    assert "70 of 70 tokens in place" in capsys.readouterr().out
-    assert json.loads(result.read_text())["asset"] == name(short)
-    tokens.write_text("[1, 2, 3]")
-    assert kvabr("fetch", served.url, *network(served), "--prompt", tokens, "--deadline", 300, "--json", result) == 1
-    assert "nothing of this prompt is cached" in capsys.readouterr().err
-    assert json.loads(result.read_text())["tokens"] == 0
-
-
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
         ((), 2, "say which cache"),
         (("--name", "model"), 2, "does not name an asset"),
-        (("--name", "NAME", "--deadline", "0"), 2, "deadline"),
+        *((("--name", "NAME", f"--deadline={wrong}"), 2, "--deadline") for wrong in ("0", "-1", "inf")),
         (("--name", "NAME", "--patience", "0.5"), 2, "patience"),
         (("--name", "NAME", "--policy", "hope"), 2, "unknown policy"),
         (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
@@ -199,15 +187,6 @@ def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
     assert "twice" in capsys.readouterr().err
     assert kvabr("fetch", "ftp://h/", "--name", name(short)) == 2
     assert "moqt://" in capsys.readouterr().err
-
-
-def test_a_prompt_that_goes_with_the_asset_is_taken(served, short, tmp_path, capsys):
-    tokens = tmp_path / "prompt.json"
-    tokens.write_text(prompt(70).dumps())
-    assert (
-        kvabr("fetch", served.url, *network(served), "--name", name(short), "--prompt", tokens, "--deadline", 300) == 0
-    )
-    assert "70 of 70 tokens" in capsys.readouterr().out
 
 
 RESTLESS = """
@@ -368,41 +347,48 @@ def shot(now=0.5, **changes):
     return Snapshot(**(fields | changes))
 
 
-def test_the_overlay_shows_strip_rate_and_slack_on_a_terminal():
+def shown(*shots, width=90, terminal=True, trouble=None):
+    """What stands on the screen."""
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
-    with Overlay("moqt://h/ by memory", console) as overlay:
-        for step in range(1, 6):
-            overlay.show(shot(step / 10))
-    text = screen.getvalue()
-    for part in (
-        "█▄▲·█·", "FP16 1", "missing 3", "40.00 Mbit/s, at least 32.00 Mbit/s", "8.00 Mbit/s", "+0.75 s",
-        "deadline in 1.50 s", "the engine computes", "500 kB (2 kB wasted)", "RTT 21.3 ms", "12 ms behind",
-    ):  # fmt: skip
-        assert part in text, part
+    console = Console(file=screen, force_terminal=terminal, width=width, color_system=None)
+    with Overlay("moqt://h/ by memory", console, lambda: trouble) as overlay:
+        for each in shots:
+            overlay.show(each)
+    return screen.getvalue()
 
 
-def test_the_overlay_shows_what_is_not_prefilled_yet():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=90, color_system=None)
-    with Overlay("live", console) as overlay:
-        overlay.show(shot(edge=4, ends_s=1.25, tracks=("FP16", None, "Int4", None, None, None)))
-        assert "2 of 6 groups in place, 4 published, " in overlay.line(
-            shot(edge=4, tracks=("FP16", "Int4", *[None] * 4))
-        )
-    text = screen.getvalue()
-    for part in ("█▄▲·--", "missing 2", "not prefilled yet 2", "4 of 6 groups published", "expected in 0.75 s"):
-        assert part in text, part
+LOST = "connection lost, dialling again (3rd try): no answer"
+SCREENS = [
+    (
+        [shot(step / 10) for step in range(1, 6)],
+        ["█▄▲·█·", "FP16 1", "missing 3", "40.00 Mbit/s, at least 32.00 Mbit/s", "8.00 Mbit/s", "+0.75 s",
+         "deadline in 1.50 s", "the engine computes", "500 kB (2 kB wasted)", "RTT 21.3 ms", "12 ms behind"],
+    ),
+    (
+        [shot(edge=4, ends_s=1.25, tracks=("FP16", None, "Int4", None, None, None))],
+        ["█▄▲·--", "missing 2", "not prefilled yet 2", "4 of 6 groups published", "expected in 0.75 s"],
+    ),
+    ([shot(undecoded=6)], [LOST, "6 to be decoded"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shots", "parts"), SCREENS)
+def test_what_the_overlay_shows(shots, parts):
+    text = shown(*shots, trouble=LOST if LOST in parts else None)
+    assert [part for part in parts if part not in text] == []
+
+
+def test_what_the_overlay_says_in_lines():
+    text = shown(shot(undecoded=6), terminal=False, trouble=LOST)
+    assert LOST in text
+    assert "6 to be decoded" in text
+    growing = Overlay("live", Console(file=io.StringIO())).line(shot(edge=4, tracks=("FP16", "Int4", *[None] * 4)))
+    assert "2 of 6 groups in place, 4 published, " in growing
 
 
 def test_a_long_prompt_fits_and_its_worst_groups_show():
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=40, color_system=None)
-    tracks = ["Int4"] * 5000
-    tracks[4321] = None
-    with Overlay("long", console) as overlay:
-        overlay.show(shot(tracks=tuple(tracks), transfers={}))
-    strip = [line for line in screen.getvalue().splitlines() if "█" in line and "Int4" not in line]
+    text = shown(shot(tracks=("Int4",) * 4321 + (None,) + ("Int4",) * 678, transfers={}), width=40)
+    strip = [line for line in text.splitlines() if "█" in line and "Int4" not in line]
     assert 0 < len(strip) <= 6 * 3
     assert any("·" in line for line in strip)
 
@@ -434,17 +420,6 @@ def test_lines_say_at_once_that_a_connection_is_lost_and_is_back():
     assert "1st try" in lines[1]
 
 
-def test_the_overlay_names_what_holds_a_play_up():
-    lost = "connection lost, dialling again (3rd try): no answer"
-    for terminal in (False, True):
-        screen = io.StringIO()
-        console = Console(file=screen, force_terminal=terminal, width=90, color_system=None)
-        with Overlay("plain", console, lambda: lost) as overlay:
-            overlay.show(shot(undecoded=6))
-        assert lost in screen.getvalue()
-        assert "6 to be decoded" in screen.getvalue()
-
-
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
     from kvabr.client.result import Played, save
     from kvabr.player.session_types import PlayRecord
@@ -474,13 +449,6 @@ def test_a_device_or_a_pipe_is_left_alone(tmp_path, capsys):
         assert kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", "--out", out) == 2
         assert "not an ordinary file" in capsys.readouterr().err
     assert pipe.is_fifo()
-
-
-@pytest.mark.parametrize("deadline", ["0", "-1", "inf"])
-def test_a_deadline_that_is_none_is_refused_before_anything_is_dialled(deadline, capsys):
-    words = ("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", f"--deadline={deadline}")
-    assert kvabr(*words) == 2
-    assert "--deadline" in capsys.readouterr().err
 
 
 class Lazy(Policy):

@@ -15,7 +15,6 @@ import pytest
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.client.result import IncompleteError
 from kvabr.link.moqt.connect import connect
 from kvabr.link.moqt.connection import MAX_HELD, MAX_IN_FLIGHT
 from kvabr.moqt.wire import DRAFTS
@@ -161,42 +160,6 @@ async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls, draft):
     assert played.live.published == GROUPS
 
 
-@pytest.mark.parametrize("before", [1, 9, 10])
-async def test_a_play_joins_at_any_time(asset, root, tls, before):
-    async with (
-        origin(root, tls) as server,
-        dial(server, tls) as link,
-        AsyncClient(link, model=SPEC) as client,
-        Writer(asset, root) as writer,
-    ):
-        await writer.publish(before)
-        play, seen = playing(client)
-        await until(lambda: seen.edge == before)
-        await writer.publish(GROUPS - before)
-        await writer.end()
-        assert right(await play, asset)
-        again = await client.play(TOKENS, deadline=LIMIT_S)  # one or the other
-        assert right(again, asset)
-
-
-async def test_two_plays_share_each_group(asset, root, tls):
-    async with (
-        origin(root, tls) as server,
-        dial(server, tls) as link,
-        AsyncClient(link, model=SPEC) as client,
-        Writer(asset, root) as writer,
-    ):
-        plays = [playing(client, policy="fixed:Int4") for _ in range(2)]
-        await until(lambda: all(play.get_name() for play, _ in plays) and len(server.source.live.assets) == 1)
-        for group in range(GROUPS):
-            await writer.publish()
-            await until(lambda group=group: all(seen.edge > group for _, seen in plays))
-        for play, _ in plays:
-            assert right(await play, asset)
-        base = asset.catalog.by_name["Int4"].total_bytes
-        assert link.stats().bytes_received < 1.5 * base + 40_000
-
-
 async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset, root, tls):
     async with Writer(asset, root) as writer:
         async with origin(root, tls) as server:
@@ -211,23 +174,6 @@ async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset
             await writer.publish(5)
             assert right(await play, asset)
             await client.close()
-
-
-async def test_a_producer_that_fails_ends_the_play_with_its_reason(asset, root, tls):
-    async with (
-        origin(root, tls) as server,
-        dial(server, tls) as link,
-        AsyncClient(link, model=SPEC) as client,
-    ):
-        async with Writer(asset, root) as writer:
-            play, seen = playing(client)
-            await writer.publish(4)
-            await until(lambda: seen.edge == 4)
-            await writer.fail("out of memory")
-            with pytest.raises(IncompleteError, match="then it stopped: out of memory") as caught:
-                await play
-        assert right(caught.value.prefix, asset)
-        assert caught.value.prefix.tokens == 64
 
 
 @every
@@ -251,20 +197,6 @@ async def test_what_the_peer_holds_takes_no_room_from_the_rest(asset, root, tls,
         await writer.publish(GROUPS)
         news = await asyncio.gather(*waiting)
         assert [parse_edges(data)[0].group for data in news] == [one.group for one in held]
-
-
-@every
-async def test_all_the_news_come_at_once(asset, root, tls, draft):
-    async with (
-        origin(root, tls) as server,
-        dial(server, tls, drafts=(draft.alpn,)) as link,
-        Writer(asset, root) as writer,
-    ):
-        await writer.publish(6)
-        await until(lambda: server.source.live.assets and server.source.live.assets[0].chunks == 6)
-        request = GroupRequest(asset.catalog.namespace, EDGE_TRACK, 2, 1 << 16, wait_s=LIMIT_S, groups=50)
-        data = await read_all(link.request(request, 0))
-        assert [message.group for message in parse_edges(data)] == [2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("alone")

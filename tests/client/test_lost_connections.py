@@ -117,17 +117,6 @@ async def test_with_a_dead_origin_a_play_ends_that_has_all_it_needs(origin, shor
     assert took_s < 10.0
 
 
-@virtual
-async def test_an_origin_that_never_comes_back_does_not_matter_to_an_engine(origin):
-    peer = Peer(origin, rate=1e4)
-    async with await peer.connection() as link:
-        asyncio.get_running_loop().call_later(0.9, peer.down)
-        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
-        assert "recomputed" in played.coverage
-        assert played.met
-        assert close(played.kv)
-
-
 @pytest.mark.parametrize("prefix", [True, False], ids=["prefix", "hole"])
 @virtual
 async def test_an_engine_computes_the_rest_soon_after_the_origin_is_gone(origin, short, prefix):
@@ -243,14 +232,6 @@ async def test_a_peer_that_answers_probes_but_no_request_is_dialled_anew(origin,
         assert await read_all(link.fetch(spaces, "FP16", 0, limit=1 << 20))
         assert loop.time() - begun_s < 0.1
         assert link.dials == 1
-
-
-@virtual
-async def test_what_was_asked_of_a_forgetful_peer_fails_so_that_it_is_asked_again(origin, short):
-    peer = Peer(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
-    async with await peer.connection() as link:
-        with pytest.raises(ConnectionLostError, match="the peer fell silent; it answers a new connection"):
-            await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
 
 
 @virtual

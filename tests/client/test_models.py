@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached
 from kvabr.publish.encoder import publish
@@ -57,15 +56,6 @@ async def test_the_only_model_of_an_origin_is_meant(origin):
         assert isinstance(await client.play(range(50), deadline=2.0), NothingCached)
         assert link.requests == asked + 3  # two lookups, and a miss also asks for the models again
         assert (await client.find(TOKENS)).catalog == played.catalog
-
-
-@virtual
-async def test_an_empty_prompt_is_refused(origin):
-    async with origin() as link, AsyncClient(link) as client:
-        for ask in (client.find([]), client.play([], deadline=2.0)):
-            with pytest.raises(UsageError, match="at least one token"):
-                await ask
-        assert link.requests == 0
 
 
 @virtual
@@ -218,9 +208,3 @@ async def test_a_play_never_times_an_engine(origin):
             assert engine.prefilled <= 2 * len(TOKENS)
             cost = await client.measure_prefill()
             assert cost.seconds(0, 100) > 0
-
-
-def test_a_gate_is_a_hook():
-    written = []
-    assert StepGate()(0, 16, lambda: written.append(True))
-    assert written == [True]

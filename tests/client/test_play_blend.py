@@ -24,7 +24,7 @@ SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:20
 ONE, OTHER, UNMEASURED = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133])
 ORDERED = Passage(IDS[133:173])
 PARTS = (SYSTEM, ONE, BETWEEN, OTHER, QUESTION)
-COVERED, PASSAGES = 11 + 49 + 3 + 30, 49 + 30
+COVERED = 11 + 49 + 3 + 30
 WHOLE = [token for part in PARTS for token in part.ids]
 FUSION = ((0.0, 0.09), (0.1, 0.05), (0.3, 0.04), (1.0, 0.0))
 
@@ -39,15 +39,21 @@ def library(tmp_path_factory):
     return PublishedAssets(root)
 
 
+@pytest.fixture
+def played_in_parts(library_origin):
+    """Play a prompt in parts, on a link of its own: ``await played_in_parts(share=..., rate=..., ...)``."""
+
+    async def play_it(rate=1e8, **how):
+        usual = {"parts": PARTS, "deadline": 5.0, "engine": ToyBlendModel(), **DEAR}
+        async with library_origin(rate=rate) as link:
+            return await play(link, **usual | how)
+
+    return play_it
+
+
 @virtual
-async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(library_origin):
-    async with library_origin() as link:
-        plain = await play(
-            link, parts=PARTS, share=0, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
-        )
-        played = await play(
-            link, parts=PARTS, share=0.1, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
-        )
+async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(played_in_parts):
+    plain, played = [await played_in_parts(share=share, policy="fixed:FP16") for share in (0, 0.1)]
     at = played.computed_again
     assert len(at) == 8  # a tenth of 79, rounded up
     assert all(11 <= place < 60 or 63 <= place < COVERED for place in at)
@@ -68,30 +74,17 @@ async def test_the_tokens_that_the_question_asks_for_are_computed_over_the_rest(
 
 
 @virtual
-async def test_all_tokens_are_a_full_prefill(library_origin):
-    parts, ids = (SYSTEM, ONE, OTHER, QUESTION), (*SYSTEM.ids, *ONE.ids, *OTHER.ids)
-    async with library_origin() as link:
-        played = await play(
-            link, parts=parts, share=1, deadline=5.0, engine=ToyBlendModel(), policy="fixed:FP16", **DEAR
-        )
-    assert off_by(played.kv, ToyModel().prefill(ids)) < 1e-3
+async def test_all_tokens_are_a_full_prefill(played_in_parts):
+    played = await played_in_parts(parts=(SYSTEM, ONE, OTHER, QUESTION), share=1, policy="fixed:FP16")
+    assert off_by(played.kv, ToyModel().prefill((*SYSTEM.ids, *ONE.ids, *OTHER.ids))) < 1e-3
     assert played.fusion_loss == 0.0
 
 
 @virtual
-async def test_without_a_share_it_is_what_the_tokens_are_worth(library_origin):
-    async with library_origin() as link:
-        for price, share in ((0.0, 1.0), (4.0, 0.1), (20.0, 0.0), (float("inf"), 0.0)):
-            played = await play(
-                link,
-                parts=PARTS,
-                deadline=5.0,
-                engine=ToyBlendModel(),
-                prefill_cost=PrefillCost(0.001, 0.0005),
-                gpu_price=price,
-                policy="fixed:FP16",
-            )
-            assert played.record.blend.share == share
+async def test_without_a_share_it_is_what_the_tokens_are_worth(played_in_parts):
+    how = {"prefill_cost": PrefillCost(0.001, 0.0005), "policy": "fixed:FP16"}
+    for price, share in ((0.0, 1.0), (4.0, 0.1), (20.0, 0.0), (float("inf"), 0.0)):
+        assert (await played_in_parts(gpu_price=price, **how)).record.blend.share == share
 
 
 @virtual
@@ -111,12 +104,9 @@ async def test_a_selector_of_ones_own_chooses(library_origin, tmp_path):
 
 
 @virtual
-async def test_tokens_are_chosen_while_layers_still_come(library_origin):
+async def test_tokens_are_chosen_while_layers_still_come(played_in_parts):
     events = []
-    async with library_origin(rate=2e5) as link:
-        played = await play(
-            link, parts=PARTS, share=0.1, deadline=1.0, engine=ToyBlendModel(), log=events.append, **DEAR
-        )
+    played = await played_in_parts(rate=2e5, share=0.1, deadline=1.0, log=events.append)
     kinds = [type(event) for event in events]
     assert kinds.index(TokensChosen) < kinds.index(TokensStarted) < kinds.index(TokensDone)
     assert played.met
@@ -125,15 +115,12 @@ async def test_tokens_are_chosen_while_layers_still_come(library_origin):
 
 
 @virtual
-async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(library_origin):
+async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(played_in_parts):
     parts = (SYSTEM, ORDERED, ONE, OTHER, QUESTION)
     ahead = tuple(range(11 + 34, 11 + 40))  # the last tokens of the passage, 15 % of them
     events, quick = [], {"prefill_cost": PrefillCost(0.0, 3e-5), "gpu_price": 100.0}
     for share in (0.1, 0.0001):
-        async with library_origin(rate=2e4) as link:
-            played = await play(
-                link, parts=parts, share=share, deadline=20.0, engine=ToyBlendModel(), log=events.append, **quick
-            )
+        played = await played_in_parts(rate=2e4, parts=parts, share=share, deadline=20.0, log=events.append, **quick)
         blend = played.record.blend
         assert played.met
         assert blend.ahead == 6
@@ -147,18 +134,14 @@ async def test_on_a_slow_link_the_publishers_order_is_computed_meanwhile(library
 
 
 @virtual
-async def test_what_there_is_no_time_for_is_not_computed(library_origin):
-    slow = PrefillCost(0.001, 0.02)
-    async with library_origin(rate=1e5) as link:
-        played = await play(
-            link, parts=PARTS, share=1, deadline=1.2, engine=ToyBlendModel(), prefill_cost=slow, gpu_price=100.0
-        )
+async def test_what_there_is_no_time_for_is_not_computed(played_in_parts):
+    played = await played_in_parts(rate=1e5, share=1, deadline=1.2, prefill_cost=PrefillCost(0.001, 0.02))
     assert played.met
     assert played.record.blend.share < 1
 
 
 @virtual
-async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(library_origin):
+async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(played_in_parts):
     class NoAttention(ToyBlendModel):
         def attention(self, *_, **__):
             raise RuntimeError("out of memory")
@@ -173,8 +156,7 @@ async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(library_or
 
     for engine in (NoAttention(), NoRecompute(), Garbage()):
         events = []
-        async with library_origin() as link:
-            played = await play(link, parts=PARTS, share=0.3, deadline=5.0, engine=engine, log=events.append, **DEAR)
+        played = await played_in_parts(share=0.3, engine=engine, log=events.append)
         assert played.computed_again == ()
         assert played.fusion_loss == pytest.approx(0.18)
         assert bool(torch.isfinite(played.kv).all())
@@ -182,21 +164,10 @@ async def test_an_engine_that_fails_leaves_the_cache_as_it_was_joined(library_or
 
 
 @virtual
-async def test_a_loss_above_the_limit_is_computed_instead(library_origin):
+async def test_a_loss_above_the_limit_is_computed_instead(played_in_parts):
     for limit, share, refused in ((0.2, 0, False), (0.17, 0, True), (0.12, 0.1, False), (0.09, 0.1, True)):
         events = []
-        async with library_origin() as link:
-            played = await play(
-                link,
-                parts=PARTS,
-                share=share,
-                max_loss=limit,
-                deadline=5.0,
-                engine=ToyBlendModel(),
-                policy="fixed:FP16",
-                log=events.append,
-                **DEAR,
-            )
+        played = await played_in_parts(share=share, max_loss=limit, policy="fixed:FP16", log=events.append)
         assert played.approximate != refused
         assert any(isinstance(event, PlayGaveUp) for event in events) == refused
         if refused:
@@ -208,31 +179,17 @@ async def test_a_loss_above_the_limit_is_computed_instead(library_origin):
 
 
 @virtual
-async def test_a_limit_asks_for_more_tokens_than_their_price(library_origin):
-    async with library_origin() as link:
-        played = await play(
-            link,
-            parts=PARTS,
-            deadline=5.0,
-            max_loss=0.085,
-            engine=ToyBlendModel(),
-            prefill_cost=COST,
-            gpu_price=2.0,
-            policy="fixed:FP16",
-            tail=0,
-        )
+async def test_a_limit_asks_for_more_tokens_than_their_price(played_in_parts):
+    played = await played_in_parts(max_loss=0.085, gpu_price=2.0, policy="fixed:FP16", tail=0)
     assert played.record.blend.share == 0.3
     assert played.loss <= 0.085
 
 
 @virtual
-async def test_tokens_are_computed_again_in_front_of_a_tail(library_origin):
+async def test_tokens_are_computed_again_in_front_of_a_tail(played_in_parts):
     """Of a passage that is cut, its publisher's order and its loss are cut with it."""
-    how = {"engine": ToyBlendModel(), "prefill_cost": COST, "policy": "fixed:FP16", "share": 0.3}
-    async with library_origin() as link:
-        played = await play(link, parts=PARTS, deadline=5.0, tail=20, **how)
-        slow = await play(link, parts=PARTS, deadline=60.0, tail=20, **how | {"selector": "order"})
-    for one in (played, slow):
+    for more in ({}, {"selector": "order", "deadline": 60.0}):
+        one = await played_in_parts(gpu_price=PlayOptions().gpu_price, policy="fixed:FP16", share=0.3, tail=20, **more)
         assert one.tail > 0
         assert one.kv.shape[3] == one.tokens
         assert one.record.blend.share == 0.3
@@ -241,19 +198,14 @@ async def test_tokens_are_computed_again_in_front_of_a_tail(library_origin):
 
 
 @virtual
-async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(library_origin):
-    parts = (SYSTEM, ONE, UNMEASURED, QUESTION)
-    events = []
-    async with library_origin() as link:
-        played = await play(link, parts=parts, share=0, deadline=5.0, engine=ToyBlendModel(), log=events.append, **DEAR)
-        assert played.tokens == 11 + 49
-        assert [event.passage for event in events if isinstance(event, PassageRefused)]
-        played = await play(
-            link, parts=parts, share=0.1, deadline=5.0, engine=ToyBlendModel(), max_loss=float("inf"), **DEAR
-        )
-        assert played.tokens == 11 + 49 + 40
-        assert played.fusion_loss is None
-        assert len(played.computed_again) == 9
+async def test_a_passage_of_unknown_loss_is_computed_unless_any_loss_will_do(played_in_parts):
+    parts, events = (SYSTEM, ONE, UNMEASURED, QUESTION), []
+    assert (await played_in_parts(parts=parts, share=0, log=events.append)).tokens == 11 + 49
+    assert [event.passage for event in events if isinstance(event, PassageRefused)]
+    played = await played_in_parts(parts=parts, share=0.1, max_loss=float("inf"))
+    assert played.tokens == 11 + 49 + 40
+    assert played.fusion_loss is None
+    assert len(played.computed_again) == 9
 
 
 @virtual

@@ -249,13 +249,10 @@ def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
 
 @virtual
 async def test_upgrades_go_on_while_the_cache_is_in_use(library_origin):
-    class Writer:
-        async def write(self, first, end, write):
-            write()
-
     async with library_origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
         options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=100.0)
         played = await client.play(parts=PARTS, deadline=0.4, options=options)
         before = off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED))
+        assert played.upgrades is not None
         await played.upgrades.wait()
         assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) <= before

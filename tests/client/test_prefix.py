@@ -72,14 +72,6 @@ async def test_a_group_that_cannot_be_had_ends_the_prefix(origin, lost):  # noqa
 
 
 @virtual
-async def test_a_link_that_is_too_slow_ends_at_the_deadline(origin, short):  # noqa: F811
-    async with origin(rate=short.track("FP16").total_bytes / 4) as link:
-        prefix = await played(link, deadline=2.0)
-    assert 16 <= prefix.tokens < 70
-    assert prefix.seconds <= 2.1
-
-
-@virtual
 async def test_an_engine_that_is_quick_is_left_the_rest_early(origin, short):  # noqa: F811
     quick = PrefillCost.from_rate(1000.0)
     async with origin(rate=short.track("FP16").total_bytes / 100) as link:

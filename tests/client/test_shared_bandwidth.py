@@ -14,12 +14,8 @@ from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import PolicyError
-from tests.client.playing import play
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
-from tests.toymodel import SPEC, prompt
-
-TOKENS = prompt(70).tokens
 
 
 class Peered(MemoryConnection):
@@ -146,16 +142,6 @@ async def test_what_a_play_found_out_is_known_to_the_next():
         assert share.ttfb() == pytest.approx(0.05)
     with estimating(peer(connection()), fresh("tracking"), priors) as share:
         assert share.rate() == 0.0
-
-
-@virtual
-async def test_plays_at_once_all_come_in_time(origin, short):
-    size = short.track("Int4").total_bytes
-    async with origin(rate=3 * size / 1.2) as link:
-        plays = (play(link, TOKENS, deadline=2.0, spec=SPEC) for _ in range(3))
-        for played in await asyncio.gather(*plays):
-            assert played.met
-            assert played.tokens == 70
 
 
 @virtual

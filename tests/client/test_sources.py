@@ -27,7 +27,7 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.player.builder import new_session
 from kvabr.player.requests import StallDetector
 from kvabr.player.session_types import FetchGroup
-from kvabr.types.errors import PlayError, TransportError
+from kvabr.types.errors import TransportError
 from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
@@ -50,6 +50,12 @@ def of(events, kind):
     return [event for event in events if isinstance(event, kind)]
 
 
+async def dialled(transfers):
+    """Wait for a dial that fails; on a slow machine it has, already."""
+    if transfers._dialling is not None:
+        await asyncio.wait({transfers._dialling})
+
+
 @contextmanager
 def silent():
     """A socket at whose address nobody answers, neither over UDP nor over TCP."""
@@ -65,12 +71,11 @@ def silent():
             return
 
 
-@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
-async def test_a_play_from_two_origins(origins, short, quic):
-    sent = []
+async def test_a_play_from_two_origins(origins, short):
+    sent, trust = [], {"quic": "aioquic", "timeout_s": LIMIT_S}
     options = PlayOptions(policy="fixed:FP16", log=sent.append)
     async with AsyncClient(options=options) as client:
-        peers = [client.peer(each.url, fingerprint=each.fingerprint, quic=quic, timeout_s=LIMIT_S) for each in origins]
+        peers = [client.peer(each.url, fingerprint=each.fingerprint, **trust) for each in origins]
         for peer in peers:
             await client.connect(peer)
         played = await client.play(TOKENS, deadline=LIMIT_S, peer=peers)
@@ -82,23 +87,13 @@ async def test_a_play_from_two_origins(origins, short, quic):
     assert sorted(event.group for event in of(sent, RequestSent)) == [0, 1, 2, 3, 4]
 
 
-async def test_an_origin_that_is_not_there_delays_nothing(origins):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
-        options = PlayOptions(policy="fixed:FP16")
-        async with AsyncClient(urls, fingerprint=origins[0].fingerprint, timeout_s=LIMIT_S, options=options) as client:
-            played = await client.play(TOKENS, deadline=2 * LIMIT_S)
-    assert played.coverage == ("FP16",) * 5
-    assert played.ttft_s < LIMIT_S  # it did not wait until dialling had failed
-
-
 async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone(origins):
     gone = origins[0].url
     origins[0].kill()
     for urls in ([gone, origins[1].url], [origins[1].url, gone]):
         async with AsyncClient(urls, insecure=True, timeout_s=1.0) as client:
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
+            assert (await client.play(TOKENS, deadline=LIMIT_S)).tokens == len(TOKENS)
 
 
 async def test_a_source_that_is_known_to_be_gone_delays_nobody(origins):
@@ -108,7 +103,7 @@ async def test_a_source_that_is_known_to_be_gone_delays_nobody(origins):
         async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
             await client.find(TOKENS)
             gone = client._origins[0].transfers
-            await asyncio.wait({gone._dialling})
+            await dialled(gone)
             gone._source._options = replace(gone._source._options, timeout_s=LIMIT_S)  # the next dial takes long
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
             assert gone._dialling is not None
@@ -141,7 +136,7 @@ async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
             assert await client.find(TOKENS) is not None
             await asyncio.sleep(0)
             assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
-            await asyncio.wait({client._origins[1].transfers._dialling})
+            await dialled(client._origins[1].transfers)
             gc.collect()
     assert not told
 
@@ -213,12 +208,6 @@ async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
         client._origins[0].transfers.connection.unreachable = True  # as after two dials that have failed
         assert await client.models(within_s=LIMIT_S)
         assert await client.connect() is client._origins[1].transfers.connection
-
-
-async def test_without_any_origin_the_play_says_why():
-    async with AsyncClient(["moqt://127.0.0.1:9/", "moqt://127.0.0.1:11/"], insecure=True, timeout_s=0.3) as client:
-        with pytest.raises(PlayError, match=r"127\.0\.0\.1:(9|11)"):
-            await client.play(TOKENS, deadline=2.0)
 
 
 @virtual

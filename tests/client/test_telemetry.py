@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from kvabr.cli.main import main
 from kvabr.telemetry import PlayerMetrics, Telemetry
-from kvabr.types.errors import NotFoundError
-from kvabr.types.naming import TrackNamespace
-from tests.client.playing import play, play_asset
+from tests.client.playing import play
 from tests.client.served import Served
 from tests.client.virtual import virtual
 from tests.telemetry.plays import Ear
@@ -37,30 +33,6 @@ async def test_a_play_tells_of_itself(origin, short):
         metrics.value("kvabr_play_bytes_total", track="Int8") + metrics.value("kvabr_play_bytes_total", track="FP16")
         > 0
     )
-
-
-@virtual
-async def test_a_play_that_fails_tells_why(origin):
-    ear = Ear()
-    with Telemetry(ear) as telemetry:
-        async with origin() as link:
-            with pytest.raises(NotFoundError):
-                await play_asset(link, TrackNamespace("test/model", "00" * 32), deadline=2.0, telemetry=telemetry)
-    assert [heard.event.name for heard in ear.heard] == ["called", "ended"]
-    assert ear.heard[-1].event.error == "NotFoundError"
-
-
-@virtual
-async def test_a_listener_that_raises_changes_nothing(origin):
-    class Bad(Ear):
-        def hear(self, heard):
-            raise RuntimeError("bad")
-
-    with Telemetry(Bad()) as telemetry:
-        async with origin() as link:
-            played = await play(link, TOKENS, deadline=2.0, spec=SPEC, telemetry=telemetry)
-    assert played.met
-    assert telemetry.counts["ear"].errors == telemetry.counts["ear"].heard > 10
 
 
 def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path, monkeypatch, capsys):

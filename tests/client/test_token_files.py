@@ -51,15 +51,6 @@ def test_commands(served, short, file, capsys, command):
     assert main([*words, "--token", TOKEN]) == 0
 
 
-@pytest.mark.parametrize("command", ["fetch", "inspect", "doctor", "relay"])
-def test_the_help_says_who_sees_a_token(capsys, command):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    said = "".join(capsys.readouterr().out.split())  # lines may end at a hyphen
-    prefix = "upstream-" if command == "relay" else ""
-    assert f"visibletoeveryuserintheprocesslist,soprefer--{prefix}token-file" in said
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "cannot be read"), (b"a\0b", "printed")],
@@ -98,7 +89,7 @@ def test_a_client_reads_it_again_when_it_connects(served, file):
 
 
 def test_engines_take_one(served, file):
-    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint, "quic": "aioquic"}
+    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint}
     client = Background(open_client(EngineSettings.read(given, "here")))
     try:
         assert client.begin(lambda client: client.models()).result(LIMIT_S) == [SPEC]

@@ -85,10 +85,9 @@ async def test_too_many_requests_in_all_leave_everybody_some(root, tls, fingerpr
         await served.empty()
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_more_connections_of_one_address_than_allowed(root, tls, fingerprint, library):
+async def test_more_connections_of_one_address_than_allowed(root, tls, fingerprint):
     limits = {"connections_per_address": 2, "handshake_s": LIMIT_S}
-    async with serving(root, tls, fingerprint, library=library, **limits) as served:
+    async with serving(root, tls, fingerprint, **limits) as served:
         async with AsyncExitStack() as stack:
             for _ in range(2):
                 await connected(stack, served)

@@ -16,14 +16,13 @@ from kvabr.link.moqt.options import DialOptions
 from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import server_context
 from kvabr.moqt.wire import DRAFTS
-from kvabr.server.certificates import check, development
+from kvabr.server.certificates import check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import TransportError
-from tests.assets import make_asset
 from tests.floods import FLOODS, Flooder, RawTls, client_context, pour
 
 pytestmark = pytest.mark.process
@@ -31,16 +30,6 @@ pytestmark = pytest.mark.process
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 LIMIT_S = 300.0
 PLAYS = 20
-
-
-@pytest.fixture(scope="module")
-def asset(tmp_path_factory):
-    return make_asset(tmp_path_factory.mktemp("assets") / "one", range(40), frame_bytes=300_000, levels=("FP16",))
-
-
-@pytest.fixture(scope="module")
-def tls():
-    return development()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvabr.transfer.lanes import LanesConnection
 from kvabr.types.errors import TransportError, UsageError
 from tests.assets import make_asset
 from tests.client.virtual import virtual
-from tests.link.test_tcp import asset, served, tls  # noqa: F401  # fixtures
+from tests.link.test_tcp import served
 from tests.memory_transport import MemoryConnection, MemoryLink
 
 MOST = 4
@@ -111,7 +111,7 @@ async def test_a_peer_that_allows_no_more_connections_goes_on_with_one(large):
 
 
 @pytest.mark.process
-async def test_lanes_of_a_client(asset, tls):  # noqa: F811
+async def test_lanes_of_a_client(asset, tls):
     async with served(asset, tls) as server:
         url = f"moqt://localhost:{server.address[1]}/"
         async with connect(url, transport="tcp", lanes=3, fingerprint=check(tls).fingerprint) as connection:

@@ -271,10 +271,6 @@ def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-def test_the_catalog_of_the_encode_is_the_one_on_disk(toy):
-    assert Catalog.read(toy / "catalog.json") == FolderAsset.open(toy).catalog
-
-
 @pytest.mark.slow
 def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     model, out, report = tinymodels.save(tmp_path / "model"), tmp_path / "passage", tmp_path / "report.json"

@@ -240,13 +240,6 @@ def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_pat
     assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
 
 
-def test_runs_of_several_groups_are_no_lag(tmp_path):
-    steps = Steps(tmp_path)
-    steps.hand(0, 70)
-    steps.production.end()
-    assert steps.work().left_out == 0
-
-
 def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_path):
     side = kvdata.profile(SPEC)
     steps = Steps(tmp_path, profile=side)
@@ -465,17 +458,3 @@ def test_tracks_at_the_edge_that_cannot_be(tmp_path):
         LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
     with pytest.raises(UsageError, match="none of the publisher's"):
         LivePublisher(publisher(tmp_path), edge=["BF16"])
-
-
-def test_the_encoding_thread_leaves_the_cores_to_the_engine(tmp_path):
-    before, found = torch.get_num_threads(), []
-    torch.set_num_threads(max(2, before))
-    try:
-        made = publisher(tmp_path)
-        slot = made.reserve(TOKENS)
-        slot.fill(cache(SPEC), lambda _: found.append(torch.get_num_threads()))
-        made.close()
-        assert found == [1]
-        assert torch.get_num_threads() == max(2, before)
-    finally:
-        torch.set_num_threads(before)

@@ -110,13 +110,6 @@ def test_what_is_left_behind_tails_is_that_of_the_prior(tmp_path):
     }
 
 
-def test_with_a_profile_the_layers_come_along(tmp_path):
-    publish(publisher(tmp_path, profile=kvdata.profile(SPEC)))
-    (asset,) = PublishedAssets(tmp_path).assets
-    assert "AC-L3" in asset.catalog.by_name
-    assert load_profile(asset) is not None
-
-
 def test_a_piece_of_a_prompt_has_the_layers_of_its_place(tmp_path):
     """A group is coded as in the whole prompt, and a player decodes it by the position in the catalog."""
     side = kvdata.profile(SPEC)
@@ -165,11 +158,6 @@ def test_no_layer_is_said_to_make_a_group_worse(tmp_path, groups):
         for track in LAYERS:
             assembler.put(group, track, asset.frame(group, track))
     assert assembler.coverage == ("AC-L3",) * groups
-
-
-def test_what_is_there_is_not_published_again(tmp_path):
-    publish(publisher(tmp_path))
-    assert publish(publisher(tmp_path)) == "known"
 
 
 def test_what_finds_no_room_is_refused_at_once(tmp_path):

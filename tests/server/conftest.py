@@ -19,6 +19,13 @@ def small(tmp_path):
     return make_asset(tmp_path / "small", list(range(32)), frame_bytes=20_000)
 
 
+@pytest.fixture
+def root(tmp_path):
+    made = tmp_path / "root"
+    made.mkdir()
+    return made
+
+
 @pytest.fixture(scope="module")
 def tls():
     return development()

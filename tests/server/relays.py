@@ -29,7 +29,6 @@ BIG = 1 << 24
 LONG_S = 600.0
 """Where a test waits for what must happen, on any machine."""
 ELSEWHERE = TrackNamespace("other/model", "0" * 64)
-LIBRARIES = ("aioquic", "qh3")
 REFUSED = "the origin refuses the relay's token"
 
 

@@ -31,13 +31,6 @@ from tests.store.test_live_folder import GROUPS, final, frame, live, publish
 socketed = pytest.mark.process
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 @socketed
 async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordinary_one_at_the_end(root, tls):
     key = new_key()
@@ -131,23 +124,6 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
                 assert "opens it no longer" in refused.reason
             assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
     await until(lambda: server.requests == 0)
-
-
-@socketed
-async def test_an_asset_that_is_removed_while_it_grows(root, tls):
-    key = new_key()
-    with LiveFolderWriter(root / "asset") as writer:
-        async with live_origin(root, tls) as server, decoder(server) as player:
-            writer.begin(live(key))
-            await player.found()
-            publish(writer, 0, key)
-            assert (await player.news(0)).group == 0
-            waiting = player.ask("FP16", 1)
-            (path,) = live_folders(root)
-            shutil.rmtree(path)
-            assert (await player.answer(waiting)).code == RequestCode.DOES_NOT_EXIST
-            await until(lambda: not server.source.live.assets)
-            assert (await player.get(LIVE_TRACK)).code == RequestCode.DOES_NOT_EXIST
 
 
 @socketed

@@ -21,13 +21,6 @@ from tests.store.test_live_folder import GROUPS, frame, live
 socketed = pytest.mark.process
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 def news(group, names, key, rest_s=None):
     data = {name: frame(group, name) for name in names}
     frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}

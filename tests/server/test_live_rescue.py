@@ -29,13 +29,6 @@ from tests.server.live import decoder, live_origin
 from tests.store.test_live_folder import GROUPS, KILLED, OFFER, TRACKS, final, frame, live, publish
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 @contextmanager
 def killed(path, groups, *, after=lambda _: None):
     """A producer that is no more after some groups: its lock is free, its folder is left."""

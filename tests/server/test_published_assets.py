@@ -33,13 +33,6 @@ def events():
         yield entries
 
 
-@pytest.fixture
-def root(tmp_path):
-    path = tmp_path / "root"
-    path.mkdir()
-    return path
-
-
 def token(text):
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -18,7 +18,6 @@ from tests.memory_transport import Fault, MemoryLink
 from tests.server.relays import (
     BIG,
     ELSEWHERE,
-    LIBRARIES,
     LONG_S,
     chain_of,
     dialled,
@@ -34,16 +33,15 @@ from tests.toymodel import toy_asset
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, tls, fresh):
-    async with chain_of(small.path, tls, quic=library) as (server, relay), contextlib.AsyncExitStack() as stack:
-        connections = [await stack.enter_async_context(await dialled(relay, library)) for _ in range(20)]
+async def test_a_group_is_fetched_once_for_two_hundred_players(small, tls, fresh):
+    async with chain_of(small.path, tls) as (server, relay), contextlib.AsyncExitStack() as stack:
+        connections = [await stack.enter_async_context(await dialled(relay)) for _ in range(20)]
 
         async def fetched(connection):
             try:
                 return await get(connection, small.catalog.namespace, "FP16", 3)
             except ConnectionLostError:  # by qh3, if acknowledgements come late; players dial again, too
-                async with await dialled(relay, library) as another:
+                async with await dialled(relay) as another:
                     return await fetched(another)
 
         got = await asyncio.gather(*(fetched(connection) for connection in connections for _ in range(10)))
@@ -54,11 +52,10 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(library, small, t
         assert relay.source.groups.bytes == 0
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_players_with_little_room_get_everything_one_after_the_other(library, asset, tls, fresh):
+async def test_players_with_little_room_get_everything_one_after_the_other(asset, tls, fresh):
     """A player's requests take no more of the relay's memory than its connection may have."""
     limits = ServerLimits(memory_per_connection=700_000)
-    async with chain_of(asset.path, tls, quic=library, limits=limits) as (_, relay):
+    async with chain_of(asset.path, tls, limits=limits) as (_, relay):
         most, opened = 0, relay.source.groups.open
 
         def watched(*arguments):
@@ -68,7 +65,7 @@ async def test_players_with_little_room_get_everything_one_after_the_other(libra
             return reader
 
         relay.source.groups.open = watched
-        async with await dialled(relay, library) as connection:
+        async with await dialled(relay) as connection:
             await play(connection, asset)
         assert 300_000 <= most <= 700_000
         await until(lambda: not relay.peers)
@@ -94,22 +91,7 @@ async def test_what_is_on_its_way_for_one_player_takes_no_room_of_the_others(ass
         await until(lambda: relay.budgets.total.memory == 0)
 
 
-async def test_many_players_one_fetch_of_each_group(small, tls, fresh):
-    async with chain_of(small.path, tls) as (server, relay):
-
-        async def one(library):
-            async with await dialled(relay, library) as connection:
-                await play(connection, small)
-
-        await asyncio.gather(*(one(LIBRARIES[number % 2]) for number in range(12)))
-        assert sent(server) == {CATALOG_TRACK: 1, "FP16": small.catalog.groups}
-        assert relay.source.store.memory.total_bytes == sum(
-            len(small.frame(group, "FP16")) for group in range(small.catalog.groups)
-        )
-
-
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
-@pytest.mark.parametrize("names", ["draft", "split"])
+@pytest.mark.parametrize(("draft", "names"), [("moqt-22", "draft"), ("moqt-20", "split")])
 async def test_drafts_and_spellings_of_names(draft, names, asset, tls):
     async with chain_of(asset.path, tls) as (server, relay):
         async with await dialled(relay, drafts=(draft,), names=names) as connection:
@@ -166,20 +148,6 @@ async def test_bytes_are_passed_on_as_they_come(asset, tls):
         assert len(relay.source.groups) == 1
         download.cancel()
         await until(lambda: not relay.source.groups)
-
-
-async def test_a_player_that_comes_later_gets_what_has_come_and_what_comes(asset, tls):
-    link = MemoryLink()
-    stall = Fault(stall_after=100_000)
-    upstream = in_memory(asset, path=link, faults=lambda ask: stall if ask.track == "FP16" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as one, await dialled(relay) as other:
-        namespace = asset.catalog.namespace
-        for connection in (one, other):
-            download = connection.fetch(namespace, "FP16", 2, limit=BIG)
-            async with asyncio.timeout(LONG_S):
-                while len(download.data) < 100_000:
-                    await download.read()
-        assert upstream.downloads == 1
 
 
 async def test_a_cancel_reaches_the_origin_when_nobody_else_waits(asset, tls):

@@ -16,7 +16,7 @@ from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, Track
 from tests.assets import make_asset
 from tests.hostile import DOCUMENTS
 from tests.memory_transport import Fault
-from tests.server.relays import LIBRARIES, LOG, dialled, get, in_memory, relaying
+from tests.server.relays import LOG, dialled, get, in_memory, relaying
 
 
 async def test_names_that_do_not_exist_leave_no_state(asset, tls):
@@ -35,11 +35,10 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_names_that_do_not_exist_leave_no_objects(asset, tls, library):
+async def test_names_that_do_not_exist_leave_no_objects(asset, tls):
     """Not in the relay, nor in what it asks with, nor in what it is asked with; also no names in metrics and logs."""
-    async with in_memory(asset) as upstream, relaying(upstream, tls, quic=library) as server:
-        async with await dialled(server, library) as connection:
+    async with in_memory(asset) as upstream, relaying(upstream, tls) as server:
+        async with await dialled(server) as connection:
 
             async def ask(numbers):
                 for number in numbers:

@@ -27,13 +27,6 @@ TOKEN = "of the relay"  # noqa: S105  # of a test
 EVERYTHING = {(group, track.name): frame(group, track.name) for group in range(GROUPS) for track in TRACKS}
 
 
-@pytest.fixture
-def root(tmp_path):
-    made = tmp_path / "root"
-    made.mkdir()
-    return made
-
-
 def grants(pattern):
     return Grants([Grant("relay", (pattern,), token_sha256=hashlib.sha256(TOKEN.encode()).hexdigest())])
 
@@ -47,16 +40,6 @@ async def chain(root, tls, *, relays=1, token=None, grants=None):
             server = await relay_before(stack, server, tls, token=token)
             token = None
         yield first, server
-
-
-async def produce(writer, key, *, origin=None, waiting=0):
-    """Publish all groups, each once as many requests are held at the origin, and end."""
-    for group in range(GROUPS):
-        if origin is not None:
-            await until(lambda: held(origin) >= waiting)
-        publish(writer, group, key)
-    writer.commit(final())
-    writer.tell(LiveEnd(key))
 
 
 def held(server):

@@ -24,7 +24,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.reload import Reloads
 from kvabr.server.server import Server
 from kvabr.types.errors import TransportError, UsageError
-from tests.server.relays import LIBRARIES, LOG, LONG_S, until
+from tests.server.relays import LOG, LONG_S, until
 
 
 @pytest.fixture
@@ -128,8 +128,7 @@ async def test_a_hangup_reads_everything_again(tmp_path, said):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_new_certificate_is_for_new_connections(tmp_path, library):
+async def test_a_new_certificate_is_for_new_connections(tmp_path):
     tls = ServerTls(tmp_path / "cert.pem", tmp_path / "key.pem")
 
     def write():
@@ -140,7 +139,7 @@ async def test_a_new_certificate_is_for_new_connections(tmp_path, library):
     (tmp_path / "assets").mkdir()
     first = write()
     library_of_assets = PublishedAssets(tmp_path / "assets")
-    server = Server(library_of_assets, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics(), quic=library)
+    server = Server(library_of_assets, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
     async with server:
 
         async def dialled(fingerprint):

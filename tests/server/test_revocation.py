@@ -29,7 +29,6 @@ from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
-    LIBRARIES,
     LOG,
     LONG_S,
     chain_of,
@@ -83,8 +82,7 @@ async def gone(download):
     return error.value
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
 async def test_an_expired_token_is_refused(asset, tls, library, draft):
     grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
     namespace = asset.catalog.namespace
@@ -105,9 +103,10 @@ async def test_garbage_foreign_and_replayed_tokens_are_refused(asset, tls):
     ):
 
         async def refused(token):
-            with pytest.raises(UnauthorizedError, match="token is missing or wrong"):
+            with pytest.raises(UnauthorizedError, match="token is missing or wrong") as error:
                 async with await dialled(server, token=token) as connection:
                     await get(connection, namespace, CATALOG_TRACK)
+            assert len(token) < 2 or token not in str(error.value)
 
         digest = grant(MINE).token_sha256
         for garbage in ("", "\0", "ä" * 1000, "x" * 4096, digest, f"{MINE} ", MINE[:-1], MINE.upper()):
@@ -122,14 +121,13 @@ async def test_garbage_foreign_and_replayed_tokens_are_refused(asset, tls):
         await refused(MINE)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_token_that_expires_ends_what_is_open(asset, tls, library, stuck):
+async def test_a_token_that_expires_ends_what_is_open(asset, tls, stuck):
     grants = Grants([replace(grant(MINE), expires_s=FAR_S, token_id="mine.1"), grant(OTHER)])  # noqa: S106
     namespace = asset.catalog.namespace
     async with (
-        origin(asset.path, tls, quic=library, grants=grants) as server,
-        await dialled(server, library, token=MINE) as mine,
-        await dialled(server, library, token=OTHER) as other,
+        origin(asset.path, tls, grants=grants) as server,
+        await dialled(server, token=MINE) as mine,
+        await dialled(server, token=OTHER) as other,
     ):
         downloads = [one.fetch(namespace, "FP16", 0, limit=BIG) for one in (mine, other)]
         await until(lambda: server.requests == 2)
@@ -155,25 +153,6 @@ async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monke
         later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
         monkeypatch.setattr(server_module, "time", later)
         await until(lambda: connection.closed)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_token_that_is_withdrawn_ends_what_is_open(asset, tls, library, stuck):
-    namespace = asset.catalog.namespace
-    grants = Grants([grant(MINE), grant(OTHER)])
-    async with (
-        origin(asset.path, tls, quic=library, grants=grants) as server,
-        await dialled(server, library, token=MINE) as mine,
-        await dialled(server, library, token=OTHER) as other,
-    ):
-        downloads = [one.fetch(namespace, "FP16", 0, limit=BIG) for one in (mine, other)]
-        await until(lambda: server.requests == 2)
-        server.source.regrant(Grants([grant(OTHER)]))
-        error = await gone(downloads[0])
-        assert isinstance(error, UnauthorizedError)
-        assert "no longer accepted" in str(error)
-        assert not other.closed
-        downloads[1].cancel()
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "not opened"])
@@ -222,12 +201,11 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
         assert len(relay.source.store) == asset.catalog.groups
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_withdrawn_token_empties_idle_relays(asset, tls, library, fresh):
+async def test_a_withdrawn_token_empties_idle_relays(asset, tls, fresh):
     """Nobody asks for anything, and what has just been told would be repeated for long."""
-    async with two_relays(asset.path, tls, quic=library, token=MINE, grants=Grants([grant(MINE)])) as servers:
+    async with two_relays(asset.path, tls, token=MINE, grants=Grants([grant(MINE)])) as servers:
         server, one, two = servers
-        async with await dialled(two, library) as player:
+        async with await dialled(two) as player:
             await play(player, asset)
             asked = sent(server)
             server.source.regrant(Grants([grant(OTHER)]))
@@ -237,17 +215,16 @@ async def test_a_withdrawn_token_empties_idle_relays(asset, tls, library, fresh)
             with pytest.raises(UnauthorizedError):
                 await get(player, asset.catalog.namespace, "FP16")
         assert sent(server) == asked
-        async with await dialled(two, library) as player:
+        async with await dialled(two) as player:
             with pytest.raises(TransportError) as error:
                 await get(player, asset.catalog.namespace, CATALOG_TRACK)
             assert "token" in str(error.value)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_relays_recover_when_the_token_is_accepted_again(asset, tls, library):
-    async with two_relays(asset.path, tls, quic=library, token=MINE, grants=Grants([grant(MINE)])) as servers:
+async def test_relays_recover_when_the_token_is_accepted_again(asset, tls):
+    async with two_relays(asset.path, tls, token=MINE, grants=Grants([grant(MINE)])) as servers:
         server, one, two = servers
-        async with await dialled(two, library) as player:
+        async with await dialled(two) as player:
             await play(player, asset)
         server.source.regrant(Grants([grant(OTHER)]))
         await until(lambda: one.source.catalogs.revoked and two.source.catalogs.revoked)
@@ -256,7 +233,7 @@ async def test_relays_recover_when_the_token_is_accepted_again(asset, tls, libra
         async def plays():
             # Until both relays have connected again, they refuse.
             with contextlib.suppress(TransportError):
-                async with await dialled(two, library) as player:
+                async with await dialled(two) as player:
                     await play(player, asset)
                     return True
             return False
@@ -363,8 +340,7 @@ async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
             assert await get(other, asset.catalog.namespace, "Int4")
 
 
-@pytest.mark.parametrize("draft", ["moqt-22", "moqt-20"])
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
 async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls, library, draft):
     async with origin(asset.path, tls, quic=library) as server:
         log = log_of(server)

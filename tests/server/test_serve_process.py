@@ -85,9 +85,8 @@ async def fetch(connection, namespace, track, group=0):
     return await read_all(connection.fetch(namespace, track, group, limit=MAX_CATALOG_BYTES))
 
 
-@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
-async def test_it_serves_what_is_there_and_what_comes_and_goes(root, quic):
-    pytest.importorskip(quic, reason=f"{quic} is not installed: tools/setup-venv")
+async def test_it_serves_what_is_there_and_what_comes_and_goes(root):
+    quic = "aioquic"
     first = Catalog.read(root / "team-a" / "one" / "catalog.json")
     async with serving(root, "--quic", quic, "--metrics", "127.0.0.1:0") as served:
         metrics_url = (await served.event("metrics"))["url"]
@@ -181,18 +180,6 @@ async def test_a_port_in_use_is_an_error_and_no_traceback(root):
     assert b"in use" in err
     assert b"another --bind HOST:PORT" in err
     assert b"Traceback" not in err
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"schema": "kvabr.grants/1", "grants": 1}'])
-async def test_tokens_that_cannot_be_read_are_wrong_usage(root, tmp_path, content):
-    tokens = tmp_path / "tokens.json"
-    if content is not None:
-        tokens.write_text(content)
-    argv = ["-m", "kvabr", "serve", str(root), "--dev", "--bind", "127.0.0.1:0", "--grants", str(tokens)]
-    process = await asyncio.create_subprocess_exec(sys.executable, *argv, stderr=asyncio.subprocess.PIPE)
-    _, err = await asyncio.wait_for(process.communicate(), 300)
-    assert process.returncode == 2
-    assert f"--grants {tokens}" in err.decode()
 
 
 async def test_an_empty_root_is_served_and_said(tmp_path):

@@ -23,19 +23,17 @@ from kvabr.client.blocking import Client
 from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.link.quic.backend import LIBRARIES, installed_libraries
 from kvabr.server.certificates import make
-from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import PlayError, TransportError, UsageError
+from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
-from tests.toymodel import SPEC, ToyModel, prompt
+from tests.toymodel import SPEC, prompt
 
 pytestmark = pytest.mark.process
 
 TOKENS = prompt(70).tokens
 DIGEST = "ab" * 32
-SECRET = "open sesame"  # noqa: S105
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +110,10 @@ def test_the_environment_has_a_token(monkeypatch):
 # ------------------------------------------------------------- real networks
 
 
-@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
-async def test_a_play_over_quic(served, quic):
-    if importlib.util.find_spec(quic) is None:
-        pytest.skip(f"{quic} is not installed: tools/setup-venv")
+async def test_a_play_over_quic(served):
     before = asyncio.all_tasks()
-    async with connect(served.url, fingerprint=served.fingerprint, quic=quic, timeout_s=LIMIT_S) as origin:
-        assert origin.backend == quic
+    async with connect(served.url, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S) as origin:
+        assert origin.backend == "aioquic"
         played = await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
         assert played.met
         assert close(played.kv)
@@ -134,65 +129,6 @@ async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
         assert origin.backend == next(name for name in LIBRARIES if importlib.util.find_spec(name))
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert installed_libraries("auto") == ("aioquic",)
-
-
-async def test_an_unreachable_origin_is_reported_once_with_its_cause():
-    with pytest.raises(TransportError) as caught:
-        async with connect("moqt://127.0.0.1:9/", timeout_s=0.2):
-            pass
-    assert str(caught.value).count("no answer within") == str(caught.value).count("127.0.0.1:9") == 1
-
-
-async def test_a_certificate_that_nobody_vouches_for_is_refused_unless_named(served):
-    with pytest.raises(TransportError, match=r"not signed by a trusted authority") as caught:
-        async with connect(served.url, timeout_s=LIMIT_S):
-            pass
-    assert str(caught.value).count("certificate is not signed") == 1
-    with pytest.raises(TransportError):
-        async with connect(served.url, fingerprint=DIGEST, quic="aioquic", timeout_s=LIMIT_S):
-            pass
-    async with connect(served.url, insecure=True, quic="aioquic", timeout_s=LIMIT_S) as origin:
-        assert not origin.closed
-
-
-async def test_nobody_there_is_said_in_time():
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9: no answer within"):
-        async with asyncio.timeout(300), connect("moqt://127.0.0.1:9/", timeout_s=0.5):
-            pass
-
-
-async def test_a_token_is_needed_where_there_are_some(root, tmp_path):
-    served = Served(root / "short", tmp_path, token=SECRET)
-    try:
-        for token in (None, "wrong"):
-            with pytest.raises((TransportError, PlayError)) as caught:
-                async with connect(served.url, ca=served.pem, token=token, quic="aioquic", timeout_s=LIMIT_S) as origin:
-                    await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
-            assert "sesame" not in str(caught.value)
-        async with connect(served.url, ca=served.pem, token=SECRET, quic="aioquic", timeout_s=LIMIT_S) as origin:
-            assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
-    finally:
-        served.close()
-
-
-async def test_an_origin_that_is_killed_and_comes_back(root, tmp_path):
-    served = Served(root / "short", tmp_path)
-    try:
-        async with connect(served.url, ca=served.pem, quic="aioquic", timeout_s=LIMIT_S) as origin:
-            assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).met
-            await asyncio.to_thread(served.kill)
-            played = await play(
-                origin, TOKENS, deadline=1.0, engine=ToyModel(), prefill_cost=PrefillCost(0.001, 0.0001)
-            )
-            assert set(played.coverage) == {"recomputed"}
-            with pytest.raises(PlayError):
-                await play(origin, TOKENS, deadline=0.5, spec=SPEC)
-            await asyncio.to_thread(served.start)
-            played = await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
-            assert "recomputed" not in played.coverage
-            assert close(played.kv)
-    finally:
-        served.close()
 
 
 # ------------------------------------------------------------------ blocking
@@ -304,17 +240,6 @@ async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, 
         bundle.write_bytes(self_signed(**made)[0])  # the same name, another key
         with pytest.raises(TransportError, match="not signed by a trusted authority"):
             async with connect(served.url, ca=bundle, quic=library, timeout_s=LIMIT_S):
-                pass
-    finally:
-        served.close()
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_certificate_in_the_file_is_trusted_for_its_own_host_only(root, tmp_path, library):
-    served = Served(root / "short", tmp_path, certificate=self_signed(name="127.0.0.9"))
-    try:
-        with pytest.raises(TransportError, match=r"for another name: 127\.0\.0\.9"):
-            async with connect(served.url, ca=served.pem, quic=library, timeout_s=LIMIT_S):
                 pass
     finally:
         served.close()

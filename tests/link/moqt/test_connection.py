@@ -19,7 +19,7 @@ from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS, by_alpn
 from kvabr.server import server as quicserver
-from kvabr.server.certificates import check, development
+from kvabr.server.certificates import check
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
@@ -51,11 +51,6 @@ PAIRS += [
 def asset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("assets")
     return make_asset(folder / "one", range(40), frame_bytes=FRAME, levels=("FP16", "Int4"))
-
-
-@pytest.fixture(scope="module")
-def tls():
-    return development()
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +93,7 @@ async def test_groups_arrive_as_they_are(asset, tls, ours, theirs, alpn):
         assert server.metrics.value("kvabr_groups_sent_total", track="FP16") == asset.catalog.groups
 
 
-@pytest.mark.parametrize(("ours", "theirs", "alpn"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs", "alpn"), [*PAIRS[: len(DRAFTS)], PAIRS[-1]])
 async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
     space = asset.catalog.namespace
     other = replace(space, prompt="0" * 64)
@@ -136,16 +131,6 @@ async def test_a_peer_that_closes_with_an_error_is_a_warning(asset, tls, caplog)
 
 
 @pytest.mark.parametrize("library", TRANSPORTS)
-async def test_more_than_the_limit_is_never_held(asset, tls, library):
-    async with joined(asset, tls, library, library) as (server, connection):
-        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1000)
-        with pytest.raises(RequestError, match="longer than the 1000 bytes"):
-            await read_all(download)
-        assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
-        assert server.requests == 0
-
-
-@pytest.mark.parametrize("library", TRANSPORTS)
 async def test_a_group_that_is_declared_too_long_is_not_downloaded(asset, tls, library):
     """Its first object's header says how long the whole group is, and is of a smaller object itself."""
     first = asset.catalog.track("FP16").bytes[0]
@@ -154,6 +139,7 @@ async def test_a_group_that_is_declared_too_long_is_not_downloaded(asset, tls, l
         with pytest.raises(RequestError, match=f"longer than the {first - 1} bytes"):
             await read_all(download)
         assert download.stats.received == 0
+        assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -239,16 +225,6 @@ async def test_the_urgent_comes_first(asset, tls, ours):
 
 
 @pytest.mark.parametrize("ours", EITHER)
-async def test_of_the_equally_urgent_the_first_asked_for_comes_first(asset, tls, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours) as (_, connection):
-        downloads = [connection.fetch(space, "FP16", group, limit=1 << 20) for group in range(10)]
-        await asyncio.gather(*map(read_all, downloads))
-        done = [download.stats.done_s for download in downloads]
-        assert done == sorted(done)
-
-
-@pytest.mark.parametrize("ours", EITHER)
 async def test_a_priority_can_be_changed_under_way(asset, tls, ours):
     space = asset.catalog.namespace
     async with joined(asset, tls, ours) as (server, connection):
@@ -306,19 +282,6 @@ async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(asset, tls
         await draining
         with pytest.raises(ConnectionLostError):
             await connection.fetch(space, "FP16", 1, limit=1 << 20).read()
-
-
-@pytest.mark.parametrize("ours", EITHER)
-async def test_limits_are_kept_and_named(asset, tls, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours, requests_per_connection=3) as (_, connection):
-        downloads = [connection.fetch(space, "FP16", group, limit=1 << 20) for group in range(10)]
-        results = await asyncio.gather(*map(read_all, downloads), return_exceptions=True)
-        refused = [result for result in results if isinstance(result, RequestError)]
-        assert refused
-        assert len(refused) < 10
-        assert {error.retry_after_s for error in refused} == {1.0}
-        assert "EXCESSIVE_LOAD" in str(refused[0])
 
 
 @pytest.mark.parametrize("ours", EITHER)
