@@ -42,7 +42,7 @@ from kvabr.client.options import (
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, first_found
-from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
+from kvabr.client.play import Play, computes_at_once, computes_blindly, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
@@ -144,16 +144,11 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(
-            bounds.memory_bytes, executor=decoders(), keep_bytes=bounds.kept_of(bounds.memory_bytes)
-        )
+        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
-            disk = open_groups(
-                os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell,
-                keep_bytes=bounds.kept_of(bounds.disk_bytes),
-            )  # fmt: skip
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
@@ -360,7 +355,7 @@ class AsyncClient:
                         )
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
-                elif found is not None and (found := loadable(found, options)) is not None:
+                elif found is not None:
                     prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
@@ -459,7 +454,6 @@ class AsyncClient:
         model: KVSpec | str | None = None,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
         """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
@@ -471,12 +465,11 @@ class AsyncClient:
         Args:
             tokens: ids of the prompt, or of its beginning, such as a conversation so far.
             within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these, see `Limits.keep_bytes`. Groups
-                in an object store stay there in any case.
+            keep_s: seconds for which other groups make room in the store before these, up to half of memory and of the
+                other tier. Groups in an object store stay there in any case.
             model: as for `play`.
             options: as for `play`; only the policy, the estimator and the salt matter.
             peer: as for `play`.
-            owner: for whom they are kept: who keeps most is the first to keep less.
             time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
                 in the best quality.
 
@@ -492,9 +485,8 @@ class AsyncClient:
             return Hinted(0, 0, 0.0)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
         return await self.hint_asset(
-            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, owner=owner,
-            time_price=time_price,
-        )  # fmt: skip
+            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, time_price=time_price
+        )
 
     async def hint_asset(
         self,
@@ -504,7 +496,6 @@ class AsyncClient:
         keep_s: float = 0.0,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
         """Prepare for the cache that is published under a name, as `hint` does for that of a prompt.
@@ -515,7 +506,6 @@ class AsyncClient:
             keep_s: seconds for which it is kept.
             options: how it is fetched.
             peer: from whom.
-            owner: for whom it is kept.
             time_price: price of a second of fetching.
 
         Raises:
@@ -537,7 +527,7 @@ class AsyncClient:
             # The first groups of all tracks come first: they are the last that are kept no longer.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
             digests = [digest for group in groups for digest in group if digest is not None]
-            await self.store.keep(digests, time.monotonic() + keep_s, owner)
+            await self.store.keep(digests, time.monotonic() + keep_s)
         return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
     async def play_prefix(

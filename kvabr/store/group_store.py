@@ -87,19 +87,14 @@ class LocalGroupStore(GroupStore, Generic[V]):
         """Return those of many digests whose groups are here."""
         return {digest for digest in digests if digest in self._kept}
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         """Have other groups make room before these, see `ByteLru.keep`."""
-        self._kept.keep(digests, until_s, owner)
+        self._kept.keep(digests, until_s)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the groups that are kept so."""
         return self._kept.kept_bytes
-
-    @property
-    def released(self) -> int:
-        """Groups that were to be kept for longer, see `ByteLru.released`."""
-        return self._kept.released
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -132,9 +127,9 @@ class LocalGroupStore(GroupStore, Generic[V]):
 class MemoryGroupStore(LocalGroupStore[memoryview]):
     """Groups in memory."""
 
-    def __init__(self, max_bytes: int, *, executor: Executor | None = None, keep_bytes: int | None = None) -> None:
-        """Create an empty store of at most ``max_bytes``, of which `keep` keeps at most ``keep_bytes``."""
-        super().__init__(ByteLru(max_bytes, len, keep_bytes=keep_bytes), executor)
+    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
+        """Create an empty store of at most ``max_bytes``."""
+        super().__init__(ByteLru(max_bytes, len), executor)
 
     async def get(
         self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
@@ -190,13 +185,13 @@ class TieredGroupStore(GroupStore):
         """Return those of many digests whose groups are here."""
         return set[str]().union(*(tier.present(digests) for tier in self._tiers if len(tier)))
 
-    async def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    async def keep(self, digests: Sequence[str], until_s: float) -> None:
         """See `LocalGroupStore.keep`; those on their way to the disk are waited for."""
-        self.memory.keep(digests, until_s, owner)
+        self.memory.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
                 await asyncio.wait(writes)
-            await asyncio.to_thread(self.disk.keep, digests, until_s, owner)
+            await asyncio.to_thread(self.disk.keep, digests, until_s)
         self._on_change()
 
     def __len__(self) -> int:
@@ -299,7 +294,6 @@ class FolderGroupStore(LocalGroupStore[int]):
         *,
         executor: Executor | None = None,
         on_failure: Callable[[str], object] = lambda _why: None,
-        keep_bytes: int | None = None,
     ) -> None:
         """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
 
@@ -309,9 +303,7 @@ class FolderGroupStore(LocalGroupStore[int]):
             UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
-        kept: ByteLru[str, int] = ByteLru(
-            max_bytes, lambda size: size, lambda digest, _: self._unlink(digest), keep_bytes=keep_bytes
-        )
+        kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest))
         super().__init__(kept, executor)
         self._folder, self._on_failure, self._fails = folder, on_failure, False
         self._lock = threading.Lock()
@@ -345,9 +337,9 @@ class FolderGroupStore(LocalGroupStore[int]):
             return data
         return await self._checked(digest, data)
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         with self._lock:  # the folder's thread adds and evicts meanwhile
-            super().keep(digests, until_s, owner)
+            super().keep(digests, until_s)
 
     async def put(self, digest: str, data: memoryview) -> bool:
         """See `GroupStore.put`. Returns False also if the disk refuses."""

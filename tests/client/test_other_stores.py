@@ -82,12 +82,6 @@ class Shelf(Objects):
         await self._wait()
         self.items[key] = Item(key, bytes(data), str(next(self._etags)), time.time())
 
-    async def replace(self, key, data, etag):
-        if (self.items[key].etag if key in self.items else None) != etag:
-            return False
-        await self.put(key, data)
-        return True
-
     async def delete(self, keys):
         await self._wait()
         for key in keys:

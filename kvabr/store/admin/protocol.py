@@ -103,12 +103,6 @@ class StoreAdmin(Protocol):
         Raises `UsageError` if the store is a single asset, `AssetError` or `TransportError` if the store refuses.
         """
 
-    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        """Check that everything is there and fits.
-
-        ``deep`` also reads all frames, ``repair`` removes damaged assets.
-        """
-
 
 def full_name(names: Sequence[str], text: str) -> str:
     """Return the name of an asset that ``text`` names or begins; `NotFoundError` if none does, or several do."""

@@ -13,6 +13,7 @@ from kvabr.store.admin.protocol import Holding, Progress, silent
 from kvabr.store.objects.layout import (
     CATALOGS,
     GROUPS,
+    MAX_OFFER_BYTES,
     MAX_SPAN_BYTES,
     MAX_STORED_CATALOG_BYTES,
     OFFERS,
@@ -33,10 +34,6 @@ from kvabr.types.records import decode
 
 T = TypeVar("T")
 
-FIRST_BYTES = 16 << 10
-"""What is read first of a span; its head as a rule."""
-MAX_SMALL_BYTES = (1 << 20) + (1 << 16)
-"""Bound on the heads of spans, pointers and offers."""
 _LANES = 32
 """Requests at once."""
 
@@ -204,8 +201,8 @@ async def survey(objects: Objects, progress: Progress = silent) -> Survey:
     for key, info in (await listing(objects, OFFERS)).items():
         try:
             check_offer_key(key)
-            check_size(info, MAX_SMALL_BYTES)
-            StoreOffer.loads(await objects.get(key, limit=MAX_SMALL_BYTES))
+            check_size(info, MAX_OFFER_BYTES)
+            StoreOffer.loads(await objects.get(key, limit=MAX_OFFER_BYTES))
         except NotFoundError:
             continue
         except FormatError as error:

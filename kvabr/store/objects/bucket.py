@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -41,7 +41,10 @@ from kvabr.types.errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ClientConfig
+
+    from kvabr.store.objects.obstore_clients import ObstoreClient
 
 LOG = logging.getLogger("kvabr.store.objects")
 
@@ -89,13 +92,6 @@ class Listing:
         if not unreadable:
             raise error
 
-
-if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult, ObjectMeta
-    from obstore.store import ClientConfig
-
-    from kvabr.store.objects.obstore_clients import ObstoreClient
-
 T = TypeVar("T")
 
 WAIT_S = 30
@@ -110,14 +106,7 @@ _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
-_CACHE_CONTROL = {
-    "a": "public, max-age=5",
-    "o": "public, max-age=60",
-    "l": "no-store",
-    "pin": "no-store",
-    "x": "no-store",
-    "probe": "no-store",
-}
+_CACHE_CONTROL = {"a": "public, max-age=5", "o": "public, max-age=60", "probe": "no-store"}
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
@@ -283,14 +272,6 @@ class Bucket(Objects):
     async def put(self, key: str, data: bytes | memoryview) -> None:
         await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
 
-    async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        if etag is None:
-            return await self.put_new(key, data)
-        try:
-            return await self._tried(key, "cannot be replaced", lambda: self._put(key, data, {"e_tag": etag}))
-        except NotFoundError:
-            return False
-
     async def delete(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[first : first + _DELETED_AT_ONCE]
@@ -344,22 +325,16 @@ class Bucket(Objects):
     def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
         return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
-    async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
+    async def _put(self, key: str, data: bytes | memoryview, mode: Literal["create", "overwrite"]) -> bool:
         try:
             await _ask("put", self._writer(len(data)), self._path(key), data, **self._how(key, mode))
-        except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
-            return self._lost_race(mode, error)
+        except Exception as error:
+            if mode == "create" and Failure.of(error).kind == "conflict":
+                return False
+            raise
         return True
 
-    def _lost_race(self, mode: Any, error: Exception) -> bool:
-        """Return False if a condition did not hold; raise everything else."""
-        if isinstance(error, NotImplementedError):
-            raise UsageError(f"{self.url}: this store has no conditional replace") from error
-        if mode != "overwrite" and Failure.of(error).kind == "conflict":
-            return False
-        raise error
-
-    def _how(self, key: str, mode: Any) -> dict[str, Any]:
+    def _how(self, key: str, mode: str) -> dict[str, Any]:
         how: dict[str, Any] = {"mode": mode, "use_multipart": False}
         if self.where.scheme != "file":
             control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)

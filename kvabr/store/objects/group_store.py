@@ -46,7 +46,7 @@ class ObjectGroupStore(LocalGroupStore[int]):
         self._bucket, self._on_failure = open_objects(url), on_failure
         self._again_s = 0.0
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         """Do nothing: no group of an object store makes room for others."""
 
     async def get(

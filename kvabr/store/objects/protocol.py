@@ -87,13 +87,6 @@ class Objects(ABC):
         """Write an object, over what is there."""
 
     @abstractmethod
-    async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        """Write an object in the place of the version ``etag`` (None: of nothing); return whether it was written.
-
-        Raises `UsageError` where a store cannot do that, as folders cannot: plays and publishers must not need it.
-        """
-
-    @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, in no particular order; those that do not exist are none to delete."""
 
