@@ -445,49 +445,6 @@ class AsyncClient:
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
 
-    async def hint(
-        self,
-        tokens: Sequence[int],
-        *,
-        within_s: float,
-        keep_s: float = 0.0,
-        model: KVSpec | str | None = None,
-        options: PlayOptions | None = None,
-        peer: PeersLike = None,
-        time_price: float = 0.0,
-    ) -> Hinted:
-        """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
-
-        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
-        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
-        for what was published since.
-
-        Args:
-            tokens: ids of the prompt, or of its beginning, such as a conversation so far.
-            within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these, up to half of memory and of the
-                other tier. Groups in an object store stay there in any case.
-            model: as for `play`.
-            options: as for `play`; only the policy, the estimator and the salt matter.
-            peer: as for `play`.
-            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
-                in the best quality.
-
-        Raises:
-            UsageError: an argument is wrong, or it is not clear which model is meant.
-            TransportError, FormatError: what the origin has cannot be asked for, or used.
-            BusyError, PlayError, PolicyError: as `play`.
-        """
-        check_deadline(within_s)
-        options, ends_s = options or self.options, asyncio.get_running_loop().time() + within_s
-        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
-        if found is None:
-            return Hinted(0, 0, 0.0)
-        left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
-        return await self.hint_asset(
-            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, time_price=time_price
-        )
-
     async def hint_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -498,19 +455,27 @@ class AsyncClient:
         peer: PeersLike = None,
         time_price: float = 0.0,
     ) -> Hinted:
-        """Prepare for the cache that is published under a name, as `hint` does for that of a prompt.
+        """Prepare for a play that is expected to come: fetch what is cached into the local store.
+
+        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
+        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
+        for what was published since.
 
         Args:
             asset: as for `play_asset`.
-            within_s: as for `hint`, and so the others.
-            keep_s: seconds for which it is kept.
-            options: how it is fetched.
-            peer: from whom.
-            time_price: price of a second of fetching.
+            within_s: seconds that this may take. What has come by then stays in the store.
+            keep_s: seconds for which other groups make room in the store before these, up to half of memory and of the
+                other tier. Groups in an object store stay there in any case.
+            options: as for `play`; only the policy, the estimator and the salt matter.
+            peer: as for `play`.
+            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
+                in the best quality.
 
         Raises:
             NotFoundError: there is no such asset, or none that we may read.
-            UsageError, TransportError, FormatError, BusyError, PlayError, PolicyError: as `hint`.
+            UsageError: an argument is wrong.
+            TransportError, FormatError: what the origin has cannot be asked for, or used.
+            BusyError, PlayError, PolicyError: as `play`.
         """
         check_deadline(within_s)
         if not 0 <= keep_s < math.inf:

@@ -406,7 +406,7 @@ class PlayReader(GroupReader):
             self._keep(under_way.data, "joined")
             return
         # What is in memory was checked when it was put there; what is on disk is checked by the store.
-        data = None if digest is None else await store.memory.get(digest, verify=False)
+        data = None if digest is None else store.memory.held(digest)
         kept = (data, "memory") if data is not None else None if digest is None else await store.find(digest)
         if self._gone:
             return

@@ -28,7 +28,7 @@ TOKENS = prompt(160).tokens
 async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, long):
     async with origin(1e5, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=60.0, keep_s=60.0)
+        hinted = await client.hint_asset(long.namespace, within_s=60.0, keep_s=60.0)
         assert hinted.tokens == 160
         assert hinted.bytes >= long.track("FP16").total_bytes
         assert hinted.loss == pytest.approx(long.track("FP16").total_loss)
@@ -44,15 +44,12 @@ async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, 
 async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
     async with origin(long.track("Int4").total_bytes / 2, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
+        hinted = await client.hint_asset(long.namespace, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
         assert 0 < hinted.tokens < 160
         assert hinted.tokens == 16 * len(client.store)
         assert hinted.loss > 0
-        assert (await client.hint(range(90), within_s=1.0)).tokens == 0
-        with pytest.raises(UsageError):
-            await client.hint((), within_s=1.0)
         with pytest.raises(UsageError, match="positive number of seconds"):
-            await client.hint(TOKENS, within_s=0.0)
+            await client.hint_asset(long.namespace, within_s=0.0)
         await client.close()
 
 
@@ -93,7 +90,7 @@ async def test_a_hint_that_is_due_sooner_than_a_play_leaves_it_the_link(origin):
 async def test_what_a_hint_asks_for_is_kept_before_other_groups(origin, long):
     async with origin(1e8, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        await client.hint(TOKENS, within_s=10.0, keep_s=100.0, options=PlayOptions(policy="fixed:FP16"))
+        await client.hint_asset(long.namespace, within_s=10.0, keep_s=100.0, options=PlayOptions(policy="fixed:FP16"))
         assert client.store.memory.kept_bytes == long.track("FP16").total_bytes
         await client.close()
 
@@ -112,12 +109,12 @@ def test_kept_entries_stay_until_their_time_is_over():
         lru.add(key, key)
     assert all(key in lru for key in "abd")
     now[0] = 6.0
-    for key in "lmn":
+    for key in "lmno":
         lru.add(key, key)
     assert "d" in gone
     assert "b" in lru
     now[0] = 11.0
-    for key in "opqrst":
+    for key in "pqrstuv":
         lru.add(key, key)
     assert "b" in gone
     assert (lru.currsize, lru.kept_bytes) == (6, 0)
@@ -193,7 +190,7 @@ async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_
     served = Served(tmp_path / "assets", tmp_path)
     client = AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, model=SPEC)
     try:
-        hinted = [await client.hint(fork, within_s=LIMIT_S, keep_s=60.0) for fork in forks]
+        hinted = [await client.hint_asset(await client.find(fork), within_s=LIMIT_S, keep_s=60.0) for fork in forks]
         assert [one.tokens for one in hinted] == [160, 136]
         assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
         played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))

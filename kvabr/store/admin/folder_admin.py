@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvabr.store.admin.protocol import Holding, Inventory, Progress, silent
-from kvabr.store.asset import AssetVersion
+from kvabr.store.admin.protocol import Inventory, Progress, holding, silent
 from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import folder_bytes, remove_folder, sweep
 from kvabr.types.errors import AssetError, FormatError, UsageError
@@ -33,7 +32,9 @@ class FolderAdmin:
         for number, (name, version) in enumerate(sorted(versions.items())):
             progress("catalogs", number, len(versions))
             try:
-                held.append(self._holding(name, version))
+                asset = self._store.open(name)
+                size = folder_bytes(asset.path)
+                held.append(holding(asset.catalog, name, version.modified_ns * 1e-9, own_bytes=size))
             except (AssetError, FormatError) as error:
                 damaged[name] = str(error)
         return Inventory(tuple(held), damaged)
@@ -60,17 +61,3 @@ class FolderAdmin:
             for folder in {self._root, *((self._root / name).parent for name in self._store.list().versions)}:
                 sweep(folder)
         return freed
-
-    def _holding(self, name: str, version: AssetVersion) -> Holding:
-        asset = self._store.open(name)
-        catalog, size = asset.catalog, folder_bytes(asset.path)
-        return Holding(
-            name=name,
-            model=catalog.spec.model,
-            tokens=catalog.tokens,
-            created_s=version.modified_ns * 1e-9,
-            bytes=size,
-            own_bytes=size,
-            measured=not catalog.estimated,
-            tracks={track.name: track.total_bytes for track in catalog.tracks},
-        )
