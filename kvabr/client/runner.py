@@ -353,7 +353,6 @@ class PlayRunner:
             )
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
-            connection.due(due_s)
             if ahead:
                 self._hints.add(connection)
             self._reprioritise(self._schedule.add(connection, math.inf if ahead else due_s))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.blocking import blocked, blocks, each, interruptible, pause
+from kvabr.store.objects.blocking import blocked, each
 from kvabr.store.objects.failures import UNREADABLE, Failure, strange
 from kvabr.store.objects.layout import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
@@ -64,8 +64,6 @@ class Listing:
         """Return the next page, empty behind the last."""
         while True:
             try:
-                if blocks():
-                    return self._came(interruptible(lambda: next(iter(self._open()), None)))
                 return self._came(await anext(aiter(self._open()), None))
             except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
                 self._failed(error)
@@ -91,6 +89,7 @@ class Listing:
         self._stream = None
         if not unreadable:
             raise error
+
 
 T = TypeVar("T")
 
@@ -165,17 +164,13 @@ class Bucket(Objects):
     ) -> memoryview:
         async def once() -> memoryview:
             path, options = self._path(key), _range(start, end)
-            if blocks():
-                result = await _ask("get", self._reader(), path, options=options)
-                self._check(key, result, start, end, limit)
-                return self._whole(key, result, memoryview(interruptible(result.bytes)))
             clock = asyncio.get_running_loop().time
             try:
                 async with asyncio.timeout(wait_s) as timer:
                     result = await _ask("get", self._reader(), path, options=options)
                     self._check(key, result, start, end, limit)
                     timer.reschedule(wait_s and clock() + wait_s)
-                    if result.range[1] - result.range[0] <= PART_BYTES:
+                    if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
                         return self._whole(key, result, memoryview(await result.bytes_async()))
                     parts = []
                     async for part in result.stream(min_chunk_size=PART_BYTES):
@@ -398,7 +393,7 @@ class Bucket(Objects):
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
                 delay_s = tries.failed(key, what, error)
-            await pause(delay_s)
+            await asyncio.sleep(delay_s)
 
     def failed(self, key: str, what: str, error: Exception) -> Exception:
         """Return the error to raise where ``what`` has failed."""
@@ -479,22 +474,12 @@ def open_objects(url: str) -> Objects:
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore's, in whichever way is right here.
+    """Call a function of obstore's.
 
     No coroutine: an error would keep its frame, and with that a store's connections.
     """
-    obstore = load_obstore()
-    if blocks():
-        return _now(partial(getattr(obstore, what), *args, **options))
-    answer: Awaitable[Any] = getattr(obstore, f"{what}_async")(*args, **options)
+    answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer
-
-
-async def _now(call: Callable[[], Any]) -> Any:
-    try:
-        return interruptible(call)
-    finally:
-        del call  # an error keeps this frame, and the call a store's connections
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -36,8 +36,7 @@ class Objects(ABC):
     """The objects of one tenant behind one URL.
 
     Its requests may be made in any thread. They are coroutines, each with a twin that blocks, for threads without an
-    event loop, whose name ends in ``_sync``: there `kvabr.store.objects.blocking.blocks` is true, and none may suspend.
-    They fail with subclasses of `TransportError`.
+    event loop, whose name ends in ``_sync``. They fail with subclasses of `TransportError`.
     """
 
     where: StoreUrl
