@@ -9,12 +9,18 @@ from pathlib import Path
 
 from kvabr.store.asset import CATALOG, PROFILE, Asset
 from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.live_folder import LIVE, partial_folders
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 from kvabr.types.passage import PassageNotes, passage_chain
 
 TOKENS_PER_GROUP = 4
+
+
+def live_folders(root: Path) -> list[Path]:
+    """The folders in one in which assets are being written that can be followed."""
+    return [path for path in partial_folders(root) if (path / LIVE).exists()]
 
 
 def open_files(below: Path) -> int:

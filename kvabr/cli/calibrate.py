@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         spec, search=args.target_kl is not None, gain=args.gain, by_layer=isinstance(loaded.engine, LayerEngine)
     )
     with StageBar(titles, console) as bar:
-        profile = calibrate(
+        (profile,) = calibrate(
             loaded,
             texts,
             contexts=CONTEXTS if args.contexts is None else args.contexts,

@@ -35,7 +35,7 @@ COMMANDS = {
     "estimators": ("listings:add_estimators", "list the bandwidth estimators"),
     "selectors": ("listings:add_selectors", "list the selectors, which choose what of joined passages is recomputed"),
     "engines": ("listings:add_engines", "list the serving engines that play through kvabr"),
-    "store": ("store:add", "list, pin, expire, collect, check and copy what a store holds"),
+    "store": ("store:add", "list, remove, check and copy what a store holds"),
     "completion": ("completion:add", "print a completion script for bash or zsh"),
 }
 """kvabr's own commands: the function that declares each, in a module of `kvabr.cli`, and its one-line help."""

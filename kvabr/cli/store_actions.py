@@ -6,14 +6,25 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
+from kvabr.store.admin.checking import find_damage
 from kvabr.store.admin.copying import copy_assets
 from kvabr.store.admin.opening import open_admin, open_admins
-from kvabr.store.admin.protocol import Damage, Holding, Inventory, Progress, StoreAdmin, full_name, total_bytes
+from kvabr.store.admin.protocol import (
+    REPAIR,
+    Damage,
+    Holding,
+    Inventory,
+    Progress,
+    StoreAdmin,
+    full_name,
+    total_bytes,
+)
 from kvabr.store.locations import open_store
 from kvabr.types.errors import AssetError, KvabrError, NotFoundError, UsageError
 from kvabr.types.words import counted
@@ -22,7 +33,6 @@ _STAGES = {
     "catalogs": "reading catalogs",
     "listing": "listing objects",
     "removing": "removing assets",
-    "spans": "checking spans",
     "checking": "checking assets",
     "comparing": "comparing tracks",
     "copying": "copying assets",
@@ -137,9 +147,13 @@ def verify(args: argparse.Namespace) -> int:
     check_writable(args.json)
     admin = open_admin(args.store)
     with StageBar(_STAGES) as bar:
-        bad = run_async(admin.verify(deep=args.deep, repair=args.repair, progress=bar))
+        bad = find_damage(open_store(args.store), deep=args.deep, progress=bar)
         if args.deep:
             bad += _differing(args.store, {each.name for each in bad}, bar)
+        if args.repair:
+            going = {each.name for each in bad if each.advice == REPAIR and each.name != "."}
+            run_async(admin.remove(going, progress=bar))
+            bad = [replace(each, repaired=each.name in going) for each in bad]
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
     left = [each for each in bad if not each.repaired]

@@ -42,7 +42,7 @@ from kvabr.client.options import (
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, first_found
-from kvabr.client.play import Play, computes_at_once, computes_blindly, loadable, lookup_time, tail_choices
+from kvabr.client.play import Play, computes_at_once, computes_blindly, lookup_time, tail_choices
 from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
@@ -144,16 +144,11 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(
-            bounds.memory_bytes, executor=decoders(), keep_bytes=bounds.kept_of(bounds.memory_bytes)
-        )
+        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
-            disk = open_groups(
-                os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell,
-                keep_bytes=bounds.kept_of(bounds.disk_bytes),
-            )  # fmt: skip
+            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
         self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
@@ -360,7 +355,7 @@ class AsyncClient:
                         )
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
-                elif found is not None and (found := loadable(found, options)) is not None:
+                elif found is not None:
                     prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
@@ -450,52 +445,6 @@ class AsyncClient:
         async with self._play(deadline, options, peer) as play:
             return play.over(await play.coded(await play.prepare(found)))
 
-    async def hint(
-        self,
-        tokens: Sequence[int],
-        *,
-        within_s: float,
-        keep_s: float = 0.0,
-        model: KVSpec | str | None = None,
-        options: PlayOptions | None = None,
-        peer: PeersLike = None,
-        owner: str = "",
-        time_price: float = 0.0,
-    ) -> Hinted:
-        """Prepare for a prompt that is expected to come: fetch what is cached of it into the local store.
-
-        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
-        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
-        for what was published since.
-
-        Args:
-            tokens: ids of the prompt, or of its beginning, such as a conversation so far.
-            within_s: seconds that this may take. What has come by then stays in the store.
-            keep_s: seconds for which other groups make room in the store before these, see `Limits.keep_bytes`. Groups
-                in an object store stay there in any case.
-            model: as for `play`.
-            options: as for `play`; only the policy, the estimator and the salt matter.
-            peer: as for `play`.
-            owner: for whom they are kept: who keeps most is the first to keep less.
-            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
-                in the best quality.
-
-        Raises:
-            UsageError: an argument is wrong, or it is not clear which model is meant.
-            TransportError, FormatError: what the origin has cannot be asked for, or used.
-            BusyError, PlayError, PolicyError: as `play`.
-        """
-        check_deadline(within_s)
-        options, ends_s = options or self.options, asyncio.get_running_loop().time() + within_s
-        found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False, within_s=within_s)
-        if found is None:
-            return Hinted(0, 0, 0.0)
-        left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
-        return await self.hint_asset(
-            found, within_s=left_s, keep_s=keep_s, options=options, peer=peer, owner=owner,
-            time_price=time_price,
-        )  # fmt: skip
-
     async def hint_asset(
         self,
         asset: TrackNamespace | Found | str,
@@ -504,23 +453,29 @@ class AsyncClient:
         keep_s: float = 0.0,
         options: PlayOptions | None = None,
         peer: PeersLike = None,
-        owner: str = "",
         time_price: float = 0.0,
     ) -> Hinted:
-        """Prepare for the cache that is published under a name, as `hint` does for that of a prompt.
+        """Prepare for a play that is expected to come: fetch what is cached into the local store.
+
+        Plays come first: hints take neither their turns, of which they have as many (`Limits.plays`), nor the link
+        while plays want it. Nothing is decoded. A play of the prompt then needs the network only for its lookup, and
+        for what was published since.
 
         Args:
             asset: as for `play_asset`.
-            within_s: as for `hint`, and so the others.
-            keep_s: seconds for which it is kept.
-            options: how it is fetched.
-            peer: from whom.
-            owner: for whom it is kept.
-            time_price: price of a second of fetching.
+            within_s: seconds that this may take. What has come by then stays in the store.
+            keep_s: seconds for which other groups make room in the store before these, up to half of memory and of the
+                other tier. Groups in an object store stay there in any case.
+            options: as for `play`; only the policy, the estimator and the salt matter.
+            peer: as for `play`.
+            time_price: price of a second of fetching, nats per generated token. 0: all that comes in time is fetched,
+                in the best quality.
 
         Raises:
             NotFoundError: there is no such asset, or none that we may read.
-            UsageError, TransportError, FormatError, BusyError, PlayError, PolicyError: as `hint`.
+            UsageError: an argument is wrong.
+            TransportError, FormatError: what the origin has cannot be asked for, or used.
+            BusyError, PlayError, PolicyError: as `play`.
         """
         check_deadline(within_s)
         if not 0 <= keep_s < math.inf:
@@ -537,7 +492,7 @@ class AsyncClient:
             # The first groups of all tracks come first: they are the last that are kept no longer.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
             digests = [digest for group in groups for digest in group if digest is not None]
-            await self.store.keep(digests, time.monotonic() + keep_s, owner)
+            await self.store.keep(digests, time.monotonic() + keep_s)
         return Hinted(played.tokens, played.bytes_fetched, played.loss)
 
     async def play_prefix(

@@ -225,7 +225,6 @@ class Client(Background[AsyncClient]):
     play_asset = _blocking(AsyncClient.play_asset)
     find = _blocking(AsyncClient.find)
     find_asset = _blocking(AsyncClient.find_asset)
-    hint = _blocking(AsyncClient.hint)
     hint_asset = _blocking(AsyncClient.hint_asset)
     models = _blocking(AsyncClient.models)
 

@@ -72,11 +72,6 @@ class PlayOptions:
     """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
     them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
     `MOST_TAIL` if there is an engine, else none."""
-    min_load_tokens: int = 0
-    """Tokens that must be cached of a prompt for any of them to be loaded; of fewer, all are computed."""
-    max_load_tokens: int | None = None
-    """Most tokens of a prompt that are loaded, whole groups from its beginning; the rest is computed. Passages of a
-    prompt in parts are not counted. None: all that are cached."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -114,7 +109,6 @@ class PlayOptions:
         for name in ("question_tokens", "tail"):
             if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_TAIL:
                 raise UsageError(f"{name} is {count:,}; give 0 to {MAX_TAIL:,} tokens")
-        check_load_tokens(self.min_load_tokens, self.max_load_tokens)
         # Raise for unknown names and prices here, before anything is asked of the network.
         PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
         BlendGoal(max_loss=self.max_loss)
@@ -141,40 +135,17 @@ class Limits:
     share (`kvabr.store.objects`). None: memory only."""
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
-    keep_bytes: int | None = None
-    """Groups that hints keep (`AsyncClient.hint`), in memory and in the other tier each, bytes. Beyond, those for whom
-    most is kept keep less. None: half of each tier."""
     plays: int = 32
     """Plays under way at once, and as many hints beside them."""
     waiting: int = 128
-    """Plays that may wait for their turn."""
-    wait_share: float = 0.25
-    """Share of its deadline that a play waits for its turn at most, 0 to 1."""
-    fair: bool = True
-    """Serve the plays whose deadlines come first before the others. If False, plays share the link as it comes."""
+    """Plays that may wait for their turn, each for a quarter of its deadline."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "disk_bytes", "waiting"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.keep_bytes is not None and self.keep_bytes < 0:
-            raise UsageError(f"keep_bytes is {self.keep_bytes}; it must not be negative")
         if self.plays < 1:
             raise UsageError(f"plays is {self.plays}; at least one must be let in")
-        if not 0 <= self.wait_share <= 1:
-            raise UsageError(f"wait_share is {self.wait_share}; it is a share, 0 to 1")
-
-    def kept_of(self, tier_bytes: int) -> int:
-        """Return the bytes that hints may keep in a tier of a size."""
-        return tier_bytes // 2 if self.keep_bytes is None else self.keep_bytes
-
-
-def check_load_tokens(least: int, most: int | None) -> None:
-    """Raise `UsageError` unless these can be the least and the most tokens that are loaded."""
-    if least < 0:
-        raise UsageError(f"min_load_tokens is {least:,}; give 0 or more tokens")
-    if most is not None and not max(1, least) <= most:
-        raise UsageError(f"max_load_tokens is {most:,}; give at least 1, and min_load_tokens ({least:,})")
 
 
 def check_deadline(deadline_s: float) -> None:

@@ -658,19 +658,6 @@ def _computes_all(options: PlayOptions) -> bool:
     return policy_class(options.policy).divides and options.time_price > 0 and math.isfinite(options.gpu_price)
 
 
-def loadable(found: Found, options: PlayOptions) -> Found | None:
-    """Return what of a prompt's cache is loaded, by the options' limits; None: nothing."""
-    catalog, most = found.catalog, options.max_load_tokens
-    if catalog.tokens < options.min_load_tokens:
-        return None
-    if most is None or catalog.tokens <= most or catalog.sources:
-        return found
-    groups, limit = catalog.playable(most // catalog.spec.group_tokens)
-    if not groups:
-        return None
-    return replace(found, catalog=catalog.prefix(groups), limited_by=limit)
-
-
 def pays(catalog: Catalog) -> bool:
     """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
     try:

@@ -333,11 +333,6 @@ class PlayReader(GroupReader):
         return self.priority if awaited else self._owner.place(self.priority)
 
     @property
-    def time_left_s(self) -> float:
-        """See `GroupReader.time_left_s`."""
-        return max(0.0, self._owner.due_s - asyncio.get_running_loop().time())
-
-    @property
     def data(self) -> memoryview:
         """See `GroupReader.data`."""
         return super().data if self._kept is None else self._kept
@@ -406,7 +401,7 @@ class PlayReader(GroupReader):
             self._keep(under_way.data, "joined")
             return
         # What is in memory was checked when it was put there; what is on disk is checked by the store.
-        data = None if digest is None else await store.memory.get(digest, verify=False)
+        data = None if digest is None else store.memory.held(digest)
         kept = (data, "memory") if data is not None else None if digest is None else await store.find(digest)
         if self._gone:
             return
@@ -444,8 +439,6 @@ class PlayConnection(Connection):
         self.loop = asyncio.get_running_loop()
         self.left = False
         """Whether the play is over."""
-        self.due_s = 0.0
-        """When it is due, on the event loop's clock."""
 
     @property
     def shared(self) -> SharedTransfers:
@@ -456,11 +449,6 @@ class PlayConnection(Connection):
     def backend(self) -> str:  # type: ignore[override]
         """See `Connection.backend`."""
         return self._shared.connection.backend
-
-    @property
-    def protocol(self) -> str:  # type: ignore[override]
-        """See `Connection.protocol`."""
-        return self._shared.connection.protocol
 
     @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
@@ -571,11 +559,6 @@ class PlaySources(Connection):
         return self._first.backend
 
     @property
-    def protocol(self) -> str:  # type: ignore[override]
-        """See `Connection.protocol`; of the source that answers."""
-        return self._first.protocol
-
-    @property
     def finder(self) -> PrefixFinder | None:  # type: ignore[override]
         """See `Connection.finder`; of the source that answers."""
         return self._first.finder
@@ -676,11 +659,6 @@ class PlaySources(Connection):
     def unreachable(self) -> bool:  # type: ignore[override]
         """Whether all peers are dead."""
         return all(one.unreachable for one in self._sources)
-
-    def due(self, due_s: float) -> None:
-        """Say when the play is due, on the event loop's clock."""
-        for source in self._sources:
-            source.due_s = due_s
 
     def reprioritise(self) -> None:
         """Apply the play's new level to all its requests."""

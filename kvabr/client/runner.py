@@ -39,19 +39,19 @@ Purpose = Literal["play", "hint", "trial"]
 # ------------------------------------------------------------- whose turn it is
 
 LEVELS = 16
+_WAIT_SHARE = 0.25
+"""Share of its deadline that a play waits for its turn at most."""
 
 
 class Admission:
     """Bounds the plays of one event loop."""
 
-    def __init__(
-        self, plays: int, waiting: int, wait_share: float, metrics: ClientMetrics, *, ahead: bool = False
-    ) -> None:
+    def __init__(self, plays: int, waiting: int, metrics: ClientMetrics, *, ahead: bool = False) -> None:
         """Begin with no plays, or with nothing that is fetched ``ahead``; see `kvabr.client.options.Limits`."""
         self._most = f"a client plays {plays} at once: compute this prompt instead, or try later"
         if ahead:
             self._most = f"a client fetches {plays} ahead at once: try later"
-        self._max_plays, self._max_waiting, self._share = plays, waiting, wait_share
+        self._max_plays, self._max_waiting = plays, waiting
         self._metrics = metrics
         self._playing = self._number = 0
         self._queue: list[tuple[float, int, asyncio.Future[bool]]] = []
@@ -95,7 +95,7 @@ class Admission:
         heapq.heappush(self._queue, (start_s + deadline_s, self._number, turn))
         self._metrics.plays_waiting.inc()
         try:
-            await asyncio.wait([turn], timeout=self._share * deadline_s)
+            await asyncio.wait([turn], timeout=_WAIT_SHARE * deadline_s)
             waited_s = loop.time() - start_s
             if not turn.done():
                 raise self._refusal("late", f"no turn came within {waited_s:.3g} of its {deadline_s:g} s")
@@ -245,9 +245,9 @@ class PlayRunner:
     """The plays of one client, and the upgrades that go on after them."""
 
     def __init__(self, limits: Limits, metrics: ClientMetrics) -> None:
-        self._fair, self._metrics = limits.fair, metrics
+        self._metrics = metrics
         self._admission, self._ahead = (
-            Admission(limits.plays, limits.waiting, limits.wait_share, metrics, ahead=ahead) for ahead in (False, True)
+            Admission(limits.plays, limits.waiting, metrics, ahead=ahead) for ahead in (False, True)
         )
         """Of plays, and of what is fetched ahead, which takes no play's place."""
         self._hints: set[PlaySources] = set()
@@ -353,7 +353,6 @@ class PlayRunner:
             )
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
-            connection.due(due_s)
             if ahead:
                 self._hints.add(connection)
             self._reprioritise(self._schedule.add(connection, math.inf if ahead else due_s))
@@ -391,7 +390,7 @@ class PlayRunner:
 
     def _place(self, connection: PlaySources, priority: int) -> int:
         # A play that has the link for itself uses all priorities.
-        if not self._fair or len(self._schedule) < 2:
+        if len(self._schedule) < 2:
             return priority
         if connection.kept:
             return _LAST

@@ -124,9 +124,9 @@ def named(
         ModelError: the weights cannot be read.
     """
     raw = settings.model or given
-    if settings.model is None and folder is not None and settings.version is None:
+    if settings.model is None and folder is not None:
         return with_facts(f"{safe_name(raw)}-{weights_digest(folder)[:DIGITS]}", facts)
-    return with_facts(safe_name(raw), {**facts, "version": settings.version})
+    return with_facts(safe_name(raw), facts)
 
 
 def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:

@@ -165,10 +165,8 @@ class EngineSettings(SettingsTable):
     """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
     keeps it for all later requests. AC-L3 loses about 0.001."""
     model: ModelName | None = None
-    """Name of the model in the track namespace. None: derived from the engine's model."""
-    version: Text | None = None
-    """Version of the weights, if their digest is not to be taken or is not known; part of the name of all caches. None:
-    the digest of the model's folder, where the engine has one."""
+    """Name of the model in the track namespace, which stands for its weights. None: derived from the engine's model,
+    with the digest of its folder, where the engine has one."""
     version_file: FilePath | None = None
     """File with the version of the weights that the engine has in memory, for those who replace them as it runs. It is
     read again when it has changed, see `kvabr.engines.generation`. None: after an engine's signal that weights may have

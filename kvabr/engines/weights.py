@@ -63,12 +63,11 @@ _LOG_S = 10.0
 """Seconds between two lines in the log while weights are read."""
 
 
-def model_name(folder: Path, progress: Progress | None = None, *, version: str | None = None) -> str:
+def model_name(folder: Path, progress: Progress | None = None) -> str:
     """Return the name under which caches of the model in a folder are published.
 
     Args:
         folder: it has at least a ``config.json``.
-        version: what its operator declares elsewhere; then no weights are read.
         progress: is told how far reading is, if weights must be read; None: the log is.
 
     Raises:
@@ -78,8 +77,8 @@ def model_name(folder: Path, progress: Progress | None = None, *, version: str |
     if "model" in declared:
         return declared["model"]
     title = _title(folder.resolve())
-    if version := version or declared.get("version"):
-        return with_facts(title, {"version": version})
+    if "version" in declared:
+        return with_facts(title, declared)
     return f"{title}-{weights_digest(folder, progress)[:DIGITS]}"
 
 

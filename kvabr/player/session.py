@@ -49,6 +49,7 @@ from kvabr.player.requests import (
 )
 from kvabr.player.session_types import (
     MAX_TICK_S,
+    MOST_REQUESTS,
     WHOLE,
     Action,
     BlendGoal,
@@ -86,6 +87,8 @@ from kvabr.types.events import (
     RequestSent,
 )
 
+_PLAN_AFTER = 0.1
+"""Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
 _SLOW_START = 0.5
 """Share of the deadline that slow start takes at most, as far as what is left to an engine is concerned."""
 _ASKED = 64
@@ -640,7 +643,7 @@ class Session:
     def _use_engine(self, lane: ComputeQueue, now: float) -> None:
         """Re-plan what is left to the engine, and start what it can compute now."""
         alone = self.guard.policy.computes
-        after = 1.0 if alone else self.config.plan_after
+        after = 1.0 if alone else _PLAN_AFTER
         if self.guard.policy.divides and not self.view.front_first and math.isfinite(self.config.gpu_price):
             # In slow start such a policy knows better than what it brings so far.
             after = max(after, _SLOW_START * (self.view.growing or self.view.rate <= 0))
@@ -700,7 +703,7 @@ class Session:
     def has_room(self) -> bool:
         """Return whether there may be more requests now."""
         view, config = self.view, self.config
-        if len(view.in_flight) >= config.most_requests or not self.aim.has_room() or self.sources.none_yet:
+        if len(view.in_flight) >= MOST_REQUESTS or not self.aim.has_room() or self.sources.none_yet:
             return False
         if self.guard.policy.paces:
             if view.rate <= 0 < self._best_rate and view.missing_groups:

@@ -79,6 +79,9 @@ MAX_TICK_S = 1.0
 ENGINE_PATIENCE = 2.0
 """Multiple of the time of a whole prefill that an incomplete play may take beyond its patience if it has an engine: one
 that has begun, however slow, ends sooner than another one that begins after an error."""
+MOST_REQUESTS = 512
+"""Most requests in flight. A connection sends fewer at a time; what waits there was decided too soon, and has to
+be cancelled if the play ends."""
 MAX_DECODERS = 1024
 """Most threads that decode."""
 
@@ -97,12 +100,9 @@ class PlayerConfig:
     """Least number of requests in flight; hides the round trip."""
     first_requests: int = 4
     """Least number of requests in flight while no rate is known."""
-    most_requests: int = 512
-    """Most requests in flight. A connection sends fewer at a time; what waits there was decided too soon, and has to
-    be cancelled if the play ends."""
     ahead: float = 8.0
     """No more is requested while more bytes are in flight than the link carries in this many times a round trip and a
-    tick. The policies that pace themselves request a whole base at once, as far as `most_requests` allows."""
+    tick. The policies that pace themselves request a whole base at once, as far as `MOST_REQUESTS` allows."""
     least_ahead_bytes: int = 4 << 20
     """Bytes in flight up to which that does not apply: in slow start the rate says little."""
     ticks: int = 50
@@ -110,8 +110,6 @@ class PlayerConfig:
     or have stalled."""
     attempts: int = 3
     """Requests for one group on one track before that track counts as unavailable for the group."""
-    plan_after: float = 0.1
-    """Share of the deadline before which nothing is left to the engine: slow start makes every link look too slow."""
     give_up_after: float = 10.0
     """Deadlines after which an incomplete play ends; with an engine, some time later (`ENGINE_PATIENCE`). Replays wait
     that long to see how late a play is. For a real play `PlayOptions.patience` counts, which is 1 by default."""
@@ -142,8 +140,6 @@ class PlayerConfig:
             raise UsageError(f"patience is {self.give_up_after} deadlines; it must be at least 1, finite")
         if not self.gpu_price >= 0:
             raise UsageError(f"the price of engine time is {self.gpu_price}; it must be zero or more nats per second")
-        if self.most_requests < 1:
-            raise UsageError(f"at most {self.most_requests} requests; it must be one at least")
         check_decoders(self.decoders)
         if not 0 <= self.time_price < math.inf:
             raise UsageError(f"the price of time is {self.time_price}; it must be zero or more nats per second, finite")

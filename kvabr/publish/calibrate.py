@@ -87,36 +87,6 @@ def calibrate(
     model: TextModel,
     texts: Mapping[str, str],
     *,
-    contexts: int = CONTEXTS,
-    tokens: int | None = None,
-    config: FitConfig | None = None,
-    target: Target | None = None,
-    gain: bool = False,
-    progress: Progress = lambda _stage, _done, _all: None,
-    tell: Callable[[str], None] = lambda _line: None,
-) -> Profile:
-    """Return a profile of a model, made from texts: of every layer class, if it has several.
-
-    The arguments are those of `calibrate_scaled`.
-    """
-    made = calibrate_scaled(
-        model,
-        texts,
-        contexts=contexts,
-        tokens=tokens,
-        config=config,
-        target=target,
-        gain=gain,
-        progress=progress,
-        tell=tell,
-    )
-    return made[0]
-
-
-def calibrate_scaled(
-    model: TextModel,
-    texts: Mapping[str, str],
-    *,
     scales: Sequence[float] = (1.0,),
     contexts: int = CONTEXTS,
     tokens: int | None = None,
@@ -126,7 +96,9 @@ def calibrate_scaled(
     progress: Progress = lambda _stage, _done, _all: None,
     tell: Callable[[str], None] = lambda _line: None,
 ) -> list[Profile]:
-    """Return a profile for every scale of the steps. All have the same transforms; only steps and tables differ.
+    """Return a profile of a model, made from texts, for every scale of the steps: of all its layer classes.
+
+    They have the same transforms; only steps and tables differ.
 
     Args:
         model: the model with its tokenizer.

@@ -282,8 +282,7 @@ class RelayGroups:
             if chosen is None or transfer.digest in chosen:
                 self._forget(transfer)
                 transfer.fail(error)
-        kept = [group.digest async for group in self._store.list()] if chosen is None else list(chosen)
-        for digest in kept:
+        for digest in list(self._store) if chosen is None else chosen:
             await self._store.delete(digest)
 
     async def close(self) -> None:

@@ -16,11 +16,11 @@ import fcntl
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from kvabr.store.files import PARTIAL, open_regular, replacing
 from kvabr.store.lru import ByteLru
@@ -36,43 +36,11 @@ _MAX_UNWRITTEN_BYTES = 64 << 20
 """Bytes that may wait for the disk; groups beyond that stay in memory only."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """An entry of a listing."""
+class LocalGroupStore(ABC, Generic[V]):
+    """A bounded store of immutable groups by digest, see `kvabr.types.digests`. Belongs to one event loop.
 
-    digest: str
-    """See `kvabr.types.digests`."""
-    size: int
-    """Bytes."""
-
-
-class GroupStore(Protocol):
-    """Immutable groups by digest, see `kvabr.types.digests`. Belongs to one event loop."""
-
-    async def get(
-        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
-    ) -> memoryview | None:
-        """Return bytes ``start`` to ``end`` (exclusive; None: to the end) of a group, or None if it is not here.
-
-        A whole group is checked against its digest; a damaged one is deleted and reported as absent. ``verify=False``
-        skips that, for callers that check by themselves, as all must check what they put together from parts.
-        """
-
-    async def put(self, digest: str, data: memoryview) -> bool:
-        """Store a group, which the caller has checked and which must not change; return whether it was not here yet."""
-
-    def list(self) -> AsyncIterator[StoredGroup]:
-        """Yield every group, in no particular order."""
-
-    async def delete(self, digest: str) -> bool:
-        """Delete a group. Returns whether it was here."""
-
-    async def close(self) -> None:
-        """Finish writing; release memory, files and connections."""
-
-
-class LocalGroupStore(GroupStore, Generic[V]):
-    """A bounded store that knows what it holds without I/O: ``digest in store`` and counters need no await."""
+    It knows what it holds without I/O: ``digest in store`` and counters need no await.
+    """
 
     def __init__(self, kept: ByteLru[str, V], executor: Executor | None) -> None:
         """Keep ``kept``, by digest; compute digests in ``executor``, or in the event loop's threads."""
@@ -87,19 +55,14 @@ class LocalGroupStore(GroupStore, Generic[V]):
         """Return those of many digests whose groups are here."""
         return {digest for digest in digests if digest in self._kept}
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         """Have other groups make room before these, see `ByteLru.keep`."""
-        self._kept.keep(digests, until_s, owner)
+        self._kept.keep(digests, until_s)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the groups that are kept so."""
         return self._kept.kept_bytes
-
-    @property
-    def released(self) -> int:
-        """Groups that were to be kept for longer, see `ByteLru.released`."""
-        return self._kept.released
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -114,11 +77,28 @@ class LocalGroupStore(GroupStore, Generic[V]):
         """Groups that made room for others so far."""
         return self._kept.evicted
 
-    async def list(self) -> AsyncIterator[StoredGroup]:
-        for digest in list(self._kept):
-            kept = self._kept.peek(digest)
-            if kept is not None:
-                yield StoredGroup(digest, int(self._kept.getsizeof(kept)))
+    def __iter__(self) -> Iterator[str]:
+        """Yield the digests of all groups, in no particular order."""
+        return iter(self._kept)
+
+    @abstractmethod
+    async def get(self, digest: str) -> memoryview | None:
+        """Return a group, or None if it is not here.
+
+        It is checked against its digest; a damaged one is deleted and reported as absent.
+        """
+
+    @abstractmethod
+    async def put(self, digest: str, data: memoryview) -> bool:
+        """Store a group, which the caller has checked and which must not change; return whether it was not here yet."""
+
+    @abstractmethod
+    async def delete(self, digest: str) -> bool:
+        """Delete a group. Returns whether it was here."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish writing; release memory, files and connections."""
 
     async def _checked(self, digest: str, data: memoryview) -> memoryview | None:
         """Return a whole group, or None if it is damaged; then it is deleted."""
@@ -132,26 +112,21 @@ class LocalGroupStore(GroupStore, Generic[V]):
 class MemoryGroupStore(LocalGroupStore[memoryview]):
     """Groups in memory."""
 
-    def __init__(self, max_bytes: int, *, executor: Executor | None = None, keep_bytes: int | None = None) -> None:
-        """Create an empty store of at most ``max_bytes``, of which `keep` keeps at most ``keep_bytes``."""
-        super().__init__(ByteLru(max_bytes, len, keep_bytes=keep_bytes), executor)
+    def __init__(self, max_bytes: int, *, executor: Executor | None = None) -> None:
+        """Create an empty store of at most ``max_bytes``."""
+        super().__init__(ByteLru(max_bytes, len), executor)
 
-    async def get(
-        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
-    ) -> memoryview | None:
-        """See `GroupStore.get`. Returns a view of what was stored, not a copy."""
+    async def get(self, digest: str) -> memoryview | None:
+        """See `LocalGroupStore.get`. Returns a view of what was stored, not a copy."""
         data = self._kept.get(digest)
-        if data is None:
-            return None
-        part = data[start:end]
-        return await self._checked(digest, data) if verify and len(part) == len(data) else part
+        return None if data is None else await self._checked(digest, data)
 
     def held(self, digest: str) -> memoryview | None:
         """Return a whole group at once, unchecked; None if it is not here. It was checked when it was put."""
         return self._kept.get(digest)
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """See `GroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
+        """See `LocalGroupStore.put`. Keeps ``data`` itself, not a copy; does not suspend."""
         return self._kept.add(digest, data.toreadonly())
 
     async def delete(self, digest: str) -> bool:
@@ -162,7 +137,7 @@ class MemoryGroupStore(LocalGroupStore[memoryview]):
         self._kept.clear()
 
 
-class TieredGroupStore(GroupStore):
+class TieredGroupStore:
     """Memory over a slower store, as a rule a folder; a group may be in both.
 
     Groups are written to the disk in the background; those found there move up into memory, unless they are in memory.
@@ -190,13 +165,13 @@ class TieredGroupStore(GroupStore):
         """Return those of many digests whose groups are here."""
         return set[str]().union(*(tier.present(digests) for tier in self._tiers if len(tier)))
 
-    async def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    async def keep(self, digests: Sequence[str], until_s: float) -> None:
         """See `LocalGroupStore.keep`; those on their way to the disk are waited for."""
-        self.memory.keep(digests, until_s, owner)
+        self.memory.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:
                 await asyncio.wait(writes)
-            await asyncio.to_thread(self.disk.keep, digests, until_s, owner)
+            await asyncio.to_thread(self.disk.keep, digests, until_s)
         self._on_change()
 
     def __len__(self) -> int:
@@ -211,31 +186,24 @@ class TieredGroupStore(GroupStore):
     def damaged(self) -> int:
         return sum(tier.damaged for tier in self._tiers)
 
-    async def find(self, digest: str, *, verify: bool = True) -> tuple[memoryview, Tier] | None:
-        """Return a whole group and the tier that had it; otherwise as `GroupStore.get`."""
-        data = await self.memory.get(digest, verify=verify)
+    async def find(self, digest: str) -> tuple[memoryview, Tier] | None:
+        """Return a group and the tier that had it; otherwise as `LocalGroupStore.get`."""
+        data = await self.memory.get(digest)
         if data is not None:
             return data, "memory"
-        data = None if self.disk is None else await self.disk.get(digest, verify=verify)
+        data = None if self.disk is None else await self.disk.get(digest)
         if data is not None and self.disk is not None:
             await self.memory.put(digest, data)
         self._on_change()
         return None if data is None else (data, "disk")
 
-    async def get(
-        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
-    ) -> memoryview | None:
-        """See `GroupStore.get`. Only whole groups move up into memory."""
-        if start == 0 and end is None:
-            found = await self.find(digest, verify=verify)
-            return None if found is None else found[0]
-        for tier in self._tiers:
-            if (data := await tier.get(digest, start, end, verify=verify)) is not None:
-                return data
-        return None
+    async def get(self, digest: str) -> memoryview | None:
+        """Return a group from either tier; otherwise as `LocalGroupStore.get`."""
+        found = await self.find(digest)
+        return None if found is None else found[0]
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """See `GroupStore.put`. The group is in memory at once; the disk follows without being waited for."""
+        """See `LocalGroupStore.put`. The group is in memory at once; the disk follows without being waited for."""
         added = await self.memory.put(digest, data)
         disk, size = self.disk, len(data)
         if (
@@ -250,15 +218,12 @@ class TieredGroupStore(GroupStore):
         self._on_change()
         return added
 
-    async def list(self) -> AsyncIterator[StoredGroup]:
-        """See `GroupStore.list`; a group in both tiers comes once."""
-        for tier in self._tiers:
-            async for group in tier.list():
-                if tier is self.memory or group.digest not in self.memory:
-                    yield group
+    def __iter__(self) -> Iterator[str]:
+        """Yield the digests of all groups; one in both tiers comes once."""
+        return iter({digest for tier in self._tiers for digest in tier})
 
     async def delete(self, digest: str) -> bool:
-        """See `GroupStore.delete`; deletes from both tiers."""
+        """See `LocalGroupStore.delete`; deletes from both tiers."""
         if digest in self._writes:
             await asyncio.wait({self._writes[digest]})
         found = [await tier.delete(digest) for tier in self._tiers]
@@ -299,7 +264,6 @@ class FolderGroupStore(LocalGroupStore[int]):
         *,
         executor: Executor | None = None,
         on_failure: Callable[[str], object] = lambda _why: None,
-        keep_bytes: int | None = None,
     ) -> None:
         """Lock the folder, create it if necessary, and index the groups in it; otherwise as `MemoryGroupStore`.
 
@@ -309,9 +273,7 @@ class FolderGroupStore(LocalGroupStore[int]):
             UsageError: another client uses the folder, in this process or another.
             AssetError: the folder cannot be used.
         """
-        kept: ByteLru[str, int] = ByteLru(
-            max_bytes, lambda size: size, lambda digest, _: self._unlink(digest), keep_bytes=keep_bytes
-        )
+        kept: ByteLru[str, int] = ByteLru(max_bytes, lambda size: size, lambda digest, _: self._unlink(digest))
         super().__init__(kept, executor)
         self._folder, self._on_failure, self._fails = folder, on_failure, False
         self._lock = threading.Lock()
@@ -333,24 +295,16 @@ class FolderGroupStore(LocalGroupStore[int]):
         self._home = HomeProcess(f"the store of groups in {folder}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvabr-disk")
 
-    async def get(
-        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
-    ) -> memoryview | None:
-        size = self._kept.peek(digest)
-        if size is None:
-            return None
-        first, last, _ = slice(start, end).indices(size)
-        data = await self._in_thread(lambda: self._read(digest, first, last))
-        if data is None or not verify or (first, last) != (0, size):
-            return data
-        return await self._checked(digest, data)
+    async def get(self, digest: str) -> memoryview | None:
+        data = await self._in_thread(lambda: self._read(digest)) if digest in self._kept else None
+        return None if data is None else await self._checked(digest, data)
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         with self._lock:  # the folder's thread adds and evicts meanwhile
-            super().keep(digests, until_s, owner)
+            super().keep(digests, until_s)
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """See `GroupStore.put`. Returns False also if the disk refuses."""
+        """See `LocalGroupStore.put`. Returns False also if the disk refuses."""
         return await self._in_thread(lambda: self._write(digest, data))
 
     async def delete(self, digest: str) -> bool:
@@ -377,23 +331,22 @@ class FolderGroupStore(LocalGroupStore[int]):
             if not self._kept.add(digest, size):
                 self._unlink(digest)
 
-    def _read(self, digest: str, first: int, last: int) -> memoryview | None:
-        """Read from ``first`` to ``last``; None if the file is gone or has another size than it had."""
+    def _read(self, digest: str) -> memoryview | None:
+        """Read a group; None if the file is gone or has another size than it had."""
         with self._lock:
             size = self._kept.get(digest)
         if size is None:
             return None
         try:
             with open_regular(self._path(digest)) as file:
-                file.seek(first)
-                data = GROUPS.take(last - first)
+                data = GROUPS.take(size)
                 read = file.readinto(data) if os.fstat(file.fileno()).st_size == size else 0
                 with contextlib.suppress(OSError):
                     os.utime(file.fileno())  # the next process orders by it
         except OSError:
             self._delete(digest)
             return None
-        if read != last - first:
+        if read != size:
             self.damaged += 1
             self._delete(digest)
             return None

@@ -18,7 +18,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -98,7 +98,7 @@ class LiveFolder:
     """Follows an asset that is being written."""
 
     def __init__(self, path: Path) -> None:
-        """Open a folder that `live_folders` found.
+        """Open a folder of `partial_folders` that has a `LIVE`.
 
         Raises:
             AssetError: there is nothing to follow, or it cannot be read.
@@ -287,11 +287,6 @@ def partial_folders(root: Path) -> list[Path]:
             if entry.name.startswith(".") and entry.name.endswith(PARTIAL) and entry.is_dir(follow_symlinks=False):
                 found.append(Path(entry))
     return found
-
-
-def live_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders in ``root`` in which assets are being written that can be followed."""
-    return (path for path in partial_folders(root) if (path / LIVE).exists())
 
 
 def new_key() -> str:

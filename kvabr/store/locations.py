@@ -68,7 +68,6 @@ def open_groups(
     *,
     executor: Executor | None = None,
     on_failure: Callable[[str], object] = lambda _why: None,
-    keep_bytes: int | None = None,
 ) -> LocalGroupStore[Any]:
     """Return the store of single groups in a folder, or at the URL of an object store.
 
@@ -77,16 +76,13 @@ def open_groups(
         max_bytes: bound, see `FolderGroupStore` and `ObjectGroupStore`.
         executor: computes digests.
         on_failure: hears why a folder cannot be written, or an object store not be used for a while.
-        keep_bytes: bound on what `LocalGroupStore.keep` keeps; None: there is none.
 
     Raises as `FolderGroupStore`, or `UsageError` for a URL of something else.
     """
     if max_bytes < 0:
         raise UsageError(f"a store of {max_bytes} bytes; it must not be negative")
     if "://" not in str(location):
-        return FolderGroupStore(
-            Path(location), max_bytes, executor=executor, on_failure=on_failure, keep_bytes=keep_bytes
-        )
+        return FolderGroupStore(Path(location), max_bytes, executor=executor, on_failure=on_failure)
     from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
 
     return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)

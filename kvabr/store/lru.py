@@ -27,7 +27,6 @@ class ByteLru(Cache[K, V]):
         size_of: Callable[[V], int],
         on_evict: Callable[[K, V], object] | None = None,
         *,
-        keep_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty cache.
@@ -36,27 +35,20 @@ class ByteLru(Cache[K, V]):
             max_bytes: bound on the sum of all sizes; 0 keeps nothing.
             size_of: bytes of a value; must not change while the value is cached.
             on_evict: called with each entry that made room for another; not with deleted and replaced ones.
-            keep_bytes: bound on the entries that are kept (`keep`); None: there is none.
             clock: returns the time, seconds.
         """
         super().__init__(max_bytes, getsizeof=size_of)
         self._on_evict, self._clock = on_evict, clock
         self._order: OrderedDict[K, None] = OrderedDict()
         """Keys of the entries that make room, the least recently used first."""
-        self._kept: dict[K, tuple[str, float]] = {}
-        """Of the others, which are kept: for whom, and until when."""
-        self._kept_of: dict[str, OrderedDict[K, None]] = {}
-        """Keys of these by whom they are kept for, in the same order."""
-        self._bytes_of: dict[str, int] = {}
-        self._keep_bytes = math.inf if keep_bytes is None else keep_bytes
+        self._kept: OrderedDict[K, float] = OrderedDict()
+        """Of the others, which are kept: until when, those asked for last at the end."""
         self._look_s = math.inf
         """When the first of these is kept no longer."""
         self.kept_bytes = 0
         """Bytes of the entries that are kept."""
         self.evicted = 0
         """Entries that made room for others."""
-        self.released = 0
-        """Entries that were to be kept for longer, and are not because of the bound on these."""
 
     def add(self, key: K, value: V) -> bool:
         """Add an entry unless the key is present; evict others until it fits.
@@ -81,34 +73,29 @@ class ByteLru(Cache[K, V]):
         except KeyError:
             return None
 
-    def keep(self, keys: Sequence[K], until_s: float, owner: str = "") -> None:
+    def keep(self, keys: Sequence[K], until_s: float) -> None:
         """Let others make room first until a time of its clock; those that are not here do not count.
 
-        Those that are kept take at most ``keep_bytes``. Beyond, the owner with the most bytes keeps less: what it has
-        used least recently, and of ``keys`` the last ones. What two owners keep counts for the first.
+        Those that are kept take at most half of the cache: beyond, those asked for first are kept no longer, and of
+        ``keys`` the last ones.
         """
         self._expire()
         for key in reversed(keys):
-            if key in self._kept:
-                first, earlier_s = self._kept[key]
-                self._kept[key] = first, max(until_s, earlier_s)
-                self._kept_of[first].move_to_end(key)
-            elif key in self:
+            if key in self._order:
                 del self._order[key]
-                self._kept[key] = owner, until_s
-                self._kept_of.setdefault(owner, OrderedDict())[key] = None
-                self._count(owner, key, 1)
-            self._look_s = min(self._look_s, until_s)
-        while self.kept_bytes > self._keep_bytes:
-            self._release(self._first_kept())
-            self.released += 1
+                self.kept_bytes += self._size(key)
+            if key in self:
+                self._kept[key] = max(until_s, self._kept.pop(key, until_s))
+        self._look_s = min(self._look_s, until_s)
+        while self.kept_bytes > self.maxsize // 2:
+            self._release(next(iter(self._kept)))
 
     def popitem(self) -> tuple[K, V]:
-        """Evict the least recently used entry that is not kept, else one of the owner who keeps most; return it."""
+        """Evict the least recently used entry that is not kept, else the one kept first; return it."""
         self._expire()
         if not self:
             raise KeyError("the cache is empty")
-        key = next(iter(self._order)) if self._order else self._first_kept()
+        key = next(iter(self._order or self._kept))
         value = Cache.__getitem__(self, key)
         del self[key]
         self.evicted += 1
@@ -119,13 +106,13 @@ class ByteLru(Cache[K, V]):
     def clear(self) -> None:
         """Forget all entries."""
         super().clear()
-        for those in (self._order, self._kept, self._kept_of, self._bytes_of):
-            those.clear()
+        self._order.clear()
+        self._kept.clear()
         self.kept_bytes = 0
 
     def __getitem__(self, key: K) -> V:
         value = super().__getitem__(key)
-        self._place(key).move_to_end(key)
+        (self._kept if key in self._kept else self._order).move_to_end(key)
         return value
 
     def __setitem__(self, key: K, value: V) -> None:
@@ -141,29 +128,17 @@ class ByteLru(Cache[K, V]):
         super().__delitem__(key)
         del self._order[key]
 
-    def _place(self, key: K) -> OrderedDict[K, None]:
-        return self._kept_of[self._kept[key][0]] if key in self._kept else self._order
-
     def _expire(self) -> None:
         if self._kept and (now := self._clock()) >= self._look_s:
-            for key in [key for key, (_, until_s) in self._kept.items() if until_s <= now]:
+            for key in [key for key, until_s in self._kept.items() if until_s <= now]:
                 self._release(key)
-            self._look_s = min((until_s for _, until_s in self._kept.values()), default=math.inf)
-
-    def _first_kept(self) -> K:
-        """Return what is kept no longer if something must not be."""
-        return next(iter(self._kept_of[max(self._bytes_of, key=self._bytes_of.__getitem__)]))
+            self._look_s = min(self._kept.values(), default=math.inf)
 
     def _release(self, key: K) -> None:
         """Keep an entry no longer than others; as if it had just been used."""
-        owner, _ = self._kept.pop(key)
-        del self._kept_of[owner][key]
-        self._count(owner, key, -1)
-        if not self._kept_of[owner]:
-            del self._kept_of[owner], self._bytes_of[owner]
+        del self._kept[key]
+        self.kept_bytes -= self._size(key)
         self._order[key] = None
 
-    def _count(self, owner: str, key: K, sign: int) -> None:
-        size = sign * int(self.getsizeof(Cache.__getitem__(self, key)))
-        self.kept_bytes += size
-        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size
+    def _size(self, key: K) -> int:
+        return int(self.getsizeof(Cache.__getitem__(self, key)))

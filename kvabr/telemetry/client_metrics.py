@@ -62,13 +62,8 @@ class ClientMetrics(MetricSet):
         self.store_kept_bytes = self.gauge(
             "kvabr_client_store_kept_bytes", "Bytes of groups for which hints have others make room, by tier.", "tier"
         )
-        self.store_released_total = self.counter(
-            "kvabr_client_store_released_total",
-            "Groups that hints wanted to be kept for longer, and more is kept than may be, by tier.",
-            "tier",
-        )
-        self._seen: WeakKeyDictionary[LocalGroupStore[Any], tuple[int, int, int]] = WeakKeyDictionary()
-        """Evicted, damaged and released groups of each tier that are counted already."""
+        self._seen: WeakKeyDictionary[LocalGroupStore[Any], tuple[int, int]] = WeakKeyDictionary()
+        """Evicted and damaged groups of each tier that are counted already."""
         self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
         self.wrong_answers_total = self.counter(
@@ -85,8 +80,7 @@ class ClientMetrics(MetricSet):
                 self.store_bytes.labels(name).set(tier.total_bytes)
                 self.store_groups.labels(name).set(len(tier))
                 self.store_kept_bytes.labels(name).set(tier.kept_bytes)
-                evicted, damaged, released = self._seen.get(tier, (0, 0, 0))
+                evicted, damaged = self._seen.get(tier, (0, 0))
                 self.store_evicted_total.labels(name).inc(tier.evicted - evicted)
                 self.store_damaged_total.labels(name).inc(tier.damaged - damaged)
-                self.store_released_total.labels(name).inc(tier.released - released)
-                self._seen[tier] = tier.evicted, tier.damaged, tier.released
+                self._seen[tier] = tier.evicted, tier.damaged

@@ -15,7 +15,6 @@ Only samples that the network limited say something about the link, so an estima
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -110,11 +109,6 @@ class TransferListener(ABC):
     @abstractmethod
     def wire_priority(self) -> int:
         """Priority of the transfer as far as this one is concerned, 0 (most urgent) to 255."""
-
-    @property
-    def time_left_s(self) -> float:
-        """Seconds until it no longer needs the group; 0 if it is late."""
-        return math.inf
 
     @abstractmethod
     def on_more(self) -> None:

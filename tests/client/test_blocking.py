@@ -43,7 +43,7 @@ def test_threads_share_one_connection_and_every_download(served, long):
 
 
 def test_a_handle_can_be_asked_waited_for_and_cancelled(served):
-    with client_of(served, limits=Limits(plays=1, wait_share=1.0)) as client:
+    with client_of(served, limits=Limits(plays=1)) as client:
         told = threading.Event()
         handle = client.submit(TOKENS, deadline=LIMIT_S)
         waiting = client.submit(TOKENS, deadline=LIMIT_S)

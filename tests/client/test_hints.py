@@ -28,7 +28,7 @@ TOKENS = prompt(160).tokens
 async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, long):
     async with origin(1e5, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=60.0, keep_s=60.0)
+        hinted = await client.hint_asset(long.namespace, within_s=60.0, keep_s=60.0)
         assert hinted.tokens == 160
         assert hinted.bytes >= long.track("FP16").total_bytes
         assert hinted.loss == pytest.approx(long.track("FP16").total_loss)
@@ -44,15 +44,12 @@ async def test_a_play_after_a_hint_fetches_nothing_and_is_at_once_there(origin, 
 async def test_a_hint_yields_to_plays_and_keeps_what_has_come(origin, long):
     async with origin(long.track("Int4").total_bytes / 2, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
-        hinted = await client.hint(TOKENS, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
+        hinted = await client.hint_asset(long.namespace, within_s=1.0, options=PlayOptions(policy="fixed:Int4"))
         assert 0 < hinted.tokens < 160
         assert hinted.tokens == 16 * len(client.store)
         assert hinted.loss > 0
-        assert (await client.hint(range(90), within_s=1.0)).tokens == 0
-        with pytest.raises(UsageError):
-            await client.hint((), within_s=1.0)
         with pytest.raises(UsageError, match="positive number of seconds"):
-            await client.hint(TOKENS, within_s=0.0)
+            await client.hint_asset(long.namespace, within_s=0.0)
         await client.close()
 
 
@@ -90,60 +87,54 @@ async def test_a_hint_that_is_due_sooner_than_a_play_leaves_it_the_link(origin):
 
 
 @virtual
-async def test_what_is_kept_is_the_last_to_make_room(origin, long, short):
-    size = long.track("FP16").total_bytes
-    async with origin(1e8, folder=".") as link:
-        client = AsyncClient(link, model=SPEC, limits=Limits(memory_bytes=int(1.5 * size), keep_bytes=size))
-        options = PlayOptions(policy="fixed:FP16")
-        await client.hint(TOKENS, within_s=10.0, keep_s=100.0, options=options)
-        await client.play(prompt(70).tokens, deadline=5.0, options=options)
-        assert client.store.present(long.track("FP16").digests) == set(long.track("FP16").digests)
+async def test_what_a_hint_asks_for_is_kept_before_other_groups(origin, long):
+    async with origin(1e8, folder="long") as link:
+        client = AsyncClient(link, model=SPEC)
+        await client.hint_asset(long.namespace, within_s=10.0, keep_s=100.0, options=PlayOptions(policy="fixed:FP16"))
+        assert client.store.memory.kept_bytes == long.track("FP16").total_bytes
         await client.close()
 
 
-def test_kept_entries_stay_until_only_they_are_left():
+def test_kept_entries_stay_until_their_time_is_over():
     now = [0.0]
     gone = []
-    lru = ByteLru(3, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
-    for key in "abc":
+    lru = ByteLru(6, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
+    for key in "abcdef":
         lru.add(key, key)
     lru.keep("xba", 10.0)
-    lru.add("d", "d")
+    lru.add("g", "g")
     assert gone == ["c"]
     lru.keep("d", 5.0)
-    lru.add("e", "e")  # all are kept: the least recently used one goes
-    assert gone[1:] == ["a"]
-    now[0] = 6.0
-    for key in "fghi":
+    for key in "hijk":
         lru.add(key, key)
-    assert "b" in lru
+    assert all(key in lru for key in "abd")
+    now[0] = 6.0
+    for key in "lmno":
+        lru.add(key, key)
     assert "d" in gone
+    assert "b" in lru
     now[0] = 11.0
-    for key in "jkl":
+    for key in "pqrstuv":
         lru.add(key, key)
     assert "b" in gone
-    assert lru.currsize == 3
+    assert (lru.currsize, lru.kept_bytes) == (6, 0)
 
 
-def test_who_keeps_most_keeps_less_beyond_the_bound():
-    """One owner cannot make the others' entries go, however often it asks and whatever it has others keep with it."""
-    now = [0.0]
-    lru = ByteLru(100, lambda _: 1, keep_bytes=6, clock=lambda: now[0])
-    for each in range(20):
+def test_what_was_asked_for_first_is_kept_no_longer_beyond_half():
+    lru = ByteLru(8, lambda _: 1, clock=lambda: 0.0)
+    for each in range(8):
         lru.add(each, each)
-    lru.keep([0, 1], 10.0, "quiet")
-    for first in range(0, 20, 5):
-        lru.keep(range(first, first + 5), 10.0, "greedy")
-    assert lru.kept_bytes == 6
-    assert lru.released == 3 + 5 + 5 + 1  # 0 and 1 are the other's
-    lru.keep([2], 10.0, "third")
-    for each in range(100, 100 + 94):
+    lru.keep([0, 1], 10.0)
+    lru.keep([2, 3, 4], 10.0)
+    assert lru.kept_bytes == 4
+    for each in range(100, 104):
         lru.add(each, each)
-    assert [each for each in range(20) if each in lru] == [0, 1, 2, 15, 16, 17]  # of one call the first ones
-    now[0] = 10.0
-    lru.keep([0], 20.0, "late")
-    assert lru.kept_bytes == 1
-    del lru[0]
+    assert [each for each in range(8) if each in lru] == [0, 2, 3, 4]  # of one call the first ones
+    lru.keep([2], 20.0)
+    lru.keep([100, 101], 10.0)
+    assert lru.kept_bytes == 4
+    del lru[2]
+    assert lru.kept_bytes == 3
     lru.clear()
     assert lru.kept_bytes == 0
 
@@ -199,7 +190,7 @@ async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_
     served = Served(tmp_path / "assets", tmp_path)
     client = AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, model=SPEC)
     try:
-        hinted = [await client.hint(fork, within_s=LIMIT_S, keep_s=60.0) for fork in forks]
+        hinted = [await client.hint_asset(await client.find(fork), within_s=LIMIT_S, keep_s=60.0) for fork in forks]
         assert [one.tokens for one in hinted] == [160, 136]
         assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
         played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))

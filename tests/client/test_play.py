@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvabr.client import profiles
-from kvabr.client.options import PlayOptions
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.result import NothingCached
 from kvabr.types.cost import PrefillCost
@@ -127,20 +126,3 @@ async def test_a_profile_that_does_not_come_leaves_the_tracks_that_need_none(ori
         played = await play(link, tokens, deadline=3.0, spec=SPEC, policy="fixed:AC-5x")
     assert set(played.coverage) == {"AC-5x"}
     assert close(played.kv, tokens, 0.05)
-
-
-@virtual
-async def test_limits_of_what_is_loaded(origin):
-    async with origin() as link:
-        most = await play(link, TOKENS, deadline=2.0, spec=SPEC, max_load_tokens=40)
-        assert (most.tokens, len(most.coverage)) == (32, 2)
-        assert close(most.kv, TOKENS[:32])
-        assert isinstance(await play(link, TOKENS, deadline=2.0, spec=SPEC, max_load_tokens=15), NothingCached)
-        assert (await play(link, TOKENS, deadline=2.0, spec=SPEC, min_load_tokens=70)).tokens == 70
-        engine = ToyModel()
-        least = await play(link, TOKENS, deadline=2.0, engine=engine, prefill_cost=COST, min_load_tokens=71)
-    assert set(least.coverage) == {"recomputed"}
-    assert engine.prefilled == 70
-    for wrong in ({"min_load_tokens": -1}, {"max_load_tokens": 0}, {"min_load_tokens": 9, "max_load_tokens": 8}):
-        with pytest.raises(UsageError, match="load_tokens"):
-            PlayOptions(**wrong)

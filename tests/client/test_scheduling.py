@@ -15,9 +15,9 @@ from tests.client.virtual import virtual
 
 
 class Plays:
-    def __init__(self, plays=1, waiting=10, share=0.25):
+    def __init__(self, plays=1, waiting=10):
         self.metrics = ClientMetrics()
-        self.admission = Admission(plays, waiting, share, self.metrics)
+        self.admission = Admission(plays, waiting, self.metrics)
         self.begun = []
 
     async def one(self, name, deadline_s, takes_s):
@@ -85,7 +85,7 @@ async def test_who_leaves_the_queue_takes_nobodys_turn():
 
 @virtual
 async def test_who_leaves_the_queue_does_not_change_the_order_of_the_others():
-    plays = Plays(share=1.0)
+    plays = Plays()
     names = (10, 50, 20, 60, 70, 30, 40)
     first, *waiting = [plays.start("first", 100, 1), *(plays.start(due, due, 1) for due in names)]
     await asyncio.sleep(0.5)

@@ -19,9 +19,9 @@ from kvabr.engines.chunk_store import STEP_TOKENS, KeyedSettings, key_digests, s
 from kvabr.engines.generation import Generation
 from kvabr.engines.lmcache import chunks
 from kvabr.engines.sglang import names as sglang
-from kvabr.engines.transformers.model_loader import folder_name
 from kvabr.engines.vllm import config as vllm
 from kvabr.engines.vllm.requests import salt_of
+from kvabr.engines.weights import model_name
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.types.naming import chain, with_facts
 
@@ -35,7 +35,6 @@ URL = {"url": "moqt://origin.example/"}
 SGLANG = {
     "model_name": RAW_NAMES,
     "declared": (None, "declared", "declared:2"),
-    "version": (None, "1", "2"),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
     "tp": ((0, 1), (0, 2), (1, 2), (0, 4)),
     "pp": ((0, 1), (0, 2), (1, 2)),
@@ -61,7 +60,7 @@ def sglang_name(monkeypatch, one):
     parts = ((0, "rank"), (1, "size"))
     ranks = {f"{name}_{part}": one[name][at] for name in ("tp", "pp", "attn_cp", "dcp") for at, part in parts}
     config = SimpleNamespace(model_name=one["model_name"], logical_page_size=one["dcp"][2], **ranks)
-    given = KeyedSettings(**URL, model=one["declared"], version=one["version"])
+    given = KeyedSettings(**URL, model=one["declared"])
     name = sglang.name_of(config, given, one["dtype"])
     generation = Generation(sglang.weight_version).name
     spec = spec_of(name, "sglang", 2, 2, 16, one["dtype"])
@@ -73,7 +72,6 @@ def sglang_name(monkeypatch, one):
 LMCACHE = {
     "model_name": RAW_NAMES,
     "declared": (None, "declared", "declared:2"),
-    "version": (None, "1", "2"),
     "worker": ((0, 1), (0, 2), (1, 2)),
     "shape": ((2, 2, 256, 4, 16), (1, 2, 256, 4, 16), (2, 2, 256, 2, 16)),
     "rest": ("abc@half", "abc@bfloat16", "abd@half", "abc@half@tenant%a"),
@@ -83,7 +81,7 @@ LMCACHE = {
 def lmcache_name(_monkeypatch, one):
     rank, size = one["worker"]
     metadata = SimpleNamespace(model_name=one["model_name"], kv_shape=one["shape"], world_size=size)
-    given = KeyedSettings(**URL, model=one["declared"], version=one["version"])
+    given = KeyedSettings(**URL, model=one["declared"])
     key = SimpleNamespace(
         model_name=one["model_name"], to_string=lambda: f"{one['model_name']}@{size}@{rank}@{one['rest']}"
     )
@@ -95,7 +93,6 @@ def lmcache_name(_monkeypatch, one):
 
 VLLM = {
     "declared": ("declared", "declared 2", "declared-2"),
-    "version": (None, "1", "2"),
     "tokenizer": ("t", "u"),
     "cache_dtype": ("auto", "fp8", "fp8_e5m2"),
     "hf_overrides": ({}, {"rope_parameters": {"factor": 2.0}}, {"sliding_window": 512}),
@@ -127,7 +124,7 @@ def vllm_name(_monkeypatch, one):
         cache_config=SimpleNamespace(cache_dtype=one["cache_dtype"]),
         load_config=SimpleNamespace(load_format=one["load_format"]),
     )
-    user = vllm.VllmSettings(**URL, model=one["declared"], version=one["version"], tokenizer=one["tokenizer"])
+    user = vllm.VllmSettings(**URL, model=one["declared"], tokenizer=one["tokenizer"])
     name, told, tokenizer = vllm._names(model, user, vllm.facts_of(config))
     whole = spec_of(with_facts(name, told), tokenizer, 4, 4, 16, torch.float16)
     shard = with_heads(with_layers(whole, one["layers"]), one["heads"])
@@ -197,7 +194,7 @@ def test_folders_of_models_have_names_by_their_weights(tmp_path, monkeypatch):
         chunk = SimpleNamespace(model_name=str(folder), world_size=1, kv_shape=(2, 2, 256, 4, 16))
         served = SimpleNamespace(model=str(folder), revision=None)
         names = [
-            folder_name(folder),
+            model_name(folder),
             vllm._names(served, vllm.VllmSettings(**URL), {})[0],
             sglang.name_of(page, given, torch.bfloat16),
             chunks.name_of(given, chunk),

@@ -205,7 +205,7 @@ def test_a_declared_version_stands_for_the_weights(folder, reads):
     one = model_name(folder)
     (folder / DECLARED).write_text('{"version": "2026-12"}')
     two = model_name(folder)
-    assert len({one, two, model_name(folder, version="2027-01")}) == 3
+    assert len({one, two}) == 2
     assert one.startswith("assistant~")
     assert reads == []
 

@@ -183,7 +183,6 @@ def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
     assert freed is None or freed >= 0
     if found is not None:
         _still_there(objects, after.objects, found, names)
-    _managed(lambda admin: admin.verify(deep=True, repair=bool(how & 4)), _Objects(objects))
     return found is not None and bool(found.holdings)
 
 

@@ -142,10 +142,10 @@ def _offer(data: bytes) -> bool:
 def _catalog(data: bytes) -> bool:
     manifest = refused(lambda: Manifest.loads("a/x", data), FormatError)
     if manifest is not None:
-        float(manifest.tokens), float(sum(manifest.tracks.values())), manifest.model.encode()
-        assert manifest.tokens > 0
+        manifest.catalog.spec.model.encode()
+        assert manifest.catalog.tokens > 0
         assert manifest.names >= {*manifest.spans, *manifest.pointers.values()}
-        assert all(size > 0 for size in manifest.tracks.values())
+        assert all(track.total_bytes > 0 for track in manifest.catalog.tracks)
     found = refused(lambda: StoredCatalog.loads(data), FormatError)
     if found is None:
         return False

@@ -9,7 +9,7 @@ from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import DualEwma
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
+from kvabr.player.session_types import MOST_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
@@ -210,7 +210,7 @@ def test_a_base_of_many_small_groups_leaves_at_once():
 
 def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
     """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
-    assert requested(sized(1200, 100), 1e6)[0] == PlayerConfig().most_requests
+    assert requested(sized(1200, 100), 1e6)[0] == MOST_REQUESTS
 
 
 def test_large_groups_are_requested_as_the_link_carries_them():

@@ -64,7 +64,7 @@ def test_a_tokenizer_that_adds_nothing_has_no_opening(tmp_path):
 @pytest.mark.slow
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
-    made = calibrate(loaded, {"a": "what it says " * 40}, contexts=2)
+    (made,) = calibrate(loaded, {"a": "what it says " * 40}, contexts=2)
     assert made.spec == loaded.engine.spec
     assert [(text.name, text.contexts) for text in made.seen.texts] == [("a", 2)]
     assert made.seen.share(loaded.encode("what it says " * 40)[:96]) == 1.0
@@ -97,8 +97,8 @@ def test_a_model_that_says_nothing_finite_is_named(tmp_path):
 
 @pytest.mark.model
 def test_a_profile_of_a_real_model(loaded):
-    seen = []
-    profile = calibrate(loaded, {"a": "some text " * 200}, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
+    seen, texts = [], {"a": "some text " * 200}
+    (profile,) = calibrate(loaded, texts, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
     assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
     profile.check(loaded.engine.spec)
     assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest

@@ -68,7 +68,7 @@ def test_gains_are_found_for_every_stack_of_values(wanted, kept):
 def test_a_calibration_says_what_it_found(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path, initializer_range=0.3)))
     told, seen = [], []
-    profile = calibrate(
+    (profile,) = calibrate(
         loaded, {"a": "what it says and means " * 60}, contexts=3, tokens=200, gain=True,
         tell=told.append, progress=lambda *at: seen.append(at),
     )  # fmt: skip

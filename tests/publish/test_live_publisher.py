@@ -15,13 +15,14 @@ from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
-from kvabr.store.live_folder import LiveFolder, live_folders
+from kvabr.store.live_folder import LiveFolder
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.live import UNKNOWN, LiveEnd, PublishedFrames
 from kvabr.types.naming import LAYERS, chain
 from kvabr.types.units import snapshot_ends
 from tests import kvdata
+from tests.assets import live_folders
 from tests.client.classes import HYBRID, SLIDING, WINDOWS, numbers
 from tests.toymodel import SPEC
 

@@ -18,11 +18,11 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import PROFILE
-from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, live_folders, new_key
+from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace
-from tests.assets import whole
+from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin

@@ -18,11 +18,11 @@ from kvabr.server.live_assets import LiveAssets
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import CATALOG, PROMPT
 from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.store.live_folder import EDGE, LiveFolderWriter, live_folders, new_key
+from kvabr.store.live_folder import EDGE, LiveFolderWriter, new_key
 from kvabr.types.catalog import Catalog
 from kvabr.types.live import LiveEnd
 from kvabr.types.naming import EDGE_TRACK
-from tests.assets import whole
+from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
 from tests.server.live import decoder, live_origin

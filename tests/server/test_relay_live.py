@@ -14,9 +14,10 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_live
 from kvabr.server.grants import Grant, Grants
 from kvabr.store.asset_folder import frame_path
-from kvabr.store.live_folder import LiveFolderWriter, live_folders, new_key
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.live import LiveEnd
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
+from tests.assets import live_folders
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
 from tests.server.relays import relay_before, sent

@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 
 from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
-from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, live_folders, new_key
+from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import TrackNamespace
+from tests.assets import live_folders
 from tests.catalogs import catalog
 
 GROUPS, SIZE = 3, 100_000

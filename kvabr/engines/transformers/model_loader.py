@@ -128,7 +128,7 @@ def load_tokenizer(model: str) -> tuple[str, Any]:
         raise ModelError(f"{path}: no such model; give {SMOLLM2!r} or a directory with a transformers model")
     _check_folder(path)
     try:
-        return folder_name(path), require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
+        return model_name(path), require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     except ModelError:
         raise
     except Exception as error:  # tokenizers raises anything, even bare Exception
@@ -205,7 +205,7 @@ def engine_of(
         context = min(context, original)  # a longer prompt has other keys from its first token on
     spec = spec_of(
         model,
-        name=with_facts(name or folder_name(path, progress), facts_of(model, path)),
+        name=with_facts(name or model_name(path, progress), facts_of(model, path)),
         tokenizer=folder_tokenizer(path),
         dtype=asset_dtype(_own_dtype(path)),
         whole_windows=whole_windows,
@@ -240,11 +240,6 @@ def _own_dtype(path: Path) -> str:
         raise ModelError(f"{path}: its config.json cannot be read ({error})") from error
     own = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
     return str(own).removeprefix("torch.")
-
-
-def folder_name(path: Path, progress: Progress | None = None, *, version: str | None = None) -> str:
-    """Return the name under which caches of a directory's model are published, see `kvabr.engines.weights`."""
-    return model_name(path, progress, version=version)
 
 
 def folder_tokenizer(path: Path) -> str:

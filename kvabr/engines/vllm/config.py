@@ -22,7 +22,7 @@ from kvabr.engines.transformers.spec import spec_of
 from kvabr.engines.vllm.caches import PLAIN, EngineCaches, Quantisation, Scales, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.drafts import DRAFT, draft_of
 from kvabr.engines.vllm.interleaving import interleaving_of
-from kvabr.engines.weights import cached_folder
+from kvabr.engines.weights import cached_folder, model_name
 from kvabr.publish.publisher import with_heads, with_layers
 from kvabr.store.files import read_salt
 from kvabr.types.errors import FormatError, KvabrError, UsageError
@@ -432,11 +432,7 @@ def _names(model: Any, settings: VllmSettings, facts: Mapping[str, Any]) -> tupl
             f"{WHERE}: {model.model} is not a folder with a model and a tokenizer.json, so name its caches: "
             '"model" (with its revision: caches of two revisions must not mix) and "tokenizer"'
         )
-    if settings.model is not None:
-        name, facts = settings.model, {**facts, "version": settings.version}
-    else:
-        name = model_loader.folder_name(path, version=settings.version)
-    return name, facts, settings.tokenizer or model_loader.folder_tokenizer(path)
+    return settings.model or model_name(path), facts, settings.tokenizer or model_loader.folder_tokenizer(path)
 
 
 def facts_of(config: Any) -> dict[str, Any]:

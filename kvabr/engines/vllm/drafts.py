@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvabr.engines.transformers import model_loader
-from kvabr.engines.weights import cached_folder
+from kvabr.engines.weights import cached_folder, model_name
 from kvabr.types.errors import KvabrError
 
 DRAFT = "draft"
@@ -70,7 +70,7 @@ def _names(speculative: Any, target: str) -> tuple[str | None, ...]:
     if str(model.model) == target:
         return (None, *quantised)
     folder = cached_folder(str(model.model), getattr(model, "revision", None)) or Path(str(model.model))
-    name = model_loader.folder_name(folder)
+    name = model_name(folder)
     if getattr(speculative, "use_heterogeneous_vocab", False):  # it reads the text, as tokens of its own
         return name, model_loader.folder_tokenizer(folder), *quantised
     return name, *quantised

@@ -8,8 +8,7 @@ request is waited for. All of this happens behind the request, and takes nothing
 What was played with a loss is fetched in a better quality the same way, without being kept before other groups: while
 the link has nothing else to do, and for a few requests at a time.
 
-What hints keep is bounded by half of the store. Beyond it, the tenant (``cache_salt``) for whom most is kept keeps
-less, what it has used least recently first.
+What hints keep is bounded by half of the store. Beyond it, what was hinted or used first is kept no longer.
 """
 
 from __future__ import annotations
@@ -188,7 +187,6 @@ class RequestHints:
             found,
             within_s=_WITHIN_S,
             keep_s=left_s,
-            owner=salt.hex(),
             time_price=TIME_PRICE,
             options=self._options(salt),
         )

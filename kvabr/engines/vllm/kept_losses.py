@@ -45,8 +45,6 @@ class _Served:
     first: int
     """First token that was loaded, or is shared."""
     loaded: int = 0
-    last: int = 0
-    """Token after the last that was loaded."""
     loss: float = 0.0
     """Expected loss of its own play, nats per generated token."""
     worst: float = 0.0
@@ -101,28 +99,25 @@ class KeptLosses:
         """Note a load: ``loaded`` tokens from ``first`` on, played by this deadline, into blocks of a request."""
         served = self._served.setdefault(request.request_id, _new(request, deadline_s, first))
         served.first, served.deadline_s = min(first, served.first), min(deadline_s, served.deadline_s)
-        served.loaded, served.last, served.hidden = loaded, first + loaded, False
+        served.loaded, served.hidden = loaded, False
         served.blocks |= self._ids(served, tables)
         hashes, at = getattr(request, "block_hashes", ()), first // min(self._sizes)
         if len(set(self._sizes)) == 1 and at < len(hashes):  # else a hash may be of several blocks
             served.before = max((self._left.get(each, 0.0) for each in hashes[:at]), default=0.0)
             served.begins = hashes[at]
 
-    def lost(self, name: str, loss: float, worst: float, end: int | None = None) -> None:
+    def lost(self, name: str, loss: float, worst: float) -> None:
         """Note what a request's play is expected to lose.
 
         Args:
             name: the request's id.
             loss: for the request itself.
             worst: for one that shares nothing of what is computed behind it.
-            end: token after the last that came; None: all that was announced.
         """
         served = self._served.get(name)
         if served is None:
             return
         served.loss, served.worst = max(loss, served.loss), max(worst, served.worst)
-        if end is not None and end < served.last:
-            served.loaded, served.last = max(0, served.loaded - served.last + end), end
         if served.before + served.worst > self._limit and served.worst > 0 and name not in self._lossy:
             self._lossy[name] = served
             self._counts.add("plays_not_kept")

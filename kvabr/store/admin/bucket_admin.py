@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection
 
-from kvabr.store.admin.checking import BucketCheck
-from kvabr.store.admin.protocol import Damage, Inventory, Progress, silent
-from kvabr.store.admin.survey import FIRST_BYTES, MAX_SMALL_BYTES, listing, read_manifests, spread, survey
+from kvabr.store.admin.protocol import Inventory, Progress, silent
+from kvabr.store.admin.survey import listing, read_manifests, spread, survey
 from kvabr.store.objects.layout import CATALOGS
 from kvabr.store.objects.protocol import Objects
-from kvabr.store.objects.spans import encode_pointer, head_bytes
+from kvabr.store.objects.spans import HEAD_BYTES, MAX_POINTER_BYTES, encode_pointer, head_bytes
 from kvabr.types.errors import FormatError, NotFoundError
 
 _GRACE_S = 3600.0
 """Seconds for which an object that no catalog names may be a publisher's at work."""
-_AT_ONCE = 1000
-"""Objects that are deleted by one request."""
 
 
 class BucketAdmin:
@@ -54,19 +50,13 @@ class BucketAdmin:
         A publisher that reuses a removed span at this moment publishes an asset that lacks it: plays miss that part,
         and whoever computes the prompt again publishes it again.
         """
-        return await self._remove([f"{CATALOGS}{name}" for name in names], (), unnamed=unnamed, progress=progress)
-
-    async def _remove(
-        self, catalogs: Sequence[str], bad: Iterable[str], *, unnamed: bool = False, progress: Progress = silent
-    ) -> int:
-        """Remove catalogs and what only they name, and ``bad`` objects; return the bytes of all."""
         there = await listing(self._bucket, CATALOGS)
-        going = {key: there[key] for key in catalogs if key in there}
+        going = {key: there[key] for name in names if (key := f"{CATALOGS}{name}") in there}
         manifests, _ = await read_manifests(self._bucket, going, progress)
         # Catalogs first: what a later one names is then seen by the survey.
-        await self._delete(going)
+        await self._bucket.delete(list(going))
         found = await survey(self._bucket, progress)
-        parts, doomed = found.parts, set(bad)
+        parts, doomed = found.parts, set[str]()
         if not found.unreadable and not found.unknown_offers:  # they may name anything
             kept = {name for manifest in found.manifests.values() for name in manifest.names}
             doomed |= {name for manifest in manifests.values() for name in manifest.names} - kept
@@ -81,30 +71,15 @@ class BucketAdmin:
             }
             await spread(self._repoint(pointer, span) for pointer, span in shared.items())
         gone = doomed & parts.keys()
-        await self._delete(sorted(gone))  # pointers, i/, before spans, s/
+        await self._bucket.delete(sorted(gone))  # pointers, i/, before spans, s/
         return sum(info.size for info in going.values()) + sum(parts[key].size for key in gone)
 
     async def _repoint(self, pointer: str, span: str) -> None:
         """Let a pointer lead to a span that stays: until now it may have led to one that goes."""
         try:
-            head = await self._bucket.get(span, 0, FIRST_BYTES, limit=FIRST_BYTES)
+            head = await self._bucket.get(span, 0, HEAD_BYTES, limit=HEAD_BYTES)
             if (size := head_bytes(head)) > len(head):
-                head = await self._bucket.get(span, 0, size, limit=MAX_SMALL_BYTES)
+                head = await self._bucket.get(span, 0, size, limit=MAX_POINTER_BYTES)
         except (NotFoundError, FormatError):
             return  # an asset that lacks a span
         await self._bucket.put(pointer, encode_pointer(span.split("/")[2], bytes(head[:size])))
-
-    async def _delete(self, keys: Iterable[str]) -> None:
-        todo = list(keys)
-        for first in range(0, len(todo), _AT_ONCE):
-            await self._bucket.delete(todo[first : first + _AT_ONCE])
-
-    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        checked = BucketCheck(self._bucket, await survey(self._bucket, progress), progress, deep)
-        await checked.run()
-        if not (repair and checked.damages):
-            return checked.damages
-        bad = checked.spans | checked.pointers
-        await self._remove(sorted(checked.catalogs), bad, progress=progress)
-        gone = {key.removeprefix(CATALOGS) for key in checked.catalogs} | checked.pointers
-        return [replace(each, repaired=each.name in gone) for each in checked.damages]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 
-from kvabr.store.admin.protocol import REPAIR, Damage, Holding, Inventory, Progress, silent
-from kvabr.store.asset import AssetVersion, is_damage
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.admin.protocol import Inventory, Progress, holding, silent
+from kvabr.store.asset_folder import FolderAssetStore
 from kvabr.store.files import folder_bytes, remove_folder, sweep
-from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, VersionError
+from kvabr.types.errors import AssetError, FormatError, UsageError
 
 
 class FolderAdmin:
@@ -34,7 +32,9 @@ class FolderAdmin:
         for number, (name, version) in enumerate(sorted(versions.items())):
             progress("catalogs", number, len(versions))
             try:
-                held.append(self._holding(name, version))
+                asset = self._store.open(name)
+                size = folder_bytes(asset.path)
+                held.append(holding(asset.catalog, name, version.modified_ns * 1e-9, own_bytes=size))
             except (AssetError, FormatError) as error:
                 damaged[name] = str(error)
         return Inventory(tuple(held), damaged)
@@ -61,47 +61,3 @@ class FolderAdmin:
             for folder in {self._root, *((self._root / name).parent for name in self._store.list().versions)}:
                 sweep(folder)
         return freed
-
-    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        listing = self._store.list()
-        bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(listing.unreadable.items())]
-        names = sorted(listing.versions)
-        for number, name in enumerate(names):
-            progress("checking", number, len(names))
-            try:
-                _check(self._store.open(name), deep=deep)
-            except KvabrError as error:
-                repaired, advice = False, _advice(error)
-                if repair and advice is None and name != ".":
-                    with contextlib.suppress(OSError):
-                        remove_folder(self._root / name)
-                        repaired = True
-                bad.append(Damage(name, str(error), advice or REPAIR, repaired))
-        return bad
-
-    def _holding(self, name: str, version: AssetVersion) -> Holding:
-        asset = self._store.open(name)
-        catalog, size = asset.catalog, folder_bytes(asset.path)
-        return Holding(
-            name=name,
-            model=catalog.spec.model,
-            tokens=catalog.tokens,
-            created_s=version.modified_ns * 1e-9,
-            bytes=size,
-            own_bytes=size,
-            measured=not catalog.estimated,
-            tracks={track.name: track.total_bytes for track in catalog.tracks},
-        )
-
-
-def _check(asset: FolderAsset, *, deep: bool) -> None:
-    asset.check_parts()
-    if deep:
-        asset.check_frames()
-
-
-def _advice(error: KvabrError) -> str | None:
-    """Return what to do about an asset that is not damaged, and yet cannot be read; None: it is damaged."""
-    if isinstance(error, VersionError):
-        return "upgrade kvabr"
-    return None if is_damage(error) else "it may be undamaged"

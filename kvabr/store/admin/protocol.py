@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import NotFoundError
 
 Progress = Callable[[str, int, int], object]
@@ -36,6 +37,24 @@ class Holding:
     """Bytes of the objects that it may share with other assets, by their names."""
     tracks: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each track."""
+
+
+def holding(
+    catalog: Catalog, name: str, created_s: float, *, own_bytes: int, parts: Mapping[str, int] | None = None
+) -> Holding:
+    """Return the asset of a catalog; arguments as the fields of `Holding`."""
+    parts = parts or {}
+    return Holding(
+        name=name,
+        model=catalog.spec.model,
+        tokens=catalog.tokens,
+        created_s=created_s,
+        bytes=own_bytes + sum(parts.values()),
+        own_bytes=own_bytes,
+        measured=not catalog.estimated,
+        parts=parts,
+        tracks={track.name: track.total_bytes for track in catalog.tracks},
+    )
 
 
 def total_bytes(holdings: Iterable[Holding]) -> int:
@@ -101,12 +120,6 @@ class StoreAdmin(Protocol):
             progress: Called as work goes on.
 
         Raises `UsageError` if the store is a single asset, `AssetError` or `TransportError` if the store refuses.
-        """
-
-    async def verify(self, *, deep: bool = False, repair: bool = False, progress: Progress = silent) -> list[Damage]:
-        """Check that everything is there and fits.
-
-        ``deep`` also reads all frames, ``repair`` removes damaged assets.
         """
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Meta, Struct
-
-from kvabr.store.admin.protocol import Holding, Progress, silent
+from kvabr.store.admin.protocol import Holding, Progress, holding, silent
 from kvabr.store.objects.layout import (
     CATALOGS,
     GROUPS,
-    MAX_SPAN_BYTES,
+    MAX_OFFER_BYTES,
     MAX_STORED_CATALOG_BYTES,
     OFFERS,
     POINTERS,
@@ -26,17 +24,11 @@ from kvabr.store.objects.layout import (
     profile_key,
 )
 from kvabr.store.objects.protocol import Objects, StoredObject
-from kvabr.types.catalog import MAX_GROUPS
+from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, NotFoundError
-from kvabr.types.kv import KVSpec
-from kvabr.types.records import decode
 
 T = TypeVar("T")
 
-FIRST_BYTES = 16 << 10
-"""What is read first of a span; its head as a rule."""
-MAX_SMALL_BYTES = (1 << 20) + (1 << 16)
-"""Bound on the heads of spans, pointers and offers."""
 _LANES = 32
 """Requests at once."""
 
@@ -63,68 +55,37 @@ async def listing(objects: Objects, prefix: str) -> dict[str, StoredObject]:
     return {found.key: found async for found in objects.list(prefix)}
 
 
-class _Sizes(Struct):
-    name: str
-    bytes: tuple[Annotated[int, Meta(ge=1, le=MAX_SPAN_BYTES)], ...]
-
-
-class _Outline(Struct):
-    """The part of a catalog that a manifest needs."""
-
-    spec: dict[str, Any]
-    tokens: Annotated[int, Meta(ge=1)]
-    chunks: Annotated[tuple[str, ...], Meta(min_length=1)]
-    tracks: tuple[_Sizes, ...]
-    profile: str | None = None
-    estimated: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a catalog of a bucket names."""
 
-    model: str
-    tokens: int
+    catalog: Catalog
     spans: tuple[str, ...]
     """Names of its spans, in the order of the prompt."""
     pointers: Mapping[str, str]
     """Names of the pointers of its groups, and the span that has each group."""
-    besides: tuple[str, ...]
-    """Name of its profile, if it has one."""
-    tracks: Mapping[str, int]
-    """Bytes of each track."""
-    measured: bool
 
     @classmethod
     def loads(cls, key: str, data: bytes | memoryview) -> Manifest:
-        """Parse a stored catalog; `FormatError` if it is damaged. Reads no more of it than it needs."""
+        """Parse a stored catalog; `FormatError` if it is damaged."""
         stored = StoredCatalog.loads(data)
-        found = decode(stored.catalog, _Outline, f"{key}: its catalog is damaged")
-        spec = KVSpec.from_json(found.spec)
-        if found.tokens > MAX_GROUPS * spec.group_tokens:
-            raise FormatError(f"{key}: its catalog is damaged: it has {found.tokens} tokens")
+        try:
+            catalog = stored.parsed()
+        except FormatError as error:
+            raise type(error)(f"{key}: its catalog is damaged: {error}") from error
         spans, size = tuple(stored.keys), stored.span_groups
-        if len(found.chunks) > size * len(spans):
-            raise FormatError(f"{key}: its catalog is damaged: it has {len(found.chunks)} groups")
-        besides = () if found.profile is None else (profile_key(found.profile),)
-        return cls(
-            model=spec.model,
-            tokens=found.tokens,
-            spans=spans,
-            pointers={
-                pointer_key(stored.offer, digest): spans[group // size]
-                for group, digest in enumerate(found.chunks)
-                if (group + 1) % size  # the last group of a full span has its name
-            },
-            besides=besides,
-            tracks={track.name: sum(track.bytes) for track in found.tracks},
-            measured=not found.estimated,
-        )
+        pointers = {
+            pointer_key(stored.offer, digest): spans[group // size]
+            for group, digest in enumerate(catalog.chunks)
+            if (group + 1) % size  # the last group of a full span has its name
+        }
+        return cls(catalog, spans, pointers)
 
     @property
     def names(self) -> set[str]:
         """Names of all objects that it needs."""
-        return {*self.spans, *self.pointers, *self.besides}
+        profile = self.catalog.profile
+        return {*self.spans, *self.pointers, *(() if profile is None else (profile_key(profile),))}
 
 
 @dataclass(slots=True)
@@ -153,16 +114,8 @@ class Survey:
         """Return the asset of a catalog that could be read."""
         found, manifest = self.catalogs[catalog], self.manifests[catalog]
         parts = {span: self.spans[span].size for span in manifest.spans if span in self.spans}
-        return Holding(
-            name=catalog.removeprefix(CATALOGS),
-            model=manifest.model,
-            tokens=manifest.tokens,
-            created_s=found.modified_s,
-            bytes=found.size + sum(parts.values()),
-            own_bytes=found.size,
-            measured=manifest.measured,
-            parts=parts,
-            tracks=manifest.tracks,
+        return holding(
+            manifest.catalog, catalog.removeprefix(CATALOGS), found.modified_s, own_bytes=found.size, parts=parts
         )
 
 
@@ -204,8 +157,8 @@ async def survey(objects: Objects, progress: Progress = silent) -> Survey:
     for key, info in (await listing(objects, OFFERS)).items():
         try:
             check_offer_key(key)
-            check_size(info, MAX_SMALL_BYTES)
-            StoreOffer.loads(await objects.get(key, limit=MAX_SMALL_BYTES))
+            check_size(info, MAX_OFFER_BYTES)
+            StoreOffer.loads(await objects.get(key, limit=MAX_OFFER_BYTES))
         except NotFoundError:
             continue
         except FormatError as error:

@@ -1,56 +1,45 @@
-"""Coroutines for threads without an event loop: what a store is asked is written once, to be awaited, or to block.
+"""Requests to object stores for threads without an event loop: coroutines run on one loop, in a thread of this module.
 
-`blocked` runs a coroutine in its caller's thread. All that it awaits must come down to functions that ask `blocks`, as
-`kvabr.store.objects.bucket.Bucket` does: they block then, and the coroutine never suspends.
-
-Requests block outside Python, where Ctrl-C must not have to wait for a store that is silent. Signals are handled in the
-main thread, and only while it runs Python. And a process waits for the threads of an executor before it ends, but not
-for those made here.
+A caller in the main thread waits where Ctrl-C is noticed at once, however silent the store is. And a process waits for
+the threads of an executor before it ends, but not for those made here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from kvabr.types.once import once
 
 P = ParamSpec("P")
+R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-_BLOCKS: ContextVar[bool] = ContextVar("kvabr.blocks", default=False)
+_AT_ONCE = 1000
+"""Items of a listing that are waited for together."""
 
 
-def blocks() -> bool:
-    """Return whether what is called now must block, since no event loop runs it."""
-    return _BLOCKS.get()
+@once
+def _loop_in(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process; a forked child has none of its parent's threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"kvabr-requests-{process}", daemon=True).start()
+    return loop
 
 
-async def pause(seconds: float) -> None:
-    """Sleep."""
-    if blocks():
-        time.sleep(seconds)  # noqa: ASYNC251  # no event loop waits
-    else:
-        await asyncio.sleep(seconds)
-
-
-def blocked(work: Awaitable[T]) -> T:
-    """Run a coroutine that blocks where others suspend."""
-    running = cast("Coroutine[Any, Any, T]", work)
-    token = _BLOCKS.set(True)
+def blocked(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, and return what it returns or raise what it raises."""
+    running = asyncio.run_coroutine_threadsafe(work, _loop_in(os.getpid()))
     try:
-        running.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
+        return running.result()
     finally:
-        _BLOCKS.reset(token)
-    running.close()
-    raise RuntimeError("a coroutine that should block has suspended")
+        running.cancel()  # unless it has ended: an interrupt
+        del running  # an error knows this frame: the two would keep each other, and with them a store's connections
 
 
 def blocking(
@@ -71,27 +60,21 @@ def blocking_each(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> Call
     """Return the generator that blocks where this one is awaited."""
     name = method.__name__
 
+    async def following(found: AsyncIterator[T]) -> list[T]:
+        items = []
+        async for item in found:
+            items.append(item)
+            if len(items) >= _AT_ONCE:
+                break
+        return items
+
     def run(self: S, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         found: AsyncIterator[T] = aiter(getattr(self, name)(*args, **options))
-        while True:
-            try:
-                item = blocked(anext(found))
-            except StopAsyncIteration:
-                return
-            yield item
+        while items := blocked(following(found)):
+            yield from items
 
     run.__doc__ = f"See `{name}`; blocks."
     return run
-
-
-R = TypeVar("R")
-
-
-def interruptible(work: Callable[[], T]) -> T:
-    """Do some work; in the main thread so that `KeyboardInterrupt` is raised at once."""
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    return each(1, lambda _: work(), (None,))[0]
 
 
 def each(at_once: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:

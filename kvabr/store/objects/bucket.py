@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.blocking import blocked, blocks, each, interruptible, pause
+from kvabr.store.objects.blocking import blocked, each
 from kvabr.store.objects.failures import UNREADABLE, Failure, strange
 from kvabr.store.objects.layout import PROBES
 from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
@@ -41,7 +41,10 @@ from kvabr.types.errors import (
 )
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ClientConfig
+
+    from kvabr.store.objects.obstore_clients import ObstoreClient
 
 LOG = logging.getLogger("kvabr.store.objects")
 
@@ -61,8 +64,6 @@ class Listing:
         """Return the next page, empty behind the last."""
         while True:
             try:
-                if blocks():
-                    return self._came(interruptible(lambda: next(iter(self._open()), None)))
                 return self._came(await anext(aiter(self._open()), None))
             except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
                 self._failed(error)
@@ -90,12 +91,6 @@ class Listing:
             raise error
 
 
-if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult, ObjectMeta
-    from obstore.store import ClientConfig
-
-    from kvabr.store.objects.obstore_clients import ObstoreClient
-
 T = TypeVar("T")
 
 WAIT_S = 30
@@ -110,14 +105,7 @@ _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
-_CACHE_CONTROL = {
-    "a": "public, max-age=5",
-    "o": "public, max-age=60",
-    "l": "no-store",
-    "pin": "no-store",
-    "x": "no-store",
-    "probe": "no-store",
-}
+_CACHE_CONTROL = {"a": "public, max-age=5", "o": "public, max-age=60", "probe": "no-store"}
 """`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
@@ -176,17 +164,13 @@ class Bucket(Objects):
     ) -> memoryview:
         async def once() -> memoryview:
             path, options = self._path(key), _range(start, end)
-            if blocks():
-                result = await _ask("get", self._reader(), path, options=options)
-                self._check(key, result, start, end, limit)
-                return self._whole(key, result, memoryview(interruptible(result.bytes)))
             clock = asyncio.get_running_loop().time
             try:
                 async with asyncio.timeout(wait_s) as timer:
                     result = await _ask("get", self._reader(), path, options=options)
                     self._check(key, result, start, end, limit)
                     timer.reschedule(wait_s and clock() + wait_s)
-                    if result.range[1] - result.range[0] <= PART_BYTES:
+                    if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
                         return self._whole(key, result, memoryview(await result.bytes_async()))
                     parts = []
                     async for part in result.stream(min_chunk_size=PART_BYTES):
@@ -283,14 +267,6 @@ class Bucket(Objects):
     async def put(self, key: str, data: bytes | memoryview) -> None:
         await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
 
-    async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        if etag is None:
-            return await self.put_new(key, data)
-        try:
-            return await self._tried(key, "cannot be replaced", lambda: self._put(key, data, {"e_tag": etag}))
-        except NotFoundError:
-            return False
-
     async def delete(self, keys: Sequence[str]) -> None:
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[first : first + _DELETED_AT_ONCE]
@@ -344,22 +320,16 @@ class Bucket(Objects):
     def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
         return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
-    async def _put(self, key: str, data: bytes | memoryview, mode: Any) -> bool:
+    async def _put(self, key: str, data: bytes | memoryview, mode: Literal["create", "overwrite"]) -> bool:
         try:
             await _ask("put", self._writer(len(data)), self._path(key), data, **self._how(key, mode))
-        except Exception as error:  # noqa: BLE001  # raised again unless a condition did not hold
-            return self._lost_race(mode, error)
+        except Exception as error:
+            if mode == "create" and Failure.of(error).kind == "conflict":
+                return False
+            raise
         return True
 
-    def _lost_race(self, mode: Any, error: Exception) -> bool:
-        """Return False if a condition did not hold; raise everything else."""
-        if isinstance(error, NotImplementedError):
-            raise UsageError(f"{self.url}: this store has no conditional replace") from error
-        if mode != "overwrite" and Failure.of(error).kind == "conflict":
-            return False
-        raise error
-
-    def _how(self, key: str, mode: Any) -> dict[str, Any]:
+    def _how(self, key: str, mode: str) -> dict[str, Any]:
         how: dict[str, Any] = {"mode": mode, "use_multipart": False}
         if self.where.scheme != "file":
             control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
@@ -423,7 +393,7 @@ class Bucket(Objects):
                 return await once()
             except Exception as error:  # noqa: BLE001  # raised again unless it may pass
                 delay_s = tries.failed(key, what, error)
-            await pause(delay_s)
+            await asyncio.sleep(delay_s)
 
     def failed(self, key: str, what: str, error: Exception) -> Exception:
         """Return the error to raise where ``what`` has failed."""
@@ -504,22 +474,12 @@ def open_objects(url: str) -> Objects:
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
-    """Call a function of obstore's, in whichever way is right here.
+    """Call a function of obstore's.
 
     No coroutine: an error would keep its frame, and with that a store's connections.
     """
-    obstore = load_obstore()
-    if blocks():
-        return _now(partial(getattr(obstore, what), *args, **options))
-    answer: Awaitable[Any] = getattr(obstore, f"{what}_async")(*args, **options)
+    answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
     return answer
-
-
-async def _now(call: Callable[[], Any]) -> Any:
-    try:
-        return interruptible(call)
-    finally:
-        del call  # an error keeps this frame, and the call a store's connections
 
 
 def _range(start: int, end: int | None) -> GetOptions | None:

@@ -46,31 +46,27 @@ class ObjectGroupStore(LocalGroupStore[int]):
         self._bucket, self._on_failure = open_objects(url), on_failure
         self._again_s = 0.0
 
-    def keep(self, digests: Sequence[str], until_s: float, owner: str = "") -> None:
+    def keep(self, digests: Sequence[str], until_s: float) -> None:
         """Do nothing: no group of an object store makes room for others."""
 
-    async def get(
-        self, digest: str, start: int = 0, end: int | None = None, *, verify: bool = True
-    ) -> memoryview | None:
-        """See `GroupStore.get`. If the store fails, the group is as good as absent."""
+    async def get(self, digest: str) -> memoryview | None:
+        """See `LocalGroupStore.get`. If the store fails, the group is as good as absent."""
         if self._pauses():
             return None
         try:
             async with asyncio.timeout(_READ_S):
-                data = await self._bucket.get(group_key(digest), start, end, limit=MAX_GROUP_BYTES)
+                data = await self._bucket.get(group_key(digest), limit=MAX_GROUP_BYTES)
         except NotFoundError:
             self._kept.pop(digest, None)
             return None
         except (TransportError, TimeoutError) as error:
             self._failed(error)
             return None
-        if start or end is not None:
-            return data
         self._kept.add(digest, len(data))
-        return await self._checked(digest, data) if verify else data
+        return await self._checked(digest, data)
 
     async def put(self, digest: str, data: memoryview) -> bool:
-        """See `GroupStore.put`. Returns False also if the store fails."""
+        """See `LocalGroupStore.put`. Returns False also if the store fails."""
         if not data or digest in self._kept or self._pauses():
             return False
         try:
@@ -83,7 +79,7 @@ class ObjectGroupStore(LocalGroupStore[int]):
         return added
 
     async def delete(self, digest: str) -> bool:
-        """See `GroupStore.delete`; for all who share the store. Returns whether this process had seen it there."""
+        """See `LocalGroupStore.delete`; for all who share the store. Returns whether this process had seen it there."""
         found = self._kept.pop(digest, None) is not None
         try:
             await self._bucket.delete([group_key(digest)])

@@ -36,8 +36,7 @@ class Objects(ABC):
     """The objects of one tenant behind one URL.
 
     Its requests may be made in any thread. They are coroutines, each with a twin that blocks, for threads without an
-    event loop, whose name ends in ``_sync``: there `kvabr.store.objects.blocking.blocks` is true, and none may suspend.
-    They fail with subclasses of `TransportError`.
+    event loop, whose name ends in ``_sync``. They fail with subclasses of `TransportError`.
     """
 
     where: StoreUrl
@@ -85,13 +84,6 @@ class Objects(ABC):
     @abstractmethod
     async def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object, over what is there."""
-
-    @abstractmethod
-    async def replace(self, key: str, data: bytes | memoryview, etag: str | None) -> bool:
-        """Write an object in the place of the version ``etag`` (None: of nothing); return whether it was written.
-
-        Raises `UsageError` where a store cannot do that, as folders cannot: plays and publishers must not need it.
-        """
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> None:

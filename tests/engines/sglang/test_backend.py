@@ -323,7 +323,7 @@ def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
         ({"model": "/models/通义千问"}, {"model": "/models/深度求索"}),
         ({"model": "qwen:base"}, {"model": "qwen-base"}),
         ({"model": "org/m@main"}, {"model": "org/m-main"}),
-        ({"model": "test/model"}, {"model": "test/model", "version": "2"}),
+        ({"model": "test/model"}, {"model": "test/model-2"}),
         ({"cp": (0, 2)}, {"cp": (1, 2)}),
         ({"cp": (0, 1)}, {"cp": (0, 2)}),
     ],

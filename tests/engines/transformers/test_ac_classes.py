@@ -15,7 +15,7 @@ from kvabr.codec.group import cut, decode_group, encode_group
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv
-from kvabr.publish.calibrate import SEARCH, calibrate, calibrate_scaled, stages
+from kvabr.publish.calibrate import SEARCH, calibrate, stages
 from kvabr.publish.collect import caches_of
 from kvabr.publish.encoder import own_profile
 from kvabr.publish.target import Target
@@ -78,7 +78,7 @@ TEXTS = {"a": "what it says about windows, and what it does not " * 30}
 @pytest.mark.parametrize("name", ["Gemma3", "DeepSeek V3", "Kimi Linear", "Bamba", "LFM2", "MiniMax"])
 def test_a_model_of_several_classes_is_calibrated(name):
     loaded, seen = Loaded(name), []
-    profile = calibrate(loaded, TEXTS, contexts=3, tokens=240, progress=lambda *at: seen.append(at))
+    (profile,) = calibrate(loaded, TEXTS, contexts=3, tokens=240, progress=lambda *at: seen.append(at))
     spec = loaded.engine.spec
     profile.check(spec)
     assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
@@ -114,10 +114,10 @@ def test_steps_are_chosen_by_what_they_lose():
     # In 16 bits this model's loss is made of roundings as much as of steps, and how these fall depends on the machine.
     loaded, told, seen = Loaded("Gemma3", dtype=torch.float32), [], []
     options = {"contexts": 3, "tokens": 240}
-    usual = calibrate(loaded, TEXTS, **options)
+    (usual,) = calibrate(loaded, TEXTS, **options)
     steps = []
     for target in (1e-6, 1e-5):
-        made = calibrate(
+        (made,) = calibrate(
             loaded, TEXTS, target=Target(target), tell=told.append, progress=lambda *at: seen.append(at), **options
         )
         steps.append(steps_of(made, "AC-5x"))
@@ -153,8 +153,8 @@ def test_another_track_can_be_the_one_that_meets_the_target():
 
 @pytest.mark.slow
 def test_profiles_for_several_scales_differ_in_steps_alone():
-    fine, usual = calibrate_scaled(Loaded("Gemma3"), TEXTS, scales=(0.5, 1.0), contexts=2, tokens=240)
-    assert usual.digest == calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240).digest
+    fine, usual = calibrate(Loaded("Gemma3"), TEXTS, scales=(0.5, 1.0), contexts=2, tokens=240)
+    assert usual.digest == calibrate(Loaded("Gemma3"), TEXTS, contexts=2, tokens=240)[0].digest
     for part in usual.spec.parts:
         assert fine.of(part).depths["AC-L0"].step == usual.of(part).depths["AC-L0"].step / 2
         assert (fine.of(part).transform.norm == usual.of(part).transform.norm).all()

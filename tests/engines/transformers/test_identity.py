@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvabr.engines.transformers import engine_of
-from kvabr.engines.transformers.model_loader import folder_name, load_model
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers.publish import find_profile
+from kvabr.engines.weights import model_name
 from kvabr.types.errors import ForeignError, ModelError
 from kvabr.types.naming import MARK
 from tests import kvdata, tinymodels
@@ -29,15 +30,15 @@ def loaded(folder, **options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_model_as_its_folder_has_it_needs_no_more_in_its_name(folder, dtype):
     options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
-    assert engine_of(loaded(folder, **options), folder).spec.model == folder_name(folder)
-    assert load_model(str(folder), dtype=dtype).engine.spec.model == folder_name(folder)
+    assert engine_of(loaded(folder, **options), folder).spec.model == model_name(folder)
+    assert load_model(str(folder), dtype=dtype).engine.spec.model == model_name(folder)
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Qwen3", "Mistral", "Qwen3Moe"])
 def test_so_with_other_families(tmp_path, kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     folder = tinymodels.save(tmp_path / kind, kind, **(experts if kind == "Qwen3Moe" else {}))
-    assert load_model(str(folder)).engine.spec.model == folder_name(folder)
+    assert load_model(str(folder)).engine.spec.model == model_name(folder)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_settings_that_were_given_while_it_was_loaded_count(folder, change):
     for key, value in change.items():
         setattr(config, key, value)
     name = engine_of(loaded(folder, config=config), folder).spec.model
-    assert name.startswith(f"{folder_name(folder)}{MARK}")
+    assert name.startswith(f"{model_name(folder)}{MARK}")
     assert engine_of(loaded(folder, config=config), folder).spec.model == name
 
 
@@ -68,7 +69,7 @@ def test_weights_that_were_changed_in_memory_count(folder):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.1
     other = engine_of(model, folder).spec.model
-    assert len({folder_name(folder), one, other}) == 3
+    assert len({model_name(folder), one, other}) == 3
 
 
 def test_an_engine_whose_weights_have_changed_since_is_refused(folder):

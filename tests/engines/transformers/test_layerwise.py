@@ -51,9 +51,9 @@ def assert_alike(one: Profile, other: Profile, within=0.01):
 def test_statistics_are_those_of_the_whole_model(tmp_path, kind, changes):
     whole, layers = both(tmp_path, kind, **changes)
     assert layers.engine.spec == whole.engine.spec
-    one = calibrate(whole, TEXT, contexts=3, tokens=200)
+    (one,) = calibrate(whole, TEXT, contexts=3, tokens=200)
     seen = []
-    other = calibrate(layers, TEXT, contexts=3, tokens=200, progress=lambda *at: seen.append(at))
+    (other,) = calibrate(layers, TEXT, contexts=3, tokens=200, progress=lambda *at: seen.append(at))
     assert_alike(one, other)
     assert [at for at in seen if at[0] == "forward"] == [("forward", step, 6) for step in range(1, 7)]
     assert [at for at in seen if at[0] == "backward"] == [("backward", step, 6) for step in range(1, 7)]
@@ -99,7 +99,7 @@ def test_layers_are_in_memory_only_while_they_run(tmp_path):
 
 def test_steps_are_chosen_by_loss(tmp_path):
     whole, layers = both(tmp_path)
-    one, other = (calibrate(each, TEXT, contexts=4, tokens=200, target=Target(0.01)) for each in (whole, layers))
+    one, other = (calibrate(each, TEXT, contexts=4, tokens=200, target=Target(0.01))[0] for each in (whole, layers))
     for mine, its in zip(one.depths.values(), other.depths.values(), strict=True):
         # A search ends anywhere near the target, and where depends on how a processor rounds.
         assert mine.step / 2 < its.step < 2 * mine.step
@@ -190,6 +190,6 @@ def test_the_beginning_of_a_real_model_has_the_same_statistics(loaded, tmp_path)
     beginning.save_pretrained(folder)
     loaded.tokenizer.save(str(folder / "tokenizer.json"))
     text = {"a": "A real model says much more about some words than about others, and knows why. " * 20}
-    one = calibrate(load_model(str(folder)), text, contexts=2, tokens=160)
+    (one,) = calibrate(load_model(str(folder)), text, contexts=2, tokens=160)
     # A norm is the largest of thousands of numbers, and those of 80 scored tokens are noisy.
-    assert_alike(one, calibrate(load_model(str(folder), by_layer=True), text, contexts=2, tokens=160), within=0.1)
+    assert_alike(one, calibrate(load_model(str(folder), by_layer=True), text, contexts=2, tokens=160)[0], within=0.1)

@@ -20,8 +20,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from kvabr.engines.transformers import engine_of, prefill_prompt, publish_cache
 from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
 from kvabr.engines.transformers.identity import adapters_digest
-from kvabr.engines.transformers.model_loader import folder_name
 from kvabr.engines.transformers.publish import cache_publisher
+from kvabr.engines.weights import model_name
 from kvabr.publish.publisher import Slot
 from kvabr.types.errors import ModelError
 from tests import needs, tinymodels
@@ -71,7 +71,7 @@ def test_each_adapter_has_a_name(model, folder):
     model.disable_adapters()
     names["none"] = name_of(model, folder)
     assert len(set(names.values())) == 4
-    assert names["none"] == folder_name(folder)
+    assert names["none"] == model_name(folder)
     assert all(name.startswith(names["none"]) for name in names.values())
     model.enable_adapters()
     model.set_adapter("legal")
@@ -138,7 +138,7 @@ def test_a_peft_model_is_the_model_in_it(model, base, folder, tmp_path):
 def test_a_merged_adapter_is_the_same_adapter(base, folder, tmp_path):
     wrapped = peft.get_peft_model(base, lora())
     name = name_of(wrapped, folder)
-    assert name != folder_name(folder)
+    assert name != model_name(folder)
     wrapped.merge_adapter()
     assert name_of(wrapped, folder) == name
 

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
-from kvabr.engines.transformers.model_loader import folder_name, folder_tokenizer
+from kvabr.engines.transformers.model_loader import folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError
 from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
+from kvabr.engines.weights import model_name
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import with_facts
 from tests.engines.smollm2_folder import smollm2_folder
@@ -69,7 +70,7 @@ def test_what_vllm_says_of_its_model_is_what_kvabr_publishes(config, model):
     served = served_model(made, caches(made), VllmSettings(**URL))
     spec = served.spec
     assert (spec.layers, spec.kv_heads, spec.head_dim) == (30, 3, 64)
-    assert (spec.model, spec.tokenizer) == (folder_name(model), folder_tokenizer(model))
+    assert (spec.model, spec.tokenizer) == (model_name(model), folder_tokenizer(model))
     assert (spec.rope.theta, spec.rope.layout, spec.rope.frequencies) == (100000.0, "half", None)
     assert served.heads == (range(3),)
     assert served.block == 128
@@ -96,11 +97,9 @@ def test_what_changes_the_cache_of_a_model_is_in_its_name(config, model, options
     made = config(**options)
     spec = served_model(made, caches(made), VllmSettings(**URL)) if "kv_cache_dtype" not in options else None
     name = name_of(made, VllmSettings(**URL)) if spec is None else spec.spec.model
-    assert name.startswith(f"{folder_name(model)}~")
+    assert name.startswith(f"{model_name(model)}~")
     again = config(**options)
     assert name_of(again, VllmSettings(**URL)) == name
-    other = config(URL | {"version": "2"}, **options)
-    assert name_of(other, VllmSettings(**URL, version="2")) != name
 
 
 def test_a_stage_of_a_pipeline_knows_the_whole_model(config):

@@ -146,6 +146,6 @@ def test_profiles_are_calibrated_once_and_kept(capsys, tmp_path, texts_folder, m
     def again(*_, **__):
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr("kvabr_lab.bench.calibrated.calibrate_scaled", again)
+    monkeypatch.setattr("kvabr_lab.bench.calibrated.calibrate", again)
     assert rd(capsys, *options, "--json", tmp_path / "again.json")[0] == 0
     assert json.loads((tmp_path / "again.json").read_text()) == first

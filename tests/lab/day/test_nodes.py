@@ -32,7 +32,6 @@ def play(turns, **how):
         ({}, 0.1 + 0.05, 1e5),  # it comes over the link
         ({"rate": 1e4}, 1.05, 0),  # which is slower than computing it
         ({"rate": 1e4, "hints": "keep"}, 0.05, 1e5),  # unless it came before
-        ({"rate": 1e4, "hints": "keep", "keep_share": 0.0}, 0.05, 1e5),  # others make no room, there are none
         ({"rate": 1e4, "hints": "keep", "store_tokens": 500}, 1.05, 1e5),  # half of it made room for the other
         ({"rate": 1e4, "hints": "prefetch", "router": "any"}, 0.05, 1e5),
     ],
@@ -46,9 +45,9 @@ def test_a_second_turn_takes_what_is_left_to_do(how, ttft_s, nbytes):
 def test_what_is_kept_is_there_when_others_have_come_meanwhile_and_what_was_of_no_use_is_told():
     others = [SessionTurn(n, n, ((10 * n, 900),), (10 * n + 1, 0), at_s=2.0 * n) for n in (1, 2, 3)]
     turns = [FIRST, SECOND, *others]
-    small = {"store_tokens": 2500, "hints": "keep", "nodes": 1, "rate": 1e6}
-    for share, lost in ((0.4, 7), (0.0, 10)):  # four tenants have equal parts of what is kept
-        made = play([FIRST, replace(SECOND, gap_s=20.0), *others], keep_share=share, **small)
+    small = {"store_tokens": 4000, "hints": "keep", "nodes": 1, "rate": 1e6}
+    for tokens, lost in ((4000, 0), (2500, 10)):  # half of a store is kept, of those asked for last
+        made = play([FIRST, replace(SECOND, gap_s=20.0), *others], **small | {"store_tokens": tokens})
         assert made.ttft_s == [pytest.approx(lost / 100 + 0.05)]
         assert (made.again, made.unused_bytes) == (lost, lost * 1e4 + 27e4)
     alone = play(turns[:2], **small)

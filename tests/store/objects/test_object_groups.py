@@ -24,7 +24,6 @@ async def test_what_one_has_written_another_reads(store_url):
     assert DIGEST not in other
     assert await other.get(DIGEST) == DATA
     assert DIGEST in other
-    assert await other.get(DIGEST, 10, 20) == DATA[10:20]
     assert not await open_groups(store_url, 1 << 20).put(DIGEST, DATA)
     blake = digest_of(DATA, "blake3")
     assert await one.put(blake, DATA)
@@ -37,7 +36,6 @@ async def test_what_one_has_written_another_reads(store_url):
 async def test_a_damaged_object_is_deleted_and_counted(store_url):
     store, bucket = open_groups(store_url, 1 << 20), Bucket.open(store_url)
     await bucket.put(group_key(DIGEST), b"something else")
-    assert await store.get(DIGEST, verify=False) == b"something else"
     assert await store.get(DIGEST) is None
     assert store.damaged == 1
     assert await bucket.head(group_key(DIGEST)) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.model_loader import LoadedModel
-from kvabr.publish.calibrate import Progress, calibrate_scaled
+from kvabr.publish.calibrate import Progress, calibrate
 from kvabr.publish.target import Target
 from kvabr.publish.texts import calibration_texts
 from kvabr.store.files import write_file
@@ -54,7 +54,7 @@ def profiles(
         spec: the layer classes to calibrate.
         plan: how.
         folder: work folder, which exists.
-        progress: called with stages, see `kvabr.publish.calibrate.calibrate_scaled`.
+        progress: called with stages, see `kvabr.publish.calibrate.calibrate`.
         tell: called, in words, with what a search for steps has found.
 
     Raises:
@@ -67,7 +67,7 @@ def profiles(
     if len(found) == len(made):
         return found
     engine = TransformersEngine(loaded.engine.model, spec, context=loaded.engine.context)
-    new = calibrate_scaled(
+    new = calibrate(
         replace(loaded, engine=engine),
         calibration_texts(),
         scales=plan.scales,

@@ -60,8 +60,6 @@ class FleetShape:
     """Tokens whose cache an engine keeps."""
     store_tokens: int = 1_000_000
     """Tokens whose cache a node's store keeps."""
-    keep_share: float = 0.5
-    """Share of it that hints may have kept."""
     keep_s: float = 600.0
     rtt_s: float = 0.02
     publish_s: float = 2.0
@@ -70,8 +68,8 @@ class FleetShape:
     hints: HintKind = "none"
 
     def __post_init__(self) -> None:
-        if not (self.nodes >= 1 and self.rate > 0 and 0 <= self.keep_share <= 1):
-            raise UsageError(f"{self.nodes} nodes, {self.rate} B/s, {self.keep_share} of a store: not possible")
+        if not (self.nodes >= 1 and self.rate > 0):
+            raise UsageError(f"{self.nodes} nodes, {self.rate} B/s: not possible")
         if min(self.engine_tokens, self.store_tokens, self.keep_s, self.rtt_s, self.publish_s) < 0:
             raise UsageError("an engine, a store or a time of less than nothing: not possible")
 
@@ -137,15 +135,15 @@ class _Node:
         room = int(shape.store_tokens * shape.cache.per_token)
         self.link = _Link(shape.rate)
         self.engine: ByteLru[GroupKey, int] = ByteLru(shape.engine_tokens, lambda _: size)
-        self.store: ByteLru[GroupKey, int] = ByteLru(room, int, keep_bytes=int(shape.keep_share * room), clock=clock)
+        self.store: ByteLru[GroupKey, int] = ByteLru(room, int, clock=clock)
         self.each = int(each)
         self.free_s = 0.0
         """When its engine has computed what it has to."""
         self.fetched: set[GroupKey] = set()
         self.unused: dict[GroupKey, int] = {}
         """Of what was fetched ahead, and may have made room since, what no play has used, and for which hint."""
-        self.coming: dict[GroupKey, tuple[float, str, int]] = {}
-        """What is being fetched ahead, until when it is kept, for whom, and for which hint."""
+        self.coming: dict[GroupKey, tuple[float, int]] = {}
+        """What is being fetched ahead, until when it is kept, and for which hint."""
 
 
 class _Clock:
@@ -281,7 +279,7 @@ class Fleet:
     def _arrive(self, node: _Node, now: float) -> None:
         """Note what was fetched ahead, and has come."""
         for key, nbytes in node.link.came(now):
-            until_s, owner, hint = node.coming.pop(key)
+            until_s, hint = node.coming.pop(key)
             self._fetched(node, [key])
             self._made.link_bytes += nbytes
             self._made.hint_bytes += nbytes
@@ -289,7 +287,7 @@ class Fleet:
             self._followed.add(hint)
             node.store.add(key, node.each)
             if until_s > now:
-                node.store.keep([key], until_s, owner)
+                node.store.keep([key], until_s)
 
     def _hint(self, number: int, turn: SessionTurn, now: float) -> None:
         """Have a node fetch and keep what the session's next turn will need, unless it has come."""
@@ -300,9 +298,8 @@ class Fleet:
             node = self._planned[turn.session] = self._place(turn)
         self._arrive(node, now)
         groups, until_s = self._groups(turn), now + self._shape.keep_s
-        owner = str(turn.tenant)
-        node.store.keep(groups, until_s, owner)
+        node.store.keep(groups, until_s)
         ahead = [key for key in groups if key in self._published and key not in node.store and key not in node.coming]
         for key in ahead:
-            node.coming[key] = until_s, owner, number
+            node.coming[key] = until_s, number
             node.link.ahead.append((key, node.each))
