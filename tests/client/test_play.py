@@ -7,7 +7,6 @@ import torch
 
 from kvabr.client import profiles
 from kvabr.client.profiles import ProfileCache
-from kvabr.client.result import NothingCached
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PolicyError, UsageError
 from kvabr.types.naming import TrackNamespace
