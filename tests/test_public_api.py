@@ -74,7 +74,6 @@ CLIENT = {
     "connect",
     "find",
     "find_asset",
-    "hint",
     "hint_asset",
     "measure_prefill",
     "metrics",

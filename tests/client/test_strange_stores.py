@@ -99,7 +99,6 @@ def test_a_web_server_is_no_empty_store(gateway):
         ("store", "du", "--all-tenants"),
         ("store", "verify"),
         ("inspect",),
-        ("serve", ".", "--dev", "--warm-mib", "64", "--cold"),
     ],
 )
 def test_commands_say_that_a_web_server_is_no_store(gateway, tmp_path, monkeypatch, capsys, words):

@@ -30,12 +30,13 @@ def test_parts_of_a_long_prompt_are_joined_and_one_without_end_is_forgotten():
 def test_what_is_known_is_not_told_again_and_what_goes_is_found_by_its_mark():
     prompts, told = SeenPrompts(), []
     prompts.listen(lambda: told.append(sorted(prompts.assets())))
-    prompts.played(ONE, [1, 2])
-    prompts.played(OTHER, [3, 4])
+    for asset, tokens in ((ONE, [1, 2]), (OTHER, [3, 4])):
+        prompts.saw(asset)
+        prompts.hear("t", [part(0, tokens, asset=asset)])
     count = len(told)
     for _ in range(3):
         prompts.saw(ONE)
-        prompts.played(OTHER, [3, 4])
+        prompts.hear("t", [part(0, [3, 4], asset=OTHER)])
     prompts.take_back(["0" * 64])
     assert len(told) == count
     assert told[-1] == [ONE.prompt, OTHER.prompt]

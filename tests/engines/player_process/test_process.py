@@ -185,6 +185,8 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
         held = play(client)
         wanted, before = held.kv.clone(), remote._started[-1]
         before.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{before.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
         hanging = client.begin(lambda client: client.round_trip())
         before.kill()
         assert gone(before.pid)

@@ -136,7 +136,7 @@ def test_another_track_can_be_the_one_that_meets_the_target():
     told = []
     loaded = Loaded("Gemma3", dtype=torch.float32)
     made = [
-        calibrate(loaded, TEXTS, target=Target(3e-6, track), tell=told.append, contexts=3, tokens=240)
+        calibrate(loaded, TEXTS, target=Target(3e-6, track), tell=told.append, contexts=3, tokens=240)[0]
         for track in ("AC-L1", "AC-5x")
     ]
     measured = [

@@ -103,9 +103,9 @@ def test_a_name_can_be_given(folder):
 def test_a_profile_of_the_model_before_it_was_tuned_serves(folder, tmp_path):
     spec = engine_of(loaded(folder), folder).spec
     for name, fits in (
-        ("base-0123abcd", True),
+        ("base-0123456789abcdef", True),
         (f"{spec.model}{MARK}0123456789abcdef", True),
-        ("other-0123abcd", False),
+        ("other-0123456789abcdef", False),
     ):
         shape = kvdata.spec(spec.layers, spec.kv_heads, spec.head_dim)
         theirs = shape.changed(rope=spec.rope, dtype=spec.dtype)
