@@ -37,7 +37,7 @@ def transfer_of(extra, role="kv_both", **more):
         kv_connector_module_path="kvabr.engines.vllm",
         kv_role=role,
         **({"kv_load_failure_policy": "recompute"} | more),
-        kv_connector_extra_config={"tail": 0} | extra,
+        kv_connector_extra_config=extra,
     )
 
 

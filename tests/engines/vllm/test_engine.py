@@ -94,7 +94,7 @@ def test_the_tail_is_computed_with_the_question(world, tmp_path, monkeypatch):
     world.origin.wait_for_assets(16)
     (tmp_path / "longest.py").write_text(LONGEST)
     for half in (world.engine.half, world.engine.worker):
-        own = half._settings.model_copy(update={"tail": 256, "policy": f"{tmp_path / 'longest.py'}:Longest"})
+        own = half._settings.model_copy(update={"policy": f"{tmp_path / 'longest.py'}:Longest"})
         monkeypatch.setattr(half, "_settings", own)
     texts, counted, _ = world.run(world.prompts[:4])
     assert texts == world.cold[:4]

@@ -11,7 +11,8 @@ import pytest
 
 from kvabr.data import default_catalog
 from kvabr.engines.layouts import BlockLayout
-from kvabr.engines.settings import INSIDE
+from kvabr.engines.settings import INSIDE, TroubleLog
+from kvabr.engines.vllm import plays
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.engines.vllm.lossy import LossyGroups
 from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
@@ -275,7 +276,8 @@ def test_a_lookup_waits_as_long_as_computing_would_be_in_time(served, rate, with
 
 
 @pytest.mark.parametrize("fault", ["closed port", "fingerprint"])
-def test_an_origin_that_cannot_be_reached_is_named_before_any_request(served, fault, caplog):
+def test_an_origin_that_cannot_be_reached_is_named_before_any_request(served, fault, caplog, monkeypatch):
+    monkeypatch.setattr(plays, "_trouble", TroubleLog(plays._log))  # not the one that has told the other fault
     url = f"moqt://127.0.0.1:{free_port()}/" if fault == "closed port" else served.url
     settings = VllmSettings(url=url, fingerprint="ab" * 32, player=INSIDE)
     take_client(settings)

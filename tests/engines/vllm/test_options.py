@@ -125,7 +125,7 @@ def test_another_connector_beside_it(started, first):
         "kv_connector": "KvabrConnector",
         "kv_connector_module_path": "kvabr.engines.vllm",
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"tail": 0} | started.playing(),
+        "kv_connector_extra_config": started.playing(),
     }
     other = {
         "kv_connector": "ExampleConnector",

@@ -58,7 +58,6 @@ class VllmWorld:
             "fingerprint": self.origin.fingerprint,
             "deadline_s": 60.0,
             "policy": "fixed:FP16",
-            "quic": "qh3",
             "prefill_rate": 100.0,  # slower than it is, so that plays wait for the network and not for their turn
             "store_mib": 0,
         } | more

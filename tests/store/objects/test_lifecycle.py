@@ -106,7 +106,7 @@ async def test_a_play_without_another_way_reports_what_is_missing_in_time(seawee
     with pytest.raises(PlayError):
         await play(url, lambda _event: None, deadline=1.0)
     engine = ToyModel()
-    played = await play(url, lambda _event: None, engine)
+    played = await play(url, lambda _event: None, engine, deadline=10.0)
     assert played.tokens == engine.prefilled > 0
     assert is_right(played)
 
