@@ -39,6 +39,8 @@ class LoadRequest:
     """Token after the last that is wanted: the end of a block."""
     behind: int
     """Tokens of the prompt from ``last`` on, which the engine computes."""
+    tail: int
+    """Most tokens before ``last`` that it may compute with them, instead of having them played."""
     deadline_s: float
     """Seconds left of the request's deadline when the scheduler wrote this."""
     tokens: Sequence[int] = ()

@@ -498,11 +498,22 @@ class SchedulerHalf:
             first=first,
             last=last,
             behind=len(lookup.tokens) - last,
+            tail=self._tail(len(lookup.tokens) - last),
             deadline_s=left_s,
             tokens=lookup.tokens[: found.catalog.tokens] if self._model.apart or self._produces else (),
             salt=lookup.salt,
             adapter=lookup.adapter,
         )
+
+    def _tail(self, behind: int) -> int:
+        """Return how many tokens of what is played may be computed instead, in a step with ``behind`` others.
+
+        0 where that was decided before, see `_shortened`: several workers must leave out the same.
+        """
+        if self._model.ranks > 1:
+            return 0
+        waiting = sum(lookup.found is not None for lookup in self._lookups.values())
+        return min(self._settings.tail, max(0, self._model.step_tokens - behind) // max(1, waiting))
 
     async def _shortened(self, client: EngineClient, lookup: _Lookup, found: Found) -> Found:
         """Return what is to be loaded of what was found, and the engine does not compute with the question.
@@ -576,6 +587,8 @@ class SchedulerHalf:
         if found is None:
             return None
         self._link, lookup.lacks = await client.known_link(found.catalog)
+        if self._model.ranks == 1:
+            return found
         return await self._shortened(client, lookup, found)
 
     async def _look(self, client: EngineClient) -> None:

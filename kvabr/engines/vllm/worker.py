@@ -287,7 +287,7 @@ class WorkerHalf:
                     salt=load.salt,
                     dtype=None if self._model.quantised or self._model.caches.states else self._model.dtype,
                     patience=1.0,
-                    tail=0,
+                    tail=load.tail,
                     device=self.blocks.device,
                 ),
             )

@@ -10,6 +10,8 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
+from kvabr.engines.vllm.config import VllmSettings
+
 TEXT = "\n".join(topics.values())[:40_000]
 """Python's own help, which every Python has."""
 
@@ -51,6 +53,7 @@ class RealEngine:
         os.environ.update(ENVIRONMENT)
         from vllm import LLM
 
+        VllmSettings.tail = 0  # what is cached is played to its end, but where a test says otherwise
         options = {"dtype": "float32", "max_model_len": 2304, "max_num_seqs": 32, "enforce_eager": True} | more
         self.llm = LLM(
             str(model),

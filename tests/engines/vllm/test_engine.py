@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.engines.vllm import ADAPTER
+from kvabr.engines.vllm.config import VllmSettings
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.types.catalog import Catalog
 from kvabr_lab.live.lane import Conditions
@@ -93,6 +94,7 @@ def test_the_tail_is_computed_with_the_question(world, tmp_path, monkeypatch):
     """Of exact caches the text is that of a prompt that was computed, whatever of them is left to vLLM."""
     world.origin.wait_for_assets(16)
     (tmp_path / "longest.py").write_text(LONGEST)
+    monkeypatch.setattr(VllmSettings, "tail", 256)
     for half in (world.engine.half, world.engine.worker):
         own = half._settings.model_copy(update={"policy": f"{tmp_path / 'longest.py'}:Longest"})
         monkeypatch.setattr(half, "_settings", own)

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.codec.quantised import numbers_of, scales_of
+from kvabr.engines.transformers import model_loader
 from kvabr.types.catalog import Catalog
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama, tiny_scaled
@@ -82,9 +83,11 @@ def world(tmp_path):
     made.origin.close()
 
 
-def test_an_fp8_cache_with_scales(world, tmp_path):
+def test_an_fp8_cache_with_scales(world, tmp_path, monkeypatch):
     plain, scaled = tiny_llama(tmp_path / "plain"), tiny_scaled(tmp_path / "scaled", SCALES)
-    world.start(plain, "Raw")
+    with monkeypatch.context() as patch:  # to the bit, as codes are compared
+        patch.setattr(model_loader, "asset_dtype", lambda _: "float32")
+        world.start(plain, "Raw")
     _, numbers = world.published(OTHER)
 
     world.start(scaled, "Raw", "Int4", plain_caches=True)

@@ -152,6 +152,24 @@ def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
         served.close()
 
 
+@pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
+def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
+    bench = Bench(served, policy="fixed:Int4", tail=40)
+    try:
+        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
+        for asked in (request(), *(request(f"other {number}") for number in range(others))):
+            bench.scheduler.arrived(asked)
+            lookup = bench.scheduler._lookups[asked.request_id]
+            lookup.handle.result(LIMIT_S)
+            assert bench.scheduler._settle(asked, lookup, lookup.handle)
+        assert lookup.found is not None
+        assert bench.scheduler._tail(6) == wanted
+        bench.scheduler._model = replace(bench.model, ranks=2)
+        assert bench.scheduler._tail(6) == 0
+    finally:
+        bench.close()
+
+
 @pytest.mark.parametrize(
     ("step_tokens", "found"),
     [(1 << 20, [32] * 8), (6, [64] * 2), (21, [64] * 2), (22, [48, 64]), (86, [32, 32, 48, 64])],
@@ -161,7 +179,7 @@ def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, st
     (tmp_path / "longest.py").write_text(LONGEST)
     bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
     try:
-        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
+        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens, ranks=2)
         for number, count in enumerate(found):
             assert bench.matched(request(f"r{number}")) == (count, True)
     finally:
@@ -173,6 +191,7 @@ def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
     (tmp_path / "longest.py").write_text(LONGEST.replace("len(offers) - 1", in_time))
     bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, deadline_s=30.0)
     try:
+        bench.scheduler._model = replace(bench.model, ranks=2)  # then tails are chosen before the play
         counts = []
         for rate in (0.1, 1e6, None):
             bench.scheduler.measured(None if rate is None else PrefillCost.from_rate(rate))
