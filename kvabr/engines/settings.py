@@ -159,8 +159,8 @@ class EngineSettings(SettingsTable):
     """ABR policy, see `kvabr policies`."""
     prefill_rate: Seconds | None = None
     """Tokens per second that the engine prefills, for deciding what to leave to it. None: what vLLM's prefills cost is
-    measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not there is no
-    ``tail``."""
+    measured while it serves, also on a GPU; of others the catalogs may tell it, and where they do not, no tail is
+    left to the engine."""
     keep_loss: Annotated[float, Field(ge=0)] = math.inf
     """Most that a cache may be expected to lose, nats per generated token, for the engine to be given it: the engine
     keeps it for all later requests. AC-L3 loses about 0.001."""

@@ -1,8 +1,7 @@
 """The connector's half in vLLM's scheduler: it looks up prompts at the origin, and decides what is published.
 
 It never waits. A lookup runs on the client's event loop, and until it ends or its share of the deadline has passed, the
-answer to vLLM is "ask again". It remains so while the workers play the cache, see `Promises`. In the mode
-"promise-first" the answer is a hit at once, and the play comes after it.
+answer to vLLM is "ask again". It remains so while the workers play the cache, see `Promises`.
 
 What was played is decoded into blocks while vLLM goes on with other requests. Those that begin with the same tokens
 wait meanwhile: then vLLM gives them the same blocks.
