@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.builder import new_session
 from kvabr.player.decode_queue import DecodeRates, DecodeShare, family
 from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
@@ -105,7 +105,7 @@ def test_a_rate_of_zero_in_a_catalog_means_unknown():
 
 def slow_play(policy, scale, rates, offer):
     """A play on a machine that decodes ``scale`` times slower than the catalog says."""
-    play = new_session(Ladder(offer), 4.0, policy, DualEwma(), decode_rates=rates)
+    play = new_session(Ladder(offer), 4.0, policy, HarmonicMean(), decode_rates=rates)
     assert play.view.decode_s("Int8") == offer.track("Int8").decode_s
     link = Capacity(world("flat", [1e6]), 0.0, 0.05, slow_start=False)
     return play, Simulator(play, offer, link, rtt_s=0.05, decode_scale=scale).run()
@@ -127,7 +127,7 @@ def test_a_play_learns_how_slow_its_machine_is(policy, scale):
 def test_the_backlog_is_that_of_this_machine():
     offer = catalog(4)
     rates = DecodeRates(offer, {"Int4": 0.02})
-    play = new_session(Ladder(offer), 1.0, "fixed:Int4", DualEwma(), decode_rates=rates)
+    play = new_session(Ladder(offer), 1.0, "fixed:Int4", HarmonicMean(), decode_rates=rates)
     play.start(0.0)
     first, second = of(play.actions(), FetchGroup)[:2]
     play.done(first.request, 0.1)
@@ -145,7 +145,7 @@ def test_a_batch_takes_a_latency_and_a_time_per_group():
     assert rates.latency("Int8") == 0.0
     rates.observe("AC-5x", 1.0, 0.001)
     assert rates.seconds("AC-5x") == pytest.approx(0.001)
-    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates).view
+    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates).view
     assert view.last_decode_s("AC-5x") == pytest.approx(0.021)
     assert view.decode_s("AC-5x") == pytest.approx(0.001)  # one more of a batch
     with pytest.raises(UsageError, match="AC"):
@@ -155,7 +155,7 @@ def test_a_batch_takes_a_latency_and_a_time_per_group():
 def test_what_waits_for_a_batch_takes_its_latency_once():
     offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.001}, {"Int8": 0.05})
     play = new_session(
-        Ladder(offer), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates, config=PlayerConfig(together=True)
+        Ladder(offer), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates, config=PlayerConfig(together=True)
     )
     play.start(0.0)
     fetches = of(play.actions(), FetchGroup)
@@ -170,7 +170,7 @@ def test_what_waits_for_a_batch_takes_its_latency_once():
 def test_what_is_decoded_last_counts_as_far_as_it_takes_longer_than_the_cheapest():
     offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.004, "AC-5x": 0.001, "Int4": 0.001})
     config = PlayerConfig(together=True, decodes_last=True, decode_ahead_s=math.inf)
-    play = new_session(Ladder(offer), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates, config=config)
+    play = new_session(Ladder(offer), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates, config=config)
     play.start(0.0)
     cheapest = play.view.decode_s(play.view.ladder.cheapest)
     for fetch in of(play.actions(), FetchGroup)[:3]:

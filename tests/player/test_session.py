@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig, Recompute
@@ -79,7 +79,7 @@ def test_layers_are_asked_for_on_top_of_what_they_refine():
                     return Decision.upgrade(group, "layer-1", "enhance")
             return Decision.wait("all enhanced, or soon")
 
-    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), DualEwma())
+    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), HarmonicMean())
     play.start(0.0)
     todo, now = of(play.actions(), FetchGroup), 0.0
     while todo:
@@ -123,7 +123,7 @@ def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(polic
         Ladder(catalog(5, short=30, layered=layered)),
         1.0,
         load_policy(policy)(),
-        DualEwma(),
+        HarmonicMean(),
         cost=cost,
         mode=mode or "hole",
         config=PlayerConfig(give_up_after=4.0, gpu_price=dice.choice([0.0, 1e-3, 1.0])),

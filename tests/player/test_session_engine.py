@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, Recompute
@@ -146,7 +146,7 @@ def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still
     offer = catalog(64, decode=0.0)
     whole_s = 9.0
     cost = PrefillCost(0.02, whole_s / offer.tokens)
-    play = Session(Ladder(offer), 2.0, load_policy("cheapfirst")(), DualEwma(), cost=cost)
+    play = Session(Ladder(offer), 2.0, load_policy("cheapfirst")(), HarmonicMean(), cost=cost)
     play.start(0.0)
     now, longest = 0.0, 0
     while now < 2.0 and not play.over:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.abr.estimator import Prior
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.estimators.tracking import Tracking
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.errors import PolicyError
 
 
-class Kept(DualEwma):
+class Kept(HarmonicMean):
     def __init__(self):
         super().__init__()
         self.samples = []
@@ -83,7 +83,7 @@ def test_a_few_packets_at_once_say_nothing_about_slow_start():
 
 @pytest.mark.parametrize("rtt_s", [0.02, 0.08])
 def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
-    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter = ThroughputSampler(HarmonicMean(), 1.0)
     meter.first_byte(rtt_s, 0.1)
     rate, now = 1e6, 0.1
     for _ in range(4):  # a window in each round trip
@@ -103,7 +103,7 @@ def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
 
 @pytest.mark.parametrize("end", ["slower", "silence"])
 def test_a_link_that_fades_after_its_first_sample_is_not_in_slow_start(end):
-    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter = ThroughputSampler(HarmonicMean(), 1.0)
     meter.first_byte(0.02, 0.1)
     meter.received(20_000, 0.11)
     meter.settle(0.11, idle=False)
@@ -187,7 +187,7 @@ def test_slow_start_up_to_the_rate_that_earlier_plays_told_is_nothing_new():
 
 @pytest.mark.parametrize("round_trips", [0.5, 1.5])
 def test_two_samples_alike_end_slow_start_if_the_first_was_no_moment(round_trips):
-    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter = ThroughputSampler(HarmonicMean(), 1.0)
     meter.first_byte(0.02, 0.1)
     now = 0.1
     for seconds in (0.02 * round_trips, 0.025):
@@ -200,7 +200,7 @@ def test_two_samples_alike_end_slow_start_if_the_first_was_no_moment(round_trips
 
 def test_time_in_which_nothing_is_asked_is_no_silence():
     """As of a source that others are preferred to: what is asked of it then has only begun to be waited for."""
-    asked = DualEwma()
+    asked = HarmonicMean()
     sampler = ThroughputSampler(asked, 4.0)
     sampler.first_byte(0.02, 0.02)
     sampler.received(80_000, 0.1)
@@ -216,12 +216,12 @@ def test_time_in_which_nothing_is_asked_is_no_silence():
 
 @pytest.mark.parametrize("wrong", [lambda: None, lambda: "20 ms", lambda: 1 / 0])
 def test_an_estimator_whose_first_byte_is_nonsense_is_named(wrong):
-    class Odd(DualEwma):
+    class Odd(HarmonicMean):
         def ttfb(self):
             return wrong()
 
     meter = ThroughputSampler(Odd(), 1.0)
     meter.first_byte(0.02, 0.1)
     meter.received(80_000, 0.15)
-    with pytest.raises(PolicyError, match=r"estimator ewma .*test_throughput_sampler\.py"):
+    with pytest.raises(PolicyError, match=r"estimator harmonic .*test_throughput_sampler\.py"):
         meter.settle(0.15, idle=False)
