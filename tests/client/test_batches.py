@@ -9,9 +9,7 @@ import pytest
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.driver import Driver
 from kvabr.client.options import PlayOptions
-from kvabr.player.assembler import Assembler, Layer, Placement
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.types.errors import FormatError
+from kvabr.player.assembler import Assembler
 from tests.memory_transport import Fault
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -69,17 +67,3 @@ async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
         played = await client.play(TOKENS, deadline=120.0)
     assert close(played.kv, 1e-5)
     assert [damage[0] for damage in played.record.damaged] == [2]
-
-
-def test_of_a_batch_each_group_has_its_own_verdict(root):
-    asset = FolderAsset.open(root / "short")
-    play, frames = Assembler(asset.catalog), [bytes(asset.frame(group, "FP16")) for group in range(5)]
-    bad = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
-    asked = [(group, [Layer("FP16", bad if group == 1 else frame)]) for group, frame in enumerate(frames)]
-    first, wrong, *rest = play.put_many(asked)
-    assert isinstance(wrong, FormatError)
-    assert [first, *rest] == [Placement.PLACED] * 4
-    assert play.coverage == ("FP16", None, "FP16", "FP16", "FP16")
-    assert play.put_many(asked[:1]) == [Placement.STALE]
-    assert play.put(1, "FP16", frames[1]) is Placement.PLACED
-    assert close(play.take(), 1e-5)

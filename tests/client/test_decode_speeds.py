@@ -97,23 +97,6 @@ def test_a_measurement_is_there_in_the_next_process(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir() if each.suffix != ".lock"] == [path.name]
 
 
-def test_the_file_replaces_what_the_catalog_says(tmp_path: Path) -> None:
-    speeds = DecodeSpeeds(written(tmp_path / "rates.json"))
-    assert not speeds.lacks(catalog())
-    for offer in (catalog(), unmeasured(catalog())):
-        assert speeds.rates(offer).seconds("Int8") == pytest.approx(128 * 2e-4)
-    assert speeds.rates(catalog()).seconds("FP16") == 0.001
-
-
-def test_plays_share_what_they_observe() -> None:
-    speeds = DecodeSpeeds()
-    for _ in range(2):
-        speeds.rates(catalog()).observe("Int8", 1.0, 0.016)
-    assert speeds.rates(catalog()).seconds("Int8") == pytest.approx(0.016)
-    assert speeds.rates(catalog(decode=2.0)).seconds("Int8") == 0.004
-    assert not speeds.lacks(catalog())  # nowhere to keep it
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("host", "another"), ("processor", "a slower one"), ("kvabr", "0.0.1"), ("torch", "1.0"), ("threads", 4096)],
@@ -126,11 +109,6 @@ def test_another_machine_or_version_is_measured_anew(tmp_path: Path, name: str, 
     speeds.measure(catalog(2), None)
     assert json.loads(path.read_text())["machine"] == this_machine()
     assert not DecodeSpeeds(path).lacks(catalog())
-
-
-def test_another_code_path_is_measured_anew(tmp_path: Path) -> None:
-    key = replace(ModelKey.of(catalog()), path="slower")
-    assert DecodeSpeeds(written(tmp_path / "rates.json", {str(key): PER_TOKEN})).lacks(catalog())
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1e-4, math.nan, math.inf, 1e6, 0, True, "fast", None, []])
@@ -155,13 +133,6 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     assert len(kept) == MAX_MODELS
     assert "0::path" not in kept
     assert DecodeSpeeds(written(path, models | {"one::more": PER_TOKEN})).lacks(catalog())
-
-
-def test_a_wrong_code_path_fails_only_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVABR_CODER", "quantum")
-    speeds = DecodeSpeeds(tmp_path / "rates.json")
-    speeds.measure(catalog(2), None)
-    assert speeds.rates(catalog()).seconds("Int8") > 0
 
 
 @virtual
@@ -198,19 +169,6 @@ def test_a_thread_on_one_core_leaves_the_others_as_they_are(monkeypatch: pytest.
     finally:
         torch.set_num_threads(before)
     assert found == {"decoder": 1, "later": 3, "here": 3}
-
-
-def test_a_device_of_batches_has_a_latency_and_a_time_per_group(tmp_path: Path) -> None:
-    offer = catalog(2)
-    found = decode_speeds._measure_batches(offer, None, torch.device("cpu"), 10.0)
-    tracks = {name for name in found if not name.startswith(decode_speeds.BATCH)}
-    assert tracks == {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4"}
-    assert all(map(decode_speeds._sound, found.values()))
-    models = {str(ModelKey.of(offer)): {**PER_TOKEN, "batch AC": 0.025}}
-    rates = DecodeSpeeds(written(tmp_path / "rates.json", models)).rates(offer)
-    assert rates.latency("AC-5x") == 0.025
-    assert rates.seconds("AC-5x") == pytest.approx(128 * 5e-4)
-    assert rates.latency("Int8") == 0.0
 
 
 def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:

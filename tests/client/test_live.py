@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.publication import BytesPublication
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError
 from kvabr.types.events import GroupsPublished, SoonerAlone
 from tests.client.classes import HYBRID, SLIDING, WINDOWS, published
 from tests.client.classes import link as linked
@@ -124,23 +123,6 @@ async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer, as
 
 
 @virtual
-async def test_live_plays_may_be_refused(producer, asset):
-    producer.publish(GROUPS)
-    async with origin(producer) as link:
-        assert isinstance(await play(link, live=False), NothingCached)
-        assert right(await play(link), asset)
-
-
-@virtual
-async def test_an_asset_is_played_by_its_name(producer, asset):
-    async with origin(producer) as link, working(producer, 1.0), AsyncClient(link, model=SPEC) as client:
-        played = await client.play_asset(producer.catalog.namespace, deadline=30)
-        found = await client.find_asset(producer.catalog.namespace, within_s=60)
-    assert right(played, asset)
-    assert found.live == producer.live
-
-
-@virtual
 async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer, asset):
     async with origin(producer) as link, working(producer, 0.5, chunks=6):
         with pytest.raises(IncompleteError, match=r"4 of 10 groups .* published 6, no more so far") as caught:
@@ -150,15 +132,6 @@ async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer, as
     prefix = caught.value.prefix
     assert prefix.tokens == 96
     assert right(prefix, asset)
-
-
-@virtual
-async def test_a_producer_that_never_publishes(producer):
-    async with origin(producer) as link:
-        with pytest.raises(IncompleteError, match="has published none") as caught:
-            await play(link, deadline=3)
-        assert 2.9 < asyncio.get_running_loop().time() - 1000 < 3.1
-    assert caught.value.prefix is None
 
 
 @virtual
@@ -178,18 +151,6 @@ async def test_an_engine_computes_what_a_dead_producer_did_not_publish(producer,
     assert played.coverage[6:] == ("recomputed",) * 4
     assert (played.live.published, played.live.complete_s, played.live.stopped) == (6, None, "killed")
     assert played.ttft_s < 10
-
-
-@virtual
-async def test_an_engine_computes_in_time_what_a_stalling_producer_does_not_publish(producer, asset):
-    engine = ToyModel(SPEC)
-    async with origin(producer) as link, working(producer, 0.5, chunks=6):
-        played = await play(
-            link, deadline=12, engine=engine, prefill_cost=PrefillCost.from_rate(32.0), gpu_price=float("inf")
-        )
-    assert played.met
-    assert right(played, asset)
-    assert set(played.coverage[6:]) == {"recomputed"}
 
 
 async def played_prefix(link, deadline=30.0, cost=SLOW, skip=0, tokens=TOKENS, **more):
@@ -238,19 +199,6 @@ async def test_an_engine_that_would_be_sooner_is_told(producer):
 
 
 @virtual
-async def test_upgrades_go_on_after_the_play(producer, asset):
-    async with origin(producer, rate=20_000) as link, AsyncClient(link, model=SPEC) as client:
-        async with working(producer, 0.05):
-            played = await client.play(TOKENS, deadline=3.0, options=PlayOptions(after=60.0))
-        assert played.met
-        played.upgrades.into(StepGate())
-        await played.upgrades.wait()
-        better = replace(played, coverage=played.upgrades.coverage)
-        assert better.coverage != played.coverage
-        assert right(better, asset)
-
-
-@virtual
 async def test_a_live_catalog_that_makes_no_sense_is_refused(producer):
     good = producer.find
 
@@ -260,14 +208,6 @@ async def test_a_live_catalog_that_makes_no_sense_is_refused(producer):
     async with MemoryConnection(find, MemoryLink(1e6, 0.02)) as link, AsyncClient(link, model=SPEC) as client:
         with pytest.raises(FormatError):
             await client.find(TOKENS, within_s=60)
-
-
-@virtual
-async def test_a_connection_that_is_lost_ends_the_play(producer):
-    async with origin(producer, lasts_s=3.5) as link, working(producer, 1.0):
-        with pytest.raises(IncompleteError) as caught:
-            await play(link, deadline=8)
-    assert caught.value.prefix.tokens == 48
 
 
 @virtual
@@ -296,12 +236,6 @@ async def test_a_wait_beyond_the_deadline_ends_before_it(producer):
         assert clock() - began_s < 2.0
     async with origin(producer, rtt_s=0.5) as link:  # a round trip that takes longer than what is left after the wait
         assert isinstance(await play(link, deadline=2.0, wait_for_producer_s=10.0), NothingCached)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
-def test_a_wait_that_makes_no_sense(seconds):
-    with pytest.raises(UsageError, match="producer"):
-        PlayOptions(wait_for_producer_s=seconds)
 
 
 @pytest.mark.parametrize("spec", [SLIDING, HYBRID, WINDOWS], ids=lambda spec: spec.model)

@@ -147,20 +147,6 @@ async def test_plays_share_what_they_wait_for(producer, asset):
 
 
 @virtual
-async def test_a_cancelled_play_leaves_nothing(producer):
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link))
-        await asyncio.sleep(1)
-        producer.publish(2)
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert link.downloads == 0
-        assert not producer.news._watchers
-
-
-@virtual
 async def test_a_wait_for_the_producer_is_no_slow_link(producer):
     """Nothing is asked for again, abandoned or counted as silence while the producer is slow."""
     events = []

@@ -53,18 +53,6 @@ async def test_what_follows_a_base_is_waited_for_and_used(producer, asset):
     assert played.met
 
 
-@virtual
-async def test_what_follows_is_not_waited_for_where_time_is_dear(producer, asset):
-    async with origin(producer) as link:
-        task = await begun(link, producer, time_price=10.0)
-        producer.publish(left_out=LAYERS, rest_s=0.1)
-        before_s = asyncio.get_running_loop().time()
-        played = await task
-        assert asyncio.get_running_loop().time() - before_s < 0.1
-    assert played.coverage[-1] == "Int4"
-    assert right(played, asset)
-
-
 @pytest.mark.parametrize("ends", [False, True])
 @virtual
 async def test_a_promise_that_is_not_kept_does_not_hold_a_play(producer, ends, asset):
@@ -79,23 +67,6 @@ async def test_a_promise_that_is_not_kept_does_not_hold_a_play(producer, ends, a
     assert took_s < (0.1 if ends else 1.0)
     assert played.coverage[-1] == "Int4"
     assert played.live.stopped is None  # every group was published
-    assert right(played, asset)
-
-
-@virtual
-async def test_what_follows_early_groups_is_used_while_others_come(producer, asset):
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(play(link, time_price=0.0))
-        await asyncio.sleep(0.2)
-        producer.publish(GROUPS - 1, left_out=LAYERS, rest_s=0.5)
-        await asyncio.sleep(1.0)
-        for chunk in range(GROUPS - 1):
-            producer.add(chunk, LAYERS)
-        await asyncio.sleep(1.0)
-        producer.publish()
-        producer.end()
-        played = await task
-    assert {*played.coverage[:-1]} <= {*LAYERS}
     assert right(played, asset)
 
 
@@ -116,17 +87,4 @@ async def test_news_that_came_before_the_play_are_caught_up(producer, skip, asse
         producer.end()
         played = await task
     assert {*played.coverage[:-1]} <= {*LAYERS}
-    assert right(played, asset)
-
-
-@virtual
-async def test_what_has_become_complete_meanwhile_has_what_was_to_follow(producer, asset):
-    async with origin(producer) as link:
-        task = await begun(link, producer, time_price=1e-7)
-        producer.publish(left_out=LAYERS, rest_s=0.2)
-        await asyncio.sleep(0.05)
-        producer.forgotten = True
-        producer.news.finish("forgotten")
-        played = await task
-    assert played.coverage[-1] in LAYERS
     assert right(played, asset)

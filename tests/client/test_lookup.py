@@ -19,9 +19,9 @@ from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.catalog import MAX_CATALOG_BYTES
-from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
+from kvabr.types.errors import ForeignError, FormatError, RequestError
 from kvabr.types.live import UNKNOWN, LiveCatalog
-from kvabr.types.naming import LIVE_PREFIX_TRACK, LIVE_TRACK, TrackNamespace
+from kvabr.types.naming import LIVE_PREFIX_TRACK, LIVE_TRACK
 from tests import assets, toymodel
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection
@@ -81,20 +81,6 @@ def test_of_growing_caches_too_the_one_is_found_that_shares_most(tmp_path, group
         check()
 
 
-def test_an_exact_prompt_with_a_short_last_group_is_found_whole(tmp_path):
-    assets.make_asset(tmp_path / "exact", range(10))
-
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            assert (await find_prefix(link, range(10), SPEC)).catalog.tokens == 10
-            assert (await find_prefix(link, range(11), SPEC)).catalog.tokens == 10
-            assert (await find_prefix(link, [*range(9), 77, 78], SPEC)).catalog.tokens == 8
-            assert (await find_prefix(link, range(4), SPEC)).catalog.tokens == 4
-
-    check()
-
-
 @pytest.mark.parametrize("silent", [LIVE_TRACK, LIVE_PREFIX_TRACK])
 def test_a_complete_asset_is_found_although_live_lookups_get_no_answer(tmp_path, silent):
     """As at a relay that has it, and an origin behind the relay that is gone."""
@@ -122,15 +108,6 @@ def test_a_cache_of_another_shape_is_foreign(tmp_path):
                 await find_prefix(link, range(10), SPEC.changed(layers=(0, 1)))
 
     check()
-
-
-@virtual
-async def test_a_catalog_by_name(origin, short):
-    async with origin() as link:
-        found = await fetch_catalog(link, short.namespace)
-        assert found.catalog == short
-        with pytest.raises(NotFoundError):
-            await fetch_catalog(link, TrackNamespace("other", short.namespace.prompt))
 
 
 @virtual
@@ -183,15 +160,6 @@ async def test_a_profile_is_fetched_once_and_kept(origin, long, forgotten, tmp_p
         file.write_bytes(file.read_bytes()[:-1])
         assert (await ProfileCache(folder).fetch(link, long)).digest == long.profile
         assert link.requests == 2
-
-
-@virtual
-async def test_profiles_that_cannot_be_had_leave_nothing(origin, long, forgotten):
-    async with origin(folder="long") as link:
-        for number in range(20):
-            with pytest.raises(NotFoundError):
-                await ProfileCache().fetch(link, replace(long, profile=f"{number:064x}"))
-    assert not profiles._reading[asyncio.get_running_loop()]
 
 
 @virtual

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import structlog
 
 from kvabr.client.lookup import fetch_catalog, fetch_view, find_prefix
 from kvabr.client.origins import dialling
@@ -15,12 +14,11 @@ from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.relay_catalogs import Catalogs
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.transfer.interface import read_all
 from kvabr.types.digests import has_digest
-from kvabr.types.errors import FormatError, NotFoundError, PlayError, UsageError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, prefix_track
+from kvabr.types.errors import FormatError, NotFoundError, UsageError
+from kvabr.types.naming import TrackNamespace, prefix_track
 from kvabr.types.passage import Passage, PassageNotes
 from tests import assets
 from tests.client.playing import play, play_asset
@@ -75,20 +73,6 @@ def test_nobody_plays_a_passage_as_a_prompt(tmp_path):
     check()
 
 
-def test_nobody_finds_a_prompt_by_the_name_of_a_passage(tmp_path):
-    assets.make_asset(tmp_path / "prompt", IDS)
-
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            with pytest.raises(NotFoundError):
-                await fetch_catalog(link, NAME)
-            with pytest.raises((NotFoundError, PlayError)):
-                await play_asset(link, NAME, deadline=5.0)
-
-    check()
-
-
 def test_tenants_do_not_see_each_others_passages(tmp_path):
     assets.make_asset(tmp_path / "mine", IDS, passage=NOTES, salt=b"mine")
 
@@ -125,22 +109,6 @@ def test_five_passages_are_found_in_one_round_trip(five):
             assert link.requests == 6
             assert [found[passage].catalog.tokens for passage in FIVE] == [9, 10, 11, 12, 13]
             assert Passage((9, 9, 9)) not in found
-
-    check()
-
-
-def test_five_passages_are_found_through_a_relay_which_keeps_them(five, tmp_path):
-    @virtual
-    async def check():
-        path = MemoryLink(1e9, 0.2)
-        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as upstream:
-            cache, begun_s = Catalogs(upstream, structlog.get_logger()), upstream.loop.time()
-            for _ in range(2):  # the relay answers the second player by itself
-                answers = await asyncio.gather(*(cache.get(each.name(SPEC), CATALOG_TRACK) for each in FIVE))
-                assert [answer.facts.tokens for answer in answers] == [9, 10, 11, 12, 13]
-                assert upstream.requests == 5
-                assert upstream.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
-            cache.close()
 
     check()
 

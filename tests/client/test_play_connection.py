@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import pytest
-
 from kvabr.client.play_connection import PlayConnection, SharedTransfers
 from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import ConnectionLostError, NotFoundError
 from tests.client.virtual import virtual
 
 
@@ -20,18 +15,6 @@ def sharing(link):
 
 def joining(shared):
     return PlayConnection(shared, lambda _, priority: priority)
-
-
-@virtual
-async def test_closing_tells_the_readers(origin, short):
-    async with origin(rate=100.0) as link:
-        shared = sharing(link)
-        async with joining(shared) as play:
-            reading = asyncio.create_task(read_all(play.fetch(short.namespace, "Int8", 0, limit=10_000)))
-            await asyncio.sleep(5)
-            await shared.close()
-            with pytest.raises(ConnectionLostError, match="closed"):
-                await reading
 
 
 @virtual
@@ -56,22 +39,6 @@ async def test_one_who_joins_late_gets_all_of_it(origin, short):
 
 
 @virtual
-async def test_the_last_to_leave_ends_the_download(origin, short):
-    size, where = short.track("FP16").bytes[0], (short.namespace, "FP16")
-    async with origin(rate=size) as link:
-        shared = sharing(link)
-        one, two = joining(shared), joining(shared)
-        downloads = [play.fetch(*where, 0, limit=size) for play in (one, two)]
-        await asyncio.gather(*(download.read() for download in downloads))
-        downloads[0].cancel()
-        await asyncio.sleep(0)
-        assert link.downloads == 1
-        downloads[1].cancel()
-        await asyncio.sleep(0)
-        assert link.downloads == 0
-
-
-@virtual
 async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(origin, short):
     track, where = short.track("Int8"), (short.namespace, "Int8")
     async with origin() as link:
@@ -90,17 +57,3 @@ async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(orig
         assert shared.metrics.value("kvabr_client_downloads_total", result="damaged") >= 1
         assert list(play.cached_groups(*where)) == [4]
         await shared.close()
-
-
-@virtual
-async def test_a_play_that_is_over_fetches_nothing(origin, short):
-    async with origin() as link:
-        async with joining(sharing(link)) as play:
-            with pytest.raises(NotFoundError):
-                await read_all(play.fetch(short.namespace, "Int3", 0, limit=10))
-        before = link.requests
-        with pytest.raises(Exception, match="cancelled"):
-            await read_all(play.fetch(short.namespace, "Int8", 0, limit=10))
-        assert link.requests == before
-        assert play.closed
-        assert not link.closed
