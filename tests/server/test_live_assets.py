@@ -18,7 +18,7 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import PROFILE
-from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
+from kvabr.store.live_folder import LIVE, LiveFolder, LiveFolderWriter, new_key
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace
@@ -67,28 +67,6 @@ async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordina
         ended = await late.get(EDGE_TRACK, GROUPS + 1)
         assert (ended.code, ended.reason) == (RequestCode.DOES_NOT_EXIST, "the track has 4 groups, and is complete")
     await until(lambda: server.requests == 0)
-
-
-@socketed
-async def test_at_no_moment_there_is_neither_a_growing_nor_an_ordinary_asset(root, tls):
-    key = new_key()
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
-            await player.found()
-            for group in range(GROUPS):
-                publish(writer, group, key)
-            ordinary, ended = None, False
-            for step in range(40):
-                if step == 5:
-                    writer.commit(final())
-                if step == 15:
-                    writer.tell(LiveEnd(key))
-                growing, ordinary = await player.lookups()
-                assert growing or ordinary
-                ended = ended or (ordinary is not None and growing is not None)
-        await until(lambda: server.source.assets)
-        assert (await player.lookups())[1]
 
 
 TOKEN = "t"  # noqa: S105  # of a test
@@ -194,15 +172,6 @@ WRONG = {
 }
 
 
-async def test_a_lookup_that_finds_an_asset_finds_what_is_published_of_it(root):
-    key, source = new_key(), LiveAssets(root, QUIET)
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(live(key))
-        publish(writer, 0, key)
-        await source.look()
-        assert [asset.chunks for asset in source.assets] == [1]
-
-
 @pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
 async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, told):
     messages, reason, groups = told
@@ -222,26 +191,6 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
         assert not asset.settled  # its producer lives, and may still make it an asset
     await source.check()
     assert asset.settled
-
-
-@socketed
-async def test_the_reason_reaches_those_who_wait(root, tls):
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key := new_key()))
-            await player.found()
-            following = asyncio.ensure_future(player.follow())
-            publish(writer, 0, key)
-            await player.news(0)
-            waiting = player.ask("FP16", 2)
-            with (next(iter(live_folders(root))) / EDGE).open("ab") as file:
-                file.write(b"nonsense\n")
-            frames, reason = await following
-            assert len(frames) == 2
-            assert "edge message" in reason
-            refused = await player.answer(waiting)
-            assert refused.code == RequestCode.DOES_NOT_EXIST
-            assert refused.reason == reason
 
 
 async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):

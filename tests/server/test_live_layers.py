@@ -7,7 +7,6 @@ import hashlib
 
 import pytest
 
-from kvabr.moqt.codes import RequestCode
 from kvabr.server.live_assets import LiveAssets
 from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.live import LiveEnd, PublishedFrames
@@ -106,17 +105,3 @@ async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
         await until(lambda: origin.source.live.assets[0].over)
         if relays:
             assert [sent(origin)[name] for name in ("FP16", "Int4")] == [GROUPS, GROUPS]
-
-
-@socketed
-async def test_who_waits_for_a_layer_that_will_not_be_made_hears_so(root, tls):
-    key = new_key()
-    async with chain(root, tls, relays=1) as (_, server), decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
-            await player.found()
-            publish(writer, 0, ["Int4"], key, 0.5)
-            await player.news(0)
-            waiting = player.ask("FP16", 0)
-            writer.tell(LiveEnd(key, "killed"))
-            assert (await player.answer(waiting)).code == RequestCode.DOES_NOT_EXIST

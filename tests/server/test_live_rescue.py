@@ -150,16 +150,6 @@ async def test_damaged_news_are_the_end_and_what_came_before_is_kept(root):
     check(root / OFFER.chunks[1], 2)
 
 
-async def test_an_asset_that_is_there_already_stays(root):
-    for _ in range(2):
-        with killed(root / "asset", 2):
-            pass
-        before = {path.name: path.stat().st_ino for path in root.iterdir() if path.name[0] != "."}
-        await settled(root)
-        assert before.items() <= {path.name: path.stat().st_ino for path in root.iterdir()}.items()
-        assert [path.name for path in root.iterdir()] == [OFFER.chunks[1]]
-
-
 async def test_a_producer_that_is_killed_after_its_asset_got_its_name(root):
     """The end was not told, but is known."""
     source = PublishedAssets(root, None, QUIET)

@@ -16,7 +16,7 @@ from kvabr.publish.frames import FrameEncoder
 from kvabr.server.publication import BytesPublication, LevelPublication
 from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
 from kvabr.types.catalog import Catalog, Track
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.errors import AssetError
 from kvabr.types.naming import TrackNamespace, chain
 from tests.assets import make_asset, open_files
 from tests.kvdata import cache, spec
@@ -91,17 +91,6 @@ def test_a_file_that_is_cut_short_while_it_is_sent(asset):
     with pytest.raises(AssetError, match="has become shorter than 5001 bytes"):
         found.read(1000, 5001)
     found.close()
-
-
-def test_what_is_not_there(asset):
-    level = LevelPublication(asset, "Int4")
-    for group in (-1, asset.catalog.groups):
-        with pytest.raises(IndexError):
-            level.size(group)
-        with pytest.raises(IndexError):
-            level.open(group)
-    with pytest.raises(FormatError, match="MP3"):
-        LevelPublication(asset, "MP3")
 
 
 def test_a_file_that_is_gone_or_was_changed(asset):

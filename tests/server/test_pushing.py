@@ -8,7 +8,6 @@ from kvabr.moqt.codes import PublishDoneCode, RequestCode
 from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import Location
-from kvabr.server.publication import BytesPublication
 from kvabr.server.pushing import MOST_STREAMS
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, Wide, data, every, growing, serving
@@ -139,24 +138,6 @@ async def test_a_subscription_that_is_cancelled(tls):
         assert not served.end.over.done()
 
 
-async def test_a_group_that_is_not_wanted(tls):
-    """The subscriber stops its stream; the next ones come."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        await served.soon(Answered)
-        track.append(data(0, 5_000_000))
-        (received,) = (await served.soon(Received))[:1]
-        served.end._carry_out(Stop(received.stream, 1))
-        served.end.transport.flush()
-        await served.soon(Ended)
-        assert served.told(Ended)[0].reset is not None
-        track.append(data(1))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert served.groups(number)[1] == [(0, data(1))]
-
-
 async def test_a_group_that_cannot_be_read(tls):
     """It ends the subscription, with a reason."""
     async with serving(tls) as served:
@@ -221,11 +202,3 @@ async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
         growing(served, data(0), track="other")
         served.subscribe("other")
         await served.soon(Answered, count=2)
-
-
-async def test_tracks_that_are_complete_end_at_once(tls):
-    async with serving(tls) as served:
-        served.source.tracks["whole"] = BytesPublication(b"all of it")
-        served.subscribe("whole")
-        await served.soon(SubscriptionDone)
-        assert served.told(Answered)[0].message.parameters.largest == (0, 0)

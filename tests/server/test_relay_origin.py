@@ -19,9 +19,8 @@ from kvabr.server import server as closing_server
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.metrics import Metrics
 from kvabr.server.relay import Relay
-from kvabr.server.relay_catalogs import Catalogs
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
+from kvabr.transfer.redial import RedialledConnection
 from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
@@ -44,7 +43,6 @@ from tests.server.relays import (
     restartable,
     says_unauthorized,
     sent,
-    unreachable,
     until,
 )
 
@@ -92,26 +90,6 @@ async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
         assert await waiting == (asset.path / "catalog.json").read_bytes()
 
 
-async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
-    monkeypatch.setattr(relay_groups, "AWAY_S", 0.1)
-    first = in_memory(asset)
-
-    async def again():
-        raise TransportError("nobody there")
-
-    redialled = RedialledConnection(first, again, patience_s=0.1)
-    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        namespace = asset.catalog.namespace
-        assert await get(connection, namespace, "FP16", 0)
-        first.lose("killed")
-        with pytest.raises(RequestError) as away:
-            await get(connection, namespace, "FP16", 1)
-        assert away.value.reason == Reason.AWAY
-        assert away.value.retry_after_s
-        assert "the relay's origin is away" in str(away.value)
-        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
-
-
 async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls):
     """A player that does not have much time gets the reason, and what the relay has is there at once."""
     first = in_memory(asset)
@@ -136,26 +114,6 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
         with pytest.raises(RequestError) as away:
             await find_prefix(connection, tokens[::-1], asset.catalog.spec, live=True)
         assert away.value.reason == Reason.AWAY
-
-
-async def test_live_lookups_of_an_origin_that_is_away_ask_it_once(asset):
-    first = in_memory(asset)
-
-    async def again():
-        raise TransportError("nobody there")
-
-    async with RedialledConnection(first, again, patience_s=LONG_S) as upstream:
-        catalogs = Catalogs(upstream, LOG)
-        first.lose("killed")
-        asked = asyncio.create_task(catalogs.get(asset.catalog.namespace, CATALOG_TRACK))
-        await until(lambda: upstream.trouble is not None)
-        for number in range(20):
-            with pytest.raises(RequestError):
-                await catalogs.get(TrackNamespace("m", f"{number:064}"), LIVE_TRACK)
-        assert len(catalogs) == 1
-        with pytest.raises(RequestError):
-            await asked
-        catalogs.close()
 
 
 async def test_it_survives_the_origin(asset, tls, monkeypatch):
@@ -284,19 +242,6 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
         assert relay.source.catalogs.bytes == 0
 
 
-async def test_a_relay_that_has_nothing_yet_says_that_its_token_is_refused(asset, tls):
-    refuse = Fault(refuse=int(RequestCode.UNAUTHORIZED))
-    with structlog.testing.capture_logs() as said:
-        upstream = in_memory(asset, faults=lambda _: refuse)
-        async with upstream, relaying(upstream, tls) as relay:
-            for _ in range(3):
-                with pytest.raises(TransportError) as error:
-                    async with await dialled(relay) as connection:
-                        await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-                assert says_unauthorized(error.value)
-    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
-
-
 async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls, stale):
     grants = Grants([grant("the relay's own token")])
     with structlog.testing.capture_logs() as said:
@@ -312,18 +257,6 @@ async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls
                 assert says_unauthorized(error.value)
             await until(lambda: len(relay.source.store) == 0)
     assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
-
-
-async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
-    refused = Fault(refuse=int(RequestCode.UNAUTHORIZED))
-    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == "Int4" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        await play(connection, asset)
-        with pytest.raises(TransportError) as error:
-            await get(connection, asset.catalog.namespace, "Int4")
-        assert says_unauthorized(error.value)
-        await until(lambda: len(relay.source.store) == 0)
-        assert relay.source.catalogs.bytes == 0
 
 
 WRONG = {
@@ -350,14 +283,6 @@ async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh
         assert upstream.requests == before
 
 
-async def test_requests_fail_for_now_while_the_origin_was_never_reached(asset, tls):
-    upstream = RedialledConnection(UnreachedConnection("no answer"), unreachable, patience_s=0.0)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        with pytest.raises(RequestError) as error:
-            await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-    assert error.value.retry_after_s is not None
-
-
 async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monkeypatch):
     """As when a relay starts before its name server: it says so, keeps trying, and serves once there is an address."""
     asked, found = [], dialling.addresses_of
@@ -378,13 +303,3 @@ async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monke
                 async with asyncio.timeout(LONG_S):
                     assert (await asking).open(0).data == (asset.path / "catalog.json").read_bytes()
                 assert upstream.trouble is None
-
-
-async def test_a_name_without_an_address_is_an_error_where_the_origin_is_needed(monkeypatch):
-    async def nowhere(*_, **__):
-        raise socket.gaierror(socket.EAI_NONAME, "unknown")
-
-    monkeypatch.setattr(dialling, "addresses_of", nowhere)
-    with pytest.raises(TransportError, match="no such host"):
-        async with connect("moqt://origin.example/", quic="aioquic"):
-            pass

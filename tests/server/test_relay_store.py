@@ -8,13 +8,11 @@ import pytest
 
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING
-from kvabr.server.metrics import Metrics
-from kvabr.server.relay import Relay
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import RequestError
 from tests.assets import make_asset
 from tests.memory_transport import Fault
-from tests.server.relays import BIG, LOG, dialled, get, in_memory, play, relaying, until
+from tests.server.relays import BIG, dialled, get, in_memory, play, relaying, until
 
 pytestmark = pytest.mark.process
 
@@ -64,22 +62,6 @@ async def test_a_reader_that_does_not_read_makes_room_for_others(asset, tls, mon
         assert relay.groups.bytes == 0
 
 
-async def test_a_reader_that_waits_for_room_leaves_with_one_that_gives_it_up(asset):
-    """In the same turn of the event loop: the room is not given to who has left, but to who waits."""
-    size = len(asset.frame(0, "FP16"))
-    async with in_memory(asset) as upstream, Relay(upstream, LOG, Metrics(), memory_bytes=6 * size) as relay:
-        track = await relay.find_soon(EVERYTHING, asset.catalog.namespace, "FP16")
-        first = track.open(0)
-        await until(lambda: first.available == first.size)
-        left, stays = track.open(1), track.open(2)
-        await until(lambda: len(relay.groups) == 3)
-        left.close()
-        first.close()
-        await until(lambda: stays.available == stays.size)
-        stays.close()
-        assert relay.groups.bytes == len(relay.groups) == 0
-
-
 async def test_memory_has_a_bound(tmp_path, tls, fresh):
     asset = make_asset(tmp_path / "asset", list(range(120)), frame_bytes=300_000)
     most = 8_000_000
@@ -124,11 +106,3 @@ async def test_a_damaged_file_is_fetched_again(tmp_path, tls, fresh):
         async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
             await play(connection, asset)
             assert relay.source.store.damaged == asset.catalog.groups
-
-
-async def test_a_group_larger_than_the_bound_passes_alone(tmp_path, tls):
-    asset = make_asset(tmp_path / "asset", list(range(8)), frame_bytes=3_000_000)
-    async with in_memory(asset) as upstream, relaying(upstream, tls, memory_bytes=1_000_000) as relay:
-        async with await dialled(relay) as connection:
-            await play(connection, asset)
-        assert len(relay.source.store) == 0

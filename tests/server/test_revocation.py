@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from kvabr.link.moqt.connect import connect
-from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
-from kvabr.server.relay_catalogs import Catalogs
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -29,7 +25,6 @@ from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
-    LOG,
     LONG_S,
     chain_of,
     dialled,
@@ -144,15 +139,6 @@ async def test_a_token_that_expires_ends_what_is_open(asset, tls, stuck):
         assert server.metrics.value("kvabr_token_losses_total", token="mine.1", why="expired") == 1  # noqa: S106
         assert server.metrics.value("kvabr_token_requests_total", token="mine.1") == 1  # noqa: S106
         downloads[1].cancel()
-
-
-async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
-    grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
-    async with origin(asset.path, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
-        assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-        later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
-        monkeypatch.setattr(server_module, "time", later)
-        await until(lambda: connection.closed)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "not opened"])
@@ -281,23 +267,6 @@ async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp
         with pytest.raises(NotFoundError):
             await get(connection, asset.catalog.namespace, CATALOG_TRACK)
         await until(lambda: len(relay.source.store) == 0)
-
-
-async def test_an_answer_that_was_asked_for_before_a_removal_is_doubted(asset, fresh):
-    async with in_memory(asset) as upstream:
-        catalogs = Catalogs(upstream, LOG)
-        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
-        await asyncio.sleep(0)  # until it has begun
-        catalogs.withdraw([])
-        assert (await asking).doubted
-        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
-        await asyncio.sleep(0)
-        catalogs.revoke()
-        with pytest.raises(RequestError) as error:
-            await asking
-        assert error.value.reason == Reason.UNAUTHORIZED
-        assert catalogs.bytes == 0
-        catalogs.close()
 
 
 async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, fresh):

@@ -18,7 +18,6 @@ import pytest
 from kvabr.link.moqt.connect import asset_of, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
-from kvabr.server.server import claimed
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError, TransportError
@@ -182,20 +181,6 @@ async def test_a_port_in_use_is_an_error_and_no_traceback(root):
     assert b"Traceback" not in err
 
 
-async def test_an_empty_root_is_served_and_said(tmp_path):
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        assert "kvabr encode" in (await served.event("no assets yet"))["hint"]
-
-
-async def test_a_root_whose_assets_cannot_be_looked_into_says_so(tmp_path):
-    make_asset(tmp_path / "a", range(8))
-    (tmp_path / "a" / "catalog.json").unlink()
-    (tmp_path / "a" / "catalog.json").symlink_to("catalog.json")
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        assert "cannot be looked into" in (await served.event("asset left out"))["error"]
-        assert (await served.event("no asset can be served"))["left_out"] == 1
-
-
 async def test_the_example_is_no_passage(tmp_path):
     make_asset(tmp_path / "a-passage", range(8), passage=PassageNotes("alone"))
     async with serving(tmp_path, "--quic", "aioquic") as served:
@@ -261,21 +246,6 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-def test_of_two_that_share_an_address_one_begins():
-    """In the same moment: neither has bound it yet."""
-    port = free_port()
-    with claimed("127.0.0.1", port, tcp=True):
-        with (
-            pytest.raises(TransportError, match="another server is running there"),
-            claimed("127.0.0.1", port, tcp=True),
-        ):
-            pass
-        with claimed("127.0.0.1", free_port(), tcp=True):
-            pass
-    with claimed("127.0.0.1", port, tcp=True):
-        pass
 
 
 def free_port():
