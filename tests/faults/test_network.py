@@ -37,21 +37,6 @@ GROUP = TrackNamespace(SPEC.model, DIGESTS[-1]), "FP16", GROUPS - 1
 FORGOTTEN = "the peer fell silent; it answers a new connection"
 
 
-async def test_losses(origin):
-    async def one(library):
-        async with origin(library=library) as served:
-            with shaped(served.address, [2 * MB], rtt_s=0.02, loss=0.05, loss_up=0.05, seed=2) as link:
-                async with served.connect(library, link.address) as connection:
-                    played = await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:FP16", spec=SPEC)
-                return played, link.stats()
-
-    for played, stats in await for_both(one):
-        assert right(played)
-        assert played.coverage == ("FP16",) * GROUPS
-        assert played.met
-        assert stats.lost_down > 0
-
-
 async def test_udp_that_leads_nowhere():
     """A packet filter that drops everything, or a host where nothing listens."""
 

@@ -86,17 +86,6 @@ def test_the_span_that_calls_is_the_parent(tracing):
     assert play.context.trace_id == request.get_span_context().trace_id
 
 
-def test_prefill_is_a_span(tracing):
-    provider, exporter = tracing
-    with Telemetry(OpenTelemetry(provider)) as telemetry:
-        telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
-    computed = spans(exporter)["kvabr.recompute"]
-    ends = [line for line in lines if line.name == "recompute_done"]
-    assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
-        (line.first, line.last) for line in ends
-    ]
-
-
 def test_what_fails_is_an_error_and_what_was_given_up_is_none(tracing):
     provider, exporter = tracing
     status = provider.get_tracer("x").start_span("x").status.status_code.__class__

@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
-from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, encoded
+from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, encoded
 from kvabr.types.errors import UsageError
 from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
 from tests.toymodel import toy_asset, toy_passage
@@ -88,17 +88,6 @@ def test_what_is_not_told_is_counted_and_named_once():
     for topic in ("", "x" * 2000, "\udcff"):
         with pytest.raises(UsageError, match="topic"):
             Store(topic=topic)
-
-
-def test_a_topic_without_a_model_is_for_one_model_and_patterns_choose():
-    def told(**options):
-        store = ToldAssets(HASHES, lambda model: ToldPrompt(model, "a" * 64, (1, 2, 3, 4)), **options)
-        found = [(topic, events) for topic, events in store.changes({"1": "one", "2": "two", "3": "one"}) if events]
-        return [topic for topic, events in found if isinstance(events[0], KVBlocksStored)], store.untold
-
-    assert told() == (["kv@kvabr@one", "kv@kvabr@two", "kv@kvabr@one"], {})
-    assert told(topic="kv@pod@served") == (["kv@pod@served"] * 2, {"another model": 1})
-    assert told(models="t*", topic="kv@pod@served") == (["kv@pod@served"], {"another model": 2})
 
 
 def test_assets_tell_their_tokens_if_they_may(tmp_path):
