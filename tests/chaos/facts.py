@@ -83,8 +83,6 @@ class Report:
     """From the call to its return, on the player's clock."""
     bound_s: float
     """When it should have returned."""
-    starved_s: float = 0.0
-    """Seconds around the bound in which the player's process was ready to run and did not."""
     cache: CacheFacts | None = None
     later: CacheFacts | None = None
     """The same memory a while after it was handed over, or after its upgrades."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import hashlib
 import os
 import shutil
 import signal
@@ -12,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -29,11 +29,9 @@ from kvabr.client.result import IncompleteError, NothingCached, Played, PlayedPr
 from kvabr.player.session_types import ENGINE_PATIENCE
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, KvabrError
-from kvabr.types.events import PlayEvent
 from kvabr_lab.live.child import Child
-from tests.chaos.facts import GRACE_S, CacheFacts, Order, Outcome, Report, facts_of
+from tests.chaos.facts import CacheFacts, Order, Outcome, Report, facts_of
 from tests.chaos.published import SPEC, G, KnownEngine, Prompt
-from tests.chaos.starvation import Starvation
 
 LIBRARIES = ("aioquic", "qh3")
 COST = PrefillCost(0.02, 0.001)
@@ -43,10 +41,6 @@ _PACE = {"good": 0.5, "slow": 1.6, "failing": 0.2}
 _LATER_S = 0.25
 """Seconds until a cache is looked at again."""
 _UPGRADES_S = 0.6
-_EVENTS = 60
-"""Events of a play that are kept, to explain why it was late."""
-_WINDOW_S = 0.25
-"""Starvation counts from this long before a play should have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +111,6 @@ class _Course:
     upgraded: bool = False
     missing: tuple[int, ...] = ()
     error: str = ""
-    events: deque[PlayEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
 
 
 def _main(pipe: Connection, seat: Seat) -> None:
@@ -142,7 +135,6 @@ class _Plays:
         loop.set_exception_handler(lambda _, context: self._stray(_said(context)))
         threading.excepthook = lambda args: self._stray(f"thread: {_trace(args.exc_value)}")
         sys.unraisablehook = lambda args: self._stray(f"unraisable: {_trace(args.exc_value)}")
-        self._starvation = Starvation()
         inbox: asyncio.Queue[Any] = asyncio.Queue()
         threading.Thread(target=_listen, args=(self._pipe, loop, inbox), daemon=True).start()
         async with AsyncExitStack() as stack:
@@ -164,8 +156,6 @@ class _Plays:
         folder = self._seat.folder / library
         profiles = folder / "cache" / "profiles"
         if self._seat.profile is not None and not profiles.exists():
-            import hashlib
-
             profiles.mkdir(parents=True)
             name = hashlib.sha256(self._seat.profile.read_bytes()).hexdigest()
             shutil.copyfile(self._seat.profile, profiles / f"{name}.safetensors")
@@ -218,14 +208,11 @@ class _Plays:
         outcome, error = course.outcome, course.error
         if engine is not None and engine.misled:
             outcome, error = "crash", "the engine was asked for other tokens than those of the prompt"
-        if ended_s - begun_s > bound_s + GRACE_S:
-            error += "".join(f"\n      {event}" for event in course.events)
         return Report(
             order.number,
             outcome,
             ended_s - begun_s,
             bound_s,
-            self._starvation.between(begun_s + bound_s - _WINDOW_S, ended_s),
             cache=course.cache,
             later=course.later,
             upgraded=course.upgraded,
@@ -272,7 +259,7 @@ class _Plays:
     ) -> Played | PlayedPrefix | NothingCached:
         prompt = self._seat.prompts[order.prompt]
         tokens = prompt.tokens[: order.tokens]
-        options = replace(self._options(order), log=course.events.append)
+        options = self._options(order)
         if order.how == "asset":
             return await client.play_asset(
                 prompt.namespace, deadline=order.deadline_s, tokens=tokens if engine else (), options=options,

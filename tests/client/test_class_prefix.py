@@ -90,7 +90,7 @@ async def test_a_link_that_is_too_slow_ends_at_another_deadline_at_most(library,
 async def test_an_engine_that_is_quick_is_left_the_rest_early(library, spec):
     """The 100 tokens behind the cache take a tenth of a second."""
     total = library.assets[0].catalog.to_play.track("FP16").total_bytes
-    played = await prefix(library, spec, rate=total / 100, cost=PrefillCost.from_rate(1000.0), behind=100)
+    played = await prefix(library, spec, rate=total / 10, cost=PrefillCost.from_rate(1000.0), behind=100)
     assert played.cut is not None
     assert played.seconds < 2.0 - 0.1
 
