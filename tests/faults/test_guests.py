@@ -6,14 +6,12 @@ import asyncio
 import os
 import random
 import socket
-import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from kvabr.link.transport import MOST_AHEAD_BYTES
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.messages import RequestUpdate, SubscribeNamespace
@@ -23,10 +21,8 @@ from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
 from kvabr.server import server as quicserver
 from kvabr.server.peer import Peer
-from kvabr.store.asset import Asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, TransportError
-from kvabr.types.naming import CATALOG_TRACK
 from tests.client.playing import play
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
@@ -105,22 +101,6 @@ async def test_more_requests_a_second_than_allowed(root, tls, fingerprint, catal
             assert codes.count(RequestCode.DOES_NOT_EXIST) == 20
             assert codes.count(RequestCode.EXCESSIVE_LOAD) == 80
             await others_are_served(served)
-        await served.empty()
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_a_client_that_does_not_read(root, tls, fingerprint, catalog, library):
-    starting = serving(root, tls, fingerprint, library=library, idle_s=5.0)
-    async with starting as served, rude_client(served.address) as end:
-        for number in range(60):
-            ask(end, catalog, group=number % 6)
-        end.transport.flush()
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(end.transport.driver._transport.get_extra_info("socket").fileno())
-        (peer,) = served.server.peers
-        await until(lambda: peer.busy)
-        await others_are_served(served)
-        assert peer._unsent() <= MOST_AHEAD_BYTES + (64 << 10)
         await served.empty()
 
 
@@ -327,29 +307,4 @@ async def test_more_connections_than_can_be_told_so(root, tls, fingerprint, libr
         out_of_time(served)
         await until(lambda: not served.server.peers)
         await others_are_served(served)
-        await served.empty()
-
-
-async def test_files_are_read_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch):
-    """Reading a catalog from disk takes long here; others are served meanwhile, and it comes in the end."""
-    go_on = threading.Event()
-    right_way = Asset.catalog_bytes
-
-    def slowly(asset):
-        assert go_on.wait(LIMIT_S)
-        return right_way(asset)
-
-    monkeypatch.setattr(Asset, "catalog_bytes", slowly)
-    async with serving(root, tls, fingerprint) as served:
-        async with served.connect() as connection:
-            (peer,) = served.server.peers
-            waiting = asyncio.create_task(read_all(connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)))
-            given_up = connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20)
-            await until(lambda: peer._waiting.lookups == 2)
-            assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
-            given_up.cancel()
-            await until(lambda: peer._waiting.lookups == 1)
-            assert not waiting.done()
-            go_on.set()
-            assert await waiting == (root / "one" / "catalog.json").read_bytes()
         await served.empty()

@@ -96,6 +96,15 @@ async def said(served, quic, **trust):
     return str(caught.value)
 
 
+async def test_a_certificate_that_is_signed_by_who_is_trusted(root, authority):
+    tls, fingerprint = authority.issue("good")
+    async with serving(root, tls, fingerprint) as served:
+        for quic in LIBRARIES:
+            for host in GOOD:
+                async with connecting(served, quic, host, ca=authority.file) as connection:
+                    assert right(await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC))
+
+
 @pytest.mark.parametrize("quic", LIBRARIES)
 async def test_certificates_that_must_not_be_trusted(root, authority, tmp_path, quic):
     stranger = Authority(tmp_path, "stranger")

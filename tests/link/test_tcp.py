@@ -149,18 +149,6 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
         assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
 
 
-async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
-    async def answer(reader, writer):
-        await reader.read(100)
-        writer.write(begun(PARAMETERS))
-        await writer.drain()
-
-    async with asyncio.timeout(LIMIT_S), await asyncio.start_server(answer, "127.0.0.1", 0) as plain:
-        port = plain.sockets[0].getsockname()[1]
-        with pytest.raises(TransportError, match="does not speak TLS there"):
-            await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
-
-
 async def test_a_tcp_port_in_use_is_named(asset, tls):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -169,12 +157,6 @@ async def test_a_tcp_port_in_use_is_named(asset, tls):
             await Server(*arguments, Metrics()).start()
         async with Server(*arguments, Metrics(), tcp="off") as server:
             assert server.address[1] == port
-
-
-async def test_a_server_without_tcp_is_named(asset, tls):
-    async with served(asset, tls, tcp="off") as server:
-        with pytest.raises(TransportError, match="no TCP connection"):
-            await dial(options(server, tls), "tcp")
 
 
 async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
@@ -308,13 +290,6 @@ async def test_tcp_comes_first(asset, tls, monkeypatch):
     async with served(asset, tls) as server, joined(server, tls) as connection:
         assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
         assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
-
-
-async def test_where_tcp_takes_long_there_is_quic(asset, tls, monkeypatch):
-    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 1e-9)
-    async with served(asset, tls) as server, joined(server, tls) as connection:
-        assert connection.backend in ("qh3", "aioquic")
-        assert connection.peer == f"localhost:{server.address[1]}"
 
 
 async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvabr.server import grants as grants_module
 from kvabr.server.grants import Grant, Grants, new_token
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.errors import FormatError
 
 
 def entry(token="one", **changes):  # noqa: S107 - of tests
@@ -126,11 +126,6 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, data, words):
     with pytest.raises(FormatError, match=words) as caught:
         Grants.from_file(path)
     assert str(caught.value).startswith(str(path))
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(AssetError, match=r"no\.json: cannot be read"):
-        Grants.from_file(tmp_path / "no.json")
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200))

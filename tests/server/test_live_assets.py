@@ -17,11 +17,10 @@ from kvabr.server import live_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import PROFILE
 from kvabr.store.live_folder import LIVE, LiveFolder, LiveFolderWriter, new_key
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
-from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
@@ -126,25 +125,6 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
             writer.tell(LiveEnd(key))
             await player.complete()
             assert (await player.get("Int4", 1)).data == frame(1, "Int4")
-
-
-@socketed
-async def test_the_codec_profile_is_served_from_the_beginning(root, tls):
-    key, profile = new_key(), b"side information"
-    digest = hashlib.sha256(profile).hexdigest()
-    begun = live(key)
-    begun = replace(begun, catalog=replace(begun.catalog, profile=digest, profile_bytes=len(profile)))
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        space = TrackNamespace(SPACE.model, digest)
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.profile(profile)
-            writer.begin(begun)
-            await player.found()
-            assert (await player.get(PROFILE_TRACK, namespace=space)).data == profile
-            (path,) = live_folders(root)
-            server.source._cached.clear()
-            (path / PROFILE).write_bytes(b"something else")
-            assert (await player.get(PROFILE_TRACK, namespace=space)).code == RequestCode.DOES_NOT_EXIST
 
 
 # ------------------------------------------------------------------ producers that fail

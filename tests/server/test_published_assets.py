@@ -307,20 +307,6 @@ def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatc
         assert steps(space, track) == steps(absent, track)
 
 
-def test_grants_that_change_are_felt_at_once(root, two_tenants):
-    library = PublishedAssets(root, two_tenants)
-    a, b, *_ = two_tenants
-    space = Catalog.read(root / "team-a" / "x" / CATALOG).namespace
-    assert library.find(a, space, "FP16")
-    library.regrant(Grants([Grant("a", ("team-b/*",), ("*",), token("a")), b]))
-    assert library.find(a, space, "FP16") is None
-    library.regrant(Grants([Grant("a", ("*",), ("*",), token("new"))]))
-    with pytest.raises(RequestError, match="no longer accepted"):
-        library.find(a, space, "FP16")
-    assert library.find(library.admit(b"new"), space, "FP16")
-    assert library.admit(b"a") is None
-
-
 def test_catalogs_in_memory_are_bounded(root, monkeypatch):
     monkeypatch.setattr(published_assets, "MAX_CACHED_BYTES", 20_000)
     spaces = [make_asset(root / f"a{n}", range(n, n + 40)).catalog.namespace for n in range(20)]

@@ -12,7 +12,7 @@ from kvabr.server import relay_groups
 from kvabr.server.limits import ServerLimits
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.types.naming import CATALOG_TRACK
 from tests.memory_transport import Fault, MemoryLink
 from tests.server.relays import (
     BIG,
@@ -22,7 +22,6 @@ from tests.server.relays import (
     dialled,
     get,
     in_memory,
-    play,
     relaying,
     sent,
     until,
@@ -67,28 +66,6 @@ async def test_what_is_on_its_way_for_one_player_takes_no_room_of_the_others(ass
         for task in waiting:
             task.cancel()
         await until(lambda: relay.budgets.total.memory == 0)
-
-
-@pytest.mark.parametrize(("draft", "names"), [("moqt-22", "draft"), ("moqt-20", "split")])
-async def test_drafts_and_spellings_of_names(draft, names, asset, tls):
-    async with chain_of(asset.path, tls) as (server, relay):
-        async with await dialled(relay, drafts=(draft,), names=names) as connection:
-            await play(connection, asset)
-        async with await dialled(relay) as connection:
-            await play(connection, asset)
-        assert sent(server)["FP16"] == asset.catalog.groups
-
-
-async def test_lookups_pass_through(asset, tls, fresh):
-    spec = asset.catalog.spec
-    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    async with chain_of(asset.path, tls) as (server, relay), await dialled(relay) as connection:
-        for _ in range(2):
-            found = await get(connection, TrackNamespace(spec.model, digests[0]), prefix_track(digests))
-            assert found == (asset.path / "catalog.json").read_bytes()
-        assert sent(server) == {"lookup": 1}
-        assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
-        assert sent(server) == {"lookup": 1, "Int4": 1}  # the lookup's answer was the catalog
 
 
 async def test_what_does_not_exist_is_not_found_and_leaves_nothing(asset, tls):

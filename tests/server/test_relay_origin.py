@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from types import SimpleNamespace
 
 import pytest
 import structlog
 import structlog.testing
 
 from kvabr.client.lookup import fetch_catalog, find_prefix
-from kvabr.link.moqt import connect as dialling
-from kvabr.link.moqt.connect import connect, dial
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_groups
-from kvabr.server import server as closing_server
-from kvabr.server.grants import EVERYTHING, Grants
-from kvabr.server.metrics import Metrics
-from kvabr.server.relay import Relay
+from kvabr.server.grants import Grants
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.redial import RedialledConnection
-from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
+from kvabr.types.errors import Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
     ELSEWHERE,
-    LOG,
     LONG_S,
     REFUSED,
     chain_of,
@@ -36,8 +28,6 @@ from tests.server.relays import (
     get,
     grant,
     in_memory,
-    options,
-    origin,
     play,
     relaying,
     restartable,
@@ -169,21 +159,6 @@ async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
         assert relay.source.store.total_bytes == 0
 
 
-async def test_a_removed_asset_is_gone_here_too(asset, tls, stale):
-    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
-    removed = []
-    upstream = in_memory(asset, faults=lambda _: gone if removed else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        await play(connection, asset)
-        assert len(relay.source.store) == asset.catalog.groups
-        removed.append(True)
-        for track in ("FP16", CATALOG_TRACK):
-            with pytest.raises(NotFoundError):
-                await get(connection, asset.catalog.namespace, track)
-        await until(lambda: len(relay.source.store) == 0)
-        assert relay.source.catalogs.bytes == 0
-
-
 async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale):
     namespace = asset.catalog.namespace
     async with chain_of(tmp_path, tls) as (_, relay), await dialled(relay) as connection:
@@ -195,22 +170,6 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
         assert new.catalog.namespace == namespace
         await play(connection, new)
         await until(lambda: not any(digest in relay.source.store for digest in old))
-
-
-async def test_who_comes_back_while_an_origin_closes_is_told_so(asset, tls, monkeypatch):
-    """A relay dials again at once; it would not know for half a minute that nobody is there."""
-    dialled_again = asyncio.Event()
-    slept = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: dialled_again.wait()})
-    monkeypatch.setattr(closing_server, "asyncio", slept)
-    async with origin(asset.path, tls) as server, await dialled(server) as first:
-        where = options(server)
-        closing = asyncio.create_task(server.close())
-        await until(lambda: first.closed)
-        async with await dial(where, "aioquic") as second:
-            dialled_again.set()
-            await closing
-            with pytest.raises(TransportError, match="the server closes"):
-                await get(second, asset.catalog.namespace, CATALOG_TRACK)
 
 
 async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
@@ -242,23 +201,6 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
         assert relay.source.catalogs.bytes == 0
 
 
-async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls, stale):
-    grants = Grants([grant("the relay's own token")])
-    with structlog.testing.capture_logs() as said:
-        async with (
-            chain_of(asset.path, tls, grants=grants, token="the relay's own token") as (server, relay),  # noqa: S106
-            await dialled(relay) as connection,
-        ):
-            await play(connection, asset)
-            server.source.regrant(Grants([grant("another token")]))
-            for _ in range(2):
-                with pytest.raises(TransportError) as error:
-                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-                assert says_unauthorized(error.value)
-            await until(lambda: len(relay.source.store) == 0)
-    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
-
-
 WRONG = {
     "one bit": Fault(corrupt_at=1000),
     "short": Fault(truncate_to=299_000),
@@ -281,25 +223,3 @@ async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh
         async with await dialled(relay) as other:
             assert await get(other, namespace, "FP16", 3) == asset.frame(3, "FP16")
         assert upstream.requests == before
-
-
-async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monkeypatch):
-    """As when a relay starts before its name server: it says so, keeps trying, and serves once there is an address."""
-    asked, found = [], dialling.addresses_of
-
-    async def nowhere(host, *_, **__):
-        asked.append(host)
-        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
-
-    async with origin(asset.path, tls) as server:
-        monkeypatch.setattr(dialling, "addresses_of", nowhere)
-        url = f"moqt://localhost:{server.address[1]}/"
-        async with connect(url, fingerprint=server.fingerprint, quic="aioquic", needed=False) as upstream:
-            assert "no such host" in upstream.trouble
-            async with Relay(upstream, LOG, Metrics()) as relay:
-                asking = asyncio.create_task(relay.find_soon(EVERYTHING, asset.catalog.namespace, CATALOG_TRACK))
-                await until(lambda: len(asked) > 3)
-                monkeypatch.setattr(dialling, "addresses_of", found)
-                async with asyncio.timeout(LONG_S):
-                    assert (await asking).open(0).data == (asset.path / "catalog.json").read_bytes()
-                assert upstream.trouble is None

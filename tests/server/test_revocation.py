@@ -77,16 +77,15 @@ async def gone(download):
     return error.value
 
 
-@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
-async def test_an_expired_token_is_refused(asset, tls, library, draft):
+async def test_an_expired_token_is_refused(asset, tls):
     grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
     namespace = asset.catalog.namespace
-    async with origin(asset.path, tls, quic=library, grants=grants) as server:
+    async with origin(asset.path, tls, grants=grants) as server:
         with pytest.raises(UnauthorizedError, match=r"EXPIRED_AUTH_TOKEN.*the token has expired; .*--token-file"):
-            async with await dialled(server, library, token=MINE, drafts=(draft,)) as connection:
+            async with await dialled(server, token=MINE) as connection:
                 await get(connection, namespace, CATALOG_TRACK)
         assert server.metrics.value("kvabr_connections_total", result="expired") == 1
-        async with await dialled(server, library, token=OTHER, drafts=(draft,)) as connection:
+        async with await dialled(server, token=OTHER) as connection:
             assert await get(connection, namespace, CATALOG_TRACK)
 
 
@@ -309,11 +308,10 @@ async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
             assert await get(other, asset.catalog.namespace, "Int4")
 
 
-@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
-async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls, library, draft):
-    async with origin(asset.path, tls, quic=library) as server:
+async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls):
+    async with origin(asset.path, tls) as server:
         log = log_of(server)
-        async with await dialled(server, library, drafts=(draft,)) as connection:
+        async with await dialled(server) as connection:
 
             def ask(position):
                 return connection.fetch(MODELS_NAMESPACE, changes_track(position), limit=BIG)

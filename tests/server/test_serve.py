@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import shutil
 import signal
-import sys
 import time
 
 import pytest
@@ -16,7 +14,6 @@ import structlog
 
 from kvabr.cli.main import main
 from kvabr.cli.options import is_loopback, moqt_url, parse_address
-from kvabr.cli.serving import logger
 from kvabr.server.certificates import ServerTls, make
 from kvabr.server.grants import EVERYTHING, Grants
 from kvabr.server.limits import ServerLimits
@@ -25,7 +22,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
 from kvabr.store.asset_folder import frame_path
 from kvabr.store.objects.bucket import Bucket
-from kvabr.types.errors import ConnectionLostError, TransportError, UsageError
+from kvabr.types.errors import ConnectionLostError, UsageError
 from tests.assets import make_asset
 from tests.client.stored import memory_url, put_asset
 
@@ -129,34 +126,6 @@ def test_addresses():
     for bad in ("", ":", "a:b", "[::1]", "::1:80", "a b:1", "a:123456"):
         with pytest.raises(UsageError):
             parse_address(bad, "--bind")
-
-
-def test_logs_are_json_unless_a_person_reads_them():
-    stream = io.StringIO()
-    log = logger(stream=stream)
-    log.debug("not this")
-    log.warning("it\nhappened", why="\x1b[31m", path="a b")
-    (line,) = stream.getvalue().splitlines()
-    value = json.loads(line)
-    assert (value["event"], value["level"], value["why"]) == ("it\nhappened", "warning", "\x1b[31m")
-    assert value["timestamp"].endswith("Z")
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Terminal()
-    logger(stream=stream, verbose=True).debug("seen", answer=42)
-    assert "seen" in stream.getvalue()
-    assert "42" in stream.getvalue()
-    assert not stream.getvalue().startswith("{")
-
-
-@pytest.mark.parametrize(("name", "extra"), [("qh3", r"\.\[fast\]"), ("aioquic", "aioquic")])
-def test_a_library_that_is_not_installed_says_how_to_get_it(root, pem, monkeypatch, name, extra):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TransportError, match=extra):
-        Server(PublishedAssets(root), "::1", 0, ServerTls(*pem), ServerLimits(), LOG, Metrics(), quic=name)
 
 
 class Recorder(Server):

@@ -92,19 +92,6 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
     slow.go.set()
 
 
-def test_a_finished_play_waits_for_listeners_that_are_behind():
-    class Late(Ear):
-        def hear(self, heard):
-            threading.Event().wait(0.0002)
-            super().hear(heard)
-
-    ear = Late()
-    with Telemetry(ear, limit=8) as telemetry:
-        telemetry.feed(simulated())
-    assert len(ear.heard) == len(simulated()) + 2
-    assert telemetry.counts["ear"].dropped == 0
-
-
 def test_listeners_hear_in_the_context_of_the_call():
     who = contextvars.ContextVar("who", default="nobody")
     asked = []

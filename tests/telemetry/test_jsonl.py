@@ -12,10 +12,8 @@ from kvabr.types.events import (
     FirstByteReceived,
     PlayEnded,
     PlayStarted,
-    RecomputeStarted,
     RequestDone,
     RequestSent,
-    SampleLimited,
 )
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, progress, simulated
 
@@ -114,20 +112,6 @@ def test_a_deadline_missed_is_a_starved_buffer_once():
     late = CacheDelivered(2.3, met=False, loss=0.1)
     assert records(START, late)[1]["cmcd"]["bs"] is True
     assert "bs" not in records(START, replace(late, met=True))[1]["cmcd"]
-
-
-def test_what_the_engine_was_left_is_told_and_what_was_decided_in_between_is_not():
-    found = records(
-        START,
-        decided(0.1, None, "wait"),
-        decided(0.2, None, "plan", reason="the link is dead"),
-        SampleLimited(0.3, "cpu", 1.0, fed=False),
-        RecomputeStarted(0.3, 0, 2),
-        progress(0.4),
-    )
-    assert [record["event"] for record in found] == ["start", "decision", "recompute_start", "progress", "ended"]
-    assert found[1]["reason"] == "the link is dead"
-    assert (found[3]["received"], found[3]["cmcd"]["mtp"], found[3]["cmcd"]["bl"]) == (7, 800, 300)
 
 
 def test_a_whole_play_goes_to_a_file_one_object_a_line(tmp_path):

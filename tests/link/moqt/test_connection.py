@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from dataclasses import replace
 
 import pytest
 import structlog
@@ -23,7 +22,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
 from tests.client.virtual import virtual
@@ -89,21 +88,6 @@ async def test_groups_arrive_as_they_are(asset, tls, ours, theirs, alpn):
         assert 0 < connection.stats().rtt_s < 300
         assert server.requests == 0
         assert server.metrics.value("kvabr_groups_sent_total", track="FP16") == asset.catalog.groups
-
-
-@pytest.mark.parametrize(("ours", "theirs", "alpn"), [*PAIRS[: len(DRAFTS)], PAIRS[-1]])
-async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
-    space = asset.catalog.namespace
-    other = replace(space, prompt="0" * 64)
-    async with joined(asset, tls, ours, theirs, alpn=alpn) as (_, connection):
-        for namespace, track, group in ((space, "Int8", 0), (other, "FP16", 0), (space, "FP16", 99)):
-            with pytest.raises(NotFoundError, match=f"{track}, group {group}: not found"):
-                await read_all(connection.fetch(namespace, track, group, limit=1 << 20))
-        with pytest.raises(
-            NotFoundError, match=rf"^no such asset {other.model}/0{{64}}, or none that your token opens$"
-        ):
-            await read_all(connection.fetch(other, CATALOG_TRACK, limit=1 << 20))
-        assert await read_all(connection.fetch(space, CATALOG_TRACK, limit=1 << 20))
 
 
 @pytest.mark.parametrize("library", TRANSPORTS)
@@ -182,23 +166,6 @@ async def test_the_urgent_comes_first(asset, tls, ours):
         assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("ours", EITHER)
-async def test_a_priority_can_be_changed_under_way(asset, tls, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours) as (server, connection):
-        async with held(server, 10) as peer:
-            downloads = [connection.fetch(space, "FP16", group, priority=group, limit=1 << 20) for group in range(10)]
-            while len(peer._queue) < 10:  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.005)
-            downloads[9].prioritise(0)
-            while not any(job.priority == 0 and job.request_id for job in peer._queue):  # noqa: ASYNC110  # as above
-                await asyncio.sleep(0.005)
-        await asyncio.gather(*map(read_all, downloads))
-        done = [download.stats.done_s for download in downloads]
-        assert done[9] < done[8]
-        assert len(server.peers) == 1
-
-
 @pytest.mark.parametrize("library", TRANSPORTS)
 async def test_a_lost_connection_is_told_to_every_reader(asset, tls, library):
     space = asset.catalog.namespace
@@ -212,22 +179,6 @@ async def test_a_lost_connection_is_told_to_every_reader(asset, tls, library):
         assert connection.closed
         with pytest.raises(ConnectionLostError):
             await connection.fetch(space, "FP16", 0, limit=1 << 20).read()
-
-
-@pytest.mark.parametrize("ours", EITHER)
-@pytest.mark.parametrize("alpn", [draft.alpn for draft in DRAFTS])
-async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(asset, tls, alpn, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours, alpn=alpn) as (server, connection):
-        download = connection.fetch(space, "FP16", 0, limit=1 << 20)
-        await download.read()
-        draining = asyncio.create_task(server.drain(300.0))
-        rest = await read_all(download)
-        assert len(rest) < FRAME + 8
-        assert download.stats.received == asset.catalog.track("FP16").bytes[0]
-        await draining
-        with pytest.raises(ConnectionLostError):
-            await connection.fetch(space, "FP16", 1, limit=1 << 20).read()
 
 
 def test_a_gap_or_a_foreign_group_ends_a_download():
@@ -297,13 +248,6 @@ async def test_the_first_address_that_answers_is_taken():
     what = {"dead": (3600.0, None), "good": (0.01, None), "never tried": (0.0, None)}
     assert await quic.first_of(list(what), attempts(what, log), 0.05) == "good"
     assert log == ["dead", "good", "dead cancelled"]
-
-
-@virtual
-async def test_an_address_that_fails_is_followed_at_once_by_the_next():
-    log = []
-    what = {"refused": (0.0, TransportError("refused")), "good": (0.0, None)}
-    assert await quic.first_of(list(what), attempts(what, log), 600.0) == "good"
 
 
 @virtual
