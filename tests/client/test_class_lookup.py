@@ -86,15 +86,6 @@ async def test_snapshots_and_group_sizes_are_a_publishers_choice(tmp_path):
 
 
 @virtual
-async def test_more_snapshots_are_worth_more_than_a_newer_asset(tmp_path):
-    often = replace(SPEC, classes=(SPEC.classes[0], replace(SPEC.classes[1], interval=8)))
-    published(tmp_path / "often", often, list(range(40)))
-    published(tmp_path / "late", SPEC, [*range(36), *range(60, 68)])
-    assert await found(tmp_path, [*range(30), 99]) == 24
-    assert await found(tmp_path, [*range(36), *range(60, 68), 99]) == 44
-
-
-@virtual
 async def test_a_second_round_trip_never_makes_it_worse(tmp_path):
     """A long prompt's first lookup names only some of its groups, the second those near the end of what was found."""
     prompt = list(range(4 * 330))

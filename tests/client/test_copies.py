@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import Counter
+
+import pytest
 
 from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.driver import Driver
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
+from kvabr.player.assembler import Assembler
 from kvabr.store import memory
 from kvabr.transfer.transfer import ReceiveBuffer
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault
 from tests.toymodel import SPEC, prompt
 
 TOKENS = prompt(70).tokens
@@ -107,3 +113,51 @@ async def test_from_a_folder_a_group_is_hashed_once_a_play_and_takes_no_new_memo
     assert [pool.fresh_bytes for pool in (memory.GROUPS, memory.CACHES)] == fresh
     assert counts.copied == 0
     assert [counts.hashed[digest] for digest in track.digests] == [1] * len(track.digests)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Have every play decode in batches; return how many groups each had."""
+    sizes, put_many, decode, came = [], Assembler.put_many, Driver._decode, threading.Event()
+
+    def counted(self, asked):
+        sizes.append(len(asked))
+        if len(sizes) == 1:
+            assert came.wait(30)
+        return put_many(self, asked)
+
+    def coming(self, action):
+        decode(self, action)
+        if not self._reads:
+            came.set()
+
+    monkeypatch.setattr(Driver, "_decode", coming)
+    monkeypatch.setattr(Assembler, "together", True)
+    monkeypatch.setattr(Assembler, "put_many", counted)
+    return sizes
+
+
+async def test_what_has_arrived_is_decoded_together(origin, batches):
+    async with (
+        origin(rate=1e9) as link,
+        AsyncClient(link, model=SPEC, options=PlayOptions(policy="fixed:FP16")) as client,
+    ):
+        played = await client.play(TOKENS, deadline=120.0)
+    assert close(played.kv, error=1e-5)
+    assert (len(batches), sum(batches)) == (2, 5)
+
+
+async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
+    asked = []
+
+    def faults(ask):
+        asked.extend([ask] if (ask.track, ask.group) == ("FP16", 2) else [])
+        return Fault(corrupt_at=2000) if len(asked) == 1 and asked[0] is ask else None
+
+    async with (
+        origin(rate=1e9, faults=faults) as link,
+        AsyncClient(link, model=SPEC, options=PlayOptions(policy="fixed:FP16")) as client,
+    ):
+        played = await client.play(TOKENS, deadline=120.0)
+    assert close(played.kv, error=1e-5)
+    assert [damage[0] for damage in played.record.damaged] == [2]

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure, on_one_core
+from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure
 from kvabr.client.machine_file import MAX_MODELS, SCHEMA, digest, this_machine
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
@@ -145,30 +144,6 @@ async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: 
         assert file.exists()
     (measured,) = json.loads(file.read_text())["decode_rates"].values()
     assert set(measured) <= {"FP16", "Int8", "Int4"}
-
-
-def test_a_thread_on_one_core_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_speeds, "_one_core", threading.local())
-    found: dict[str, int] = {}
-
-    def look(name: str) -> None:
-        found[name] = torch.get_num_threads()
-
-    def decode() -> None:
-        on_one_core()
-        look("decoder")
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for work, name in ((decode, ""), (look, "later")):
-            thread = threading.Thread(target=work, args=(name,) if name else ())
-            thread.start()
-            thread.join()
-        look("here")
-    finally:
-        torch.set_num_threads(before)
-    assert found == {"decoder": 1, "later": 3, "here": 3}
 
 
 def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:

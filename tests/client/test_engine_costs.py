@@ -39,13 +39,6 @@ def taught(noise: float = 0.03, seed: int = 1, rounds: int = 3) -> PrefillTiming
     return timings
 
 
-def test_the_first_computation_corrects_a_guess() -> None:
-    timings = PrefillTimings(GUESS)
-    assert learnt(timings) < 0.5
-    timings.note(0, 2010, TRUE.seconds(0, 2010))
-    assert learnt(timings) == pytest.approx(1, abs=0.1)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_few_noisy_computations_tell_the_cost_of_all_sizes(seed: int) -> None:
     timings = taught(seed=seed)

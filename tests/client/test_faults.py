@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -74,22 +73,6 @@ async def test_a_publisher_that_is_busy_is_asked_again_for_the_same_track(origin
     assert played.met
     assert set(played.coverage) == {"Int4"}
     assert sum(line.name == "failed" and "0x9" in line.reason for line in lines) == 8
-
-
-@virtual
-async def test_a_refusal_that_asks_for_time_gets_it(origin):
-    asked = {}
-
-    def busy(ask):
-        if level(ask):
-            times = asked.setdefault(ask.group, [])
-            times.append(asyncio.get_running_loop().time())
-            return Fault(refuse=0x9, retry_after_s=0.2) if len(times) == 1 else None
-        return None
-
-    played, _ = await played_with(origin, busy)
-    assert played.met
-    assert all(times[1] - times[0] >= 0.2 for times in asked.values())
 
 
 def answering(short, change):

@@ -75,31 +75,6 @@ async def test_what_a_hint_asks_for_is_kept_before_other_groups(origin, long):
         await client.close()
 
 
-def test_kept_entries_stay_until_their_time_is_over():
-    now = [0.0]
-    gone = []
-    lru = ByteLru(6, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
-    for key in "abcdef":
-        lru.add(key, key)
-    lru.keep("xba", 10.0)
-    lru.add("g", "g")
-    assert gone == ["c"]
-    lru.keep("d", 5.0)
-    for key in "hijk":
-        lru.add(key, key)
-    assert all(key in lru for key in "abd")
-    now[0] = 6.0
-    for key in "lmno":
-        lru.add(key, key)
-    assert "d" in gone
-    assert "b" in lru
-    now[0] = 11.0
-    for key in "pqrstuv":
-        lru.add(key, key)
-    assert "b" in gone
-    assert (lru.currsize, lru.kept_bytes) == (6, 0)
-
-
 def test_what_was_asked_for_first_is_kept_no_longer_beyond_half():
     lru = ByteLru(8, lambda _: 1, clock=lambda: 0.0)
     for each in range(8):

@@ -124,13 +124,6 @@ def test_a_quantised_cache_is_published_as_it_is_and_smaller(tmp_path, name):
 
 
 @virtual
-async def test_an_engine_without_scales_gets_the_numbers(tmp_path):
-    played = await play(published(tmp_path, MLA_FP8), MLA_FP8, track="Raw", dtype=torch.float32)
-    scales = torch.tensor(SCALES)[:, None, None, None, None]
-    assert torch.equal(played.kv, cache_of(MLA_FP8)[0].float() * scales)
-
-
-@virtual
 async def test_a_cache_with_other_scales_is_refused(tmp_path):
     library = published(tmp_path, MLA_FP8)
     other = MLA_FP8.changed(scales=(1.0,))

@@ -95,25 +95,6 @@ async def test_a_prompt_of_many_groups_is_played_whole(endless):
 
 
 @virtual
-async def test_what_came_before_its_news_is_kept_for_the_next_play(producer, asset):
-    asked = []
-    async with (
-        origin(producer, rate=2e4, faults=lambda ask: asked.append((ask.track, ask.group))) as link,
-        working(producer, 0.01),
-        AsyncClient(link, model=SPEC) as client,
-    ):
-        played = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
-        assert played.coverage == ("Int4",) * GROUPS
-        assert all(digest in client.store for digest in asset.catalog.track("Int4").digests)
-        producer.forgotten = True
-        asked.clear()
-        again = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
-        assert right(again, asset)
-        # The first ones were asked for before the play knew that they exist.
-        assert {group for track, group in asked if track == "Int4"} <= {0, 1}
-
-
-@virtual
 async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer, asset):
     async with origin(producer) as link, working(producer, 1.0):
         played = await play(link, tokens=[*TOKENS[:80], 96, 95, 94])
@@ -157,16 +138,6 @@ async def played_prefix(link, deadline=30.0, cost=SLOW, skip=0, tokens=TOKENS, *
     async with AsyncClient(link, model=SPEC) as client:
         found = await client.find(tokens, within_s=60)
         return await client.play_prefix(found, deadline=deadline, cost=cost, skip=skip, **more)
-
-
-@pytest.mark.parametrize("skip", [0, 4])
-@virtual
-async def test_a_prefix_for_an_engine(producer, skip, asset):
-    async with origin(producer) as link, working(producer, 1.0):
-        prefix = await played_prefix(link, skip=skip)
-    assert (prefix.first, prefix.tokens, prefix.cut) == (16 * skip, 160 - 16 * skip, None)
-    assert right(prefix, asset, skip)
-    assert prefix.live.published == 10 - skip
 
 
 @virtual

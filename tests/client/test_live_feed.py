@@ -157,3 +157,54 @@ async def test_a_wait_for_the_producer_is_no_slow_link(producer):
     asked = [(event.group, event.track) for event in events if isinstance(event, RequestSent)]
     assert len(asked) == len(set(asked))
     assert played.coverage[0] == "FP16"
+
+
+LAYERS = ("FP16", "Int8")
+
+
+async def begun(link, producer, sent=None, *, pace_s=0.2, **options):
+    """A play that has all groups but the last; return it."""
+    task = asyncio.ensure_future(play(link, **options))
+    await asyncio.sleep(pace_s)
+    for _ in range(GROUPS - 1):
+        producer.publish()
+        await asyncio.sleep(pace_s)
+    assert not task.done()
+    return task
+
+
+@virtual
+async def test_what_follows_a_base_is_waited_for_and_used(producer, asset):
+    sent = []
+    async with origin(producer, faults=lambda ask: sent.append((ask.track, ask.group))) as link:
+        task = await begun(link, producer, time_price=1e-7)
+        producer.publish(left_out=LAYERS, rest_s=0.1)
+        await asyncio.sleep(0.09)
+        assert not task.done()
+        assert not {(name, GROUPS - 1) for name in LAYERS} & set(sent)
+        producer.add(GROUPS - 1, LAYERS)
+        producer.end()
+        played = await task
+    assert played.coverage[-1] in LAYERS
+    assert right(played, asset)
+    assert played.met
+
+
+@pytest.mark.parametrize("skip", [0, 4])
+@virtual
+async def test_news_that_came_before_the_play_are_caught_up(producer, skip, asset):
+    """Many at a time, in which groups are announced and added to in turn."""
+    producer.publish(5, left_out=LAYERS, rest_s=0.5)
+    for chunk in range(4):
+        producer.add(chunk, ("FP16",), 0.5)
+    producer.publish(4)
+    for chunk in range(5):
+        producer.add(chunk, ("Int8",) if chunk < 4 else LAYERS)
+    async with origin(producer) as link:
+        task = asyncio.ensure_future(play(link))
+        await asyncio.sleep(2.0)
+        producer.publish()
+        producer.end()
+        played = await task
+    assert {*played.coverage[:-1]} <= {*LAYERS}
+    assert right(played, asset)

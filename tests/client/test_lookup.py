@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import random
 from dataclasses import replace
 from functools import partial
@@ -216,22 +215,3 @@ async def test_the_shipped_profile_needs_no_network(origin, forgotten):
     async with origin() as link:
         assert (await ProfileCache().fetch(link, catalog)).digest == catalog.profile
         assert link.requests == 0
-
-
-@virtual
-async def test_nor_does_it_under_another_name_of_its_model(origin, forgotten):
-    from kvabr.data import default_catalog
-    from kvabr.data.profiles import SMOLLM2
-
-    catalog = default_catalog()
-    spec = replace(catalog.spec, model="mine", tokenizer="mine too").changed(dtype="bfloat16")
-    data = SMOLLM2.bound(spec)
-    renamed = replace(catalog, spec=spec, profile=hashlib.sha256(data).hexdigest(), profile_bytes=len(data))
-    assert ProfileCache().has(renamed)
-    async with origin() as link:
-        profile = await ProfileCache().fetch(link, renamed)
-        assert (profile.digest, profile.spec) == (renamed.profile, spec)
-        assert link.requests == 0
-    # The file itself is not of this model.
-    with pytest.raises(ForeignError, match="calibrated for"):
-        await ProfileCache().fetch(link, replace(renamed, profile=SMOLLM2.sha256, profile_bytes=SMOLLM2.size))

@@ -277,57 +277,6 @@ async def test_a_peer_that_is_late_with_everything_is_busy_and_not_dead(origin, 
         assert peer.made[1].closed
 
 
-class PausedPeer(Peer):
-    """A peer that is quick, but for the second in which it is paused, and that may die."""
-
-    def __init__(self, origin, **options):
-        super().__init__(origin, **options)
-        self.goes_on_s = 0.0
-        self.dead = []
-
-    def pause(self, seconds):
-        self.goes_on_s = asyncio.get_running_loop().time() + seconds
-
-    def left_s(self):
-        return max(0.0, self.goes_on_s - asyncio.get_running_loop().time())
-
-    async def dial(self):
-        await asyncio.sleep(self.left_s())
-        made = await super().dial()
-
-        async def answers(within_s):
-            alive = made not in self.dead and self.left_s() <= within_s
-            await asyncio.sleep(self.left_s() if alive else within_s)
-            return alive
-
-        made.answers = answers
-        return made
-
-
-@pytest.mark.parametrize("plays", [1, 10])
-@virtual
-async def test_a_peer_that_was_slow_once_is_found_out_as_soon_as_another_when_it_dies(origin, short, plays):
-    peer = PausedPeer(origin)
-    peer._options["faults"] = lambda _: SILENT if peer.dead else Fault(first_byte_s=peer.left_s() + 0.005)
-    loop = asyncio.get_running_loop()
-
-    async def fetched(group):
-        assert await read_all(link.fetch(short.namespace, "FP16", group % 5, limit=1 << 20))
-
-    async with await peer.connection() as link:
-        peer.pause(1.0)
-        await fetched(0)
-        assert len(peer.made) == 2  # it was doubted
-        for _ in range(plays):
-            await asyncio.gather(*(fetched(group) for group in range(10)))
-            await asyncio.sleep(0.1)
-        peer.dead.extend(peer.made)
-        begun_s = loop.time()
-        with pytest.raises(ConnectionLostError, match="the peer fell silent"):
-            await fetched(0)
-        assert loop.time() - begun_s < 0.8
-
-
 @virtual
 async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(origin, short):
     peer = Peer(origin)

@@ -104,19 +104,6 @@ async def test_an_asset_that_is_replaced_by_one_of_another_group_size(tmp_path):
 
 
 @virtual
-async def test_an_asset_that_is_replaced_by_one_of_another_shape(origin, tmp_path):
-    """Its prompt has the same name, so the origin has an answer, but not to the question."""
-    async with origin() as link, AsyncClient(link) as client:
-        assert close((await client.play(TOKENS, deadline=2.0)).kv)
-        small = SPEC.changed(layers=(0,))
-        with FolderAssetWriter(tmp_path / "asset") as writer:
-            writer.prompt(made := prompt(70))
-            writer.commit(publish(ToyModel(small), made, ("Int8",), None, writer))
-        link.find = partial(PublishedAssets(tmp_path).find, EVERYTHING)
-        assert (await client.play(TOKENS, deadline=2.0)).spec == small
-
-
-@virtual
 async def test_one_model_in_several_group_sizes(tmp_path):
     write(tmp_path / "short", 16, tokens=40)
     write(tmp_path / "long", 32)

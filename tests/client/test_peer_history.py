@@ -107,14 +107,6 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
             assert PeerHistory(path).of("b:443", NOW).rate == 2e6
 
 
-def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
-    (tmp_path / "file").write_text("")
-    priors = PeerHistory(tmp_path / "file" / "p.json")
-    priors.heard("a:443", 1e6, 0.01, NOW)
-    with pytest.warns(RuntimeWarning, match="cannot be saved"):
-        priors.save()
-
-
 def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
     monkeypatch.setattr("kvabr.client.machine_file._LONGEST_WAIT_S", 0.05)

@@ -12,7 +12,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr.types.events import PassageRefused, PlayGaveUp, TokensChosen, TokensDone, TokensFailed, TokensStarted
+from kvabr.types.events import PassageRefused, PlayGaveUp, TokensFailed, TokensStarted
 from kvabr.types.passage import Exact, Passage
 from tests.client.playing import off_by, play
 from tests.client.virtual import Hang, virtual
@@ -33,6 +33,8 @@ SLOW = {
     "prefill_cost": PrefillCost(0.0, 3e-5), "gpu_price": 100.0,
 }  # fmt: skip
 """A link on which an engine has time for the publisher's order while the rest comes."""
+
+
 FUSION = ((0.0, 0.09), (0.1, 0.05), (0.3, 0.04), (1.0, 0.0))
 
 
@@ -108,17 +110,6 @@ async def test_a_selector_of_ones_own_chooses(library_origin, tmp_path):
         assert played.computed_again == tuple(range(COVERED - 8, COVERED))
         with pytest.raises(Exception, match="nonesuch"):
             await play(link, parts=PARTS, deadline=5.0, engine=ToyBlendModel(), selector="nonesuch", **DEAR)
-
-
-@virtual
-async def test_tokens_are_chosen_while_layers_still_come(played_in_parts):
-    events = []
-    played = await played_in_parts(rate=2e5, share=0.1, deadline=1.0, log=events.append)
-    kinds = [type(event) for event in events]
-    assert kinds.index(TokensChosen) < kinds.index(TokensStarted) < kinds.index(TokensDone)
-    assert played.met
-    assert played.record.blend.chosen_s < played.record.blend.begun_s
-    assert len(played.computed_again) == 8
 
 
 @virtual

@@ -105,20 +105,6 @@ async def test_the_end_of_the_last_passage_is_left_to_the_questions_call(library
 
 
 @virtual
-async def test_the_default_policy_plays_them_as_well_as_time_allows(library_origin):
-    errors = []
-    for rate in (1e8, 9e4):
-        async with library_origin(rate=rate) as link:
-            played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
-        assert played.met
-        assert played.approximate
-        assert played.loss > 0.12
-        errors.append(off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)))
-    assert errors[0] < 0.08
-    assert errors[0] <= errors[1] < 0.2
-
-
-@virtual
 async def test_what_does_not_come_is_computed_behind_what_is_in_place(library_origin):
     """A link that carries nothing after the catalogs, and one on which a passage is damaged."""
 
@@ -153,22 +139,6 @@ async def test_without_any_passage_the_engine_computes_the_prompt(library_origin
         assert not played.approximate
         assert played.loss == 0.0
         assert off_by(played.kv, ToyModel().prefill(ids)) < 1e-3
-
-
-@virtual
-async def test_a_salt_keeps_passages_apart(library_origin):
-    async with library_origin() as link:
-        for salt, approximate in ((b"secret", True), (b"other", False)):
-            played = await play(
-                link,
-                parts=(SYSTEM, ONE, QUESTION),
-                deadline=2.0,
-                engine=ToyModel(),
-                prefill_cost=COST,
-                gpu_price=100.0,
-                salt=salt,
-            )
-            assert played.approximate == approximate
 
 
 @virtual

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from kvabr.client.async_client import AsyncClient
 from kvabr.client.play import allocate
 from kvabr.client.resources import in_thread, measure_prefill, on_engine
-from kvabr.codec.threads import VARIABLE, decoder_threads
+from kvabr.codec.threads import decoder_threads
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.errors import ModelError
 from tests.toymodel import SPEC
 
 
@@ -118,21 +117,6 @@ async def test_what_computes_on_a_gpu_has_one_thread_as_long_as_it_lives() -> No
     assert not first.is_alive()
 
 
-async def test_prefills_on_a_gpu_are_timed_in_the_thread_that_computes() -> None:
-    class OnGpu(Clocked):
-        device = torch.device("meta")  # whatever is not the processor
-
-        def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-            threads.add(threading.current_thread())
-            return super().prefill(tokens, before)
-
-    threads: set[threading.Thread] = set()
-    async with AsyncClient() as client:
-        engine = OnGpu(4096)
-        await client.measure_prefill(engine)
-        assert threads == {await on_engine(engine, threading.current_thread)}
-
-
 LEFT_ALONE = """
 import asyncio, threading, time, torch
 from kvabr.client.resources import in_thread
@@ -168,10 +152,3 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     yield monkeypatch
     monkeypatch.undo()
     decoder_threads.cache_clear()
-
-
-@pytest.mark.parametrize("wanted", ["0", "-2", "many", "1.5", "100000"])
-def test_a_number_of_threads_that_makes_no_sense_is_refused(threads: pytest.MonkeyPatch, wanted: str) -> None:
-    threads.setenv(VARIABLE, wanted)
-    with pytest.raises(UsageError, match="threads"):
-        decoder_threads()

@@ -31,16 +31,6 @@ class Plays:
 
 
 @virtual
-async def test_who_is_due_first_plays_first():
-    plays = Plays()
-    tasks = [plays.start(*play) for play in (("a", 10, 1), ("late", 30, 1), ("soon", 10, 1), ("sooner", 9, 1))]
-    waited = await asyncio.gather(*tasks)
-    assert plays.begun == ["a", "sooner", "soon", "late"]
-    assert waited == pytest.approx([0, 3, 2, 1])
-    assert plays.metrics.value("kvabr_client_plays_in_flight") == plays.metrics.value("kvabr_client_plays_waiting") == 0
-
-
-@virtual
 async def test_who_would_wait_too_long_is_told_in_time():
     plays = Plays()
     busy = plays.start("a", 10, 5)
@@ -82,20 +72,6 @@ async def test_who_leaves_the_queue_does_not_change_the_order_of_the_others():
     last = plays.start(35, 34.5, 1)  # a newcomer clears away those who left
     await asyncio.gather(first, last, *waiting, return_exceptions=True)
     assert plays.begun == ["first", 10, 30, 35, 40, 50, 60, 70]
-
-
-@virtual
-async def test_closing_tells_who_waits():
-    plays = Plays()
-    busy, waiting = plays.start("a", 10, 1), plays.start("b", 10, 1)
-    await asyncio.sleep(0)
-    plays.admission.close()
-    with pytest.raises(BusyError, match="closing"):
-        await waiting
-    with pytest.raises(BusyError, match="closing"):
-        await plays.one("c", 10, 1)
-    assert plays.metrics.value("kvabr_client_refused_total", reason="closed") == 2
-    await busy
 
 
 @given(st.integers(0, LEVELS - 1), st.integers(0, LEVELS - 1), st.integers(0, 255), st.integers(0, 255))

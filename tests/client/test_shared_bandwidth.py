@@ -130,23 +130,6 @@ async def test_samples_of_plays_that_take_turns_measure_the_link_and_not_more():
 
 
 @virtual
-async def test_a_play_that_waits_for_its_turn_knows_the_link_from_the_others():
-    link = link_of(connection())
-    with link.joined(fresh()) as urgent, link.joined(fresh()) as waiting:
-        urgent.first_byte(0.2)
-        now = await received(link, {urgent: 1e6}, 0.5, 0.0)
-        assert waiting.rate() == pytest.approx(1e6 / 2, rel=0.05)  # with it, there are two
-        assert waiting.lower_bound() > 0
-        assert waiting.ttfb() == 0.2
-        waiting.first_byte(0.9)  # most of it spent behind the other
-        assert waiting.ttfb() == 0.2
-        assert not waiting.heard
-        await received(link, {urgent: 3e6, waiting: 0.0}, 6.0, now)
-        assert waiting.rate() == pytest.approx(1.5e6, rel=0.05)
-        assert urgent.rate() == pytest.approx(1.5e6, rel=0.05)  # one that waits will want its share
-
-
-@virtual
 async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     priors = PeerHistory()
     long_ago = time.time() - 7200
@@ -158,26 +141,6 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     after = priors.of(Peered.peer)
     assert (after.rate, after.ttfb_s) == (before.rate, before.ttfb_s)
     assert after.weight == pytest.approx(before.weight, rel=0.01)
-
-
-class Moody(BUILTIN["ewma"]):
-    """Fails where it was not expected to be asked."""
-
-    def rate(self):
-        raise RuntimeError("not now")
-
-    def prime(self, prior):
-        raise RuntimeError("no news, please")
-
-
-@virtual
-async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
-    link = link_of(connection())
-    with link.joined(Moody()) as moody, link.joined(fresh()):
-        moody.sample(1e5, 0.1, 0.1)
-        assert moody.link_rate() == 0.0
-        with link.joined(fresh()) as third:
-            assert third.rate() == 0.0
 
 
 @virtual

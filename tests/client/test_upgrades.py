@@ -11,13 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr import Decision, Policy
 from kvabr.client.engine_hook import StepGate
 from kvabr.codec.fit import fit
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import predicted_loss, promised_loss
 from tests.client.playing import play
 from tests.client.virtual import Hang, virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -86,21 +85,6 @@ async def test_a_cache_in_use_gets_as_good_as_it_can(layered):
     async with layered(1e8) as fast:
         best = await play(fast, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"))
     assert torch.equal(played.kv, best.kv)
-
-
-@virtual
-async def test_a_mixed_cache_promises_less_than_its_groups_add_up_to(layered):
-    lines, groups = [], layered.catalog.groups
-    async with layered(1e6) as link:
-        played = await play(
-            link, TOKENS, deadline=2.0, spec=SPEC, policy=f"{__file__}:FineEnd", after=math.inf, log=lines.append
-        )
-        assert played.coverage == ("AC-L0",) * 2 + ("AC-L3",) * (groups - 2)
-        added = predicted_loss(played.catalog, played.coverage)
-        assert 0 < played.loss == promised_loss(played.catalog, played.coverage, added) < 0.9 * added
-        assert [line.loss for line in lines if line.name == "deliver"] == [played.loss] == [played.upgrades.loss]
-        played.upgrades.cancel()
-        await played.upgrades.wait()
 
 
 @virtual
@@ -192,18 +176,6 @@ class UpTo3(_UpTo):
     top = "AC-L3"
 
 
-class FineEnd(Policy):
-    """Brings the first two groups on AC-L0, and the others on AC-L3."""
-
-    def decide(self, view):
-        if (group := view.first_missing()) is not None:
-            return Decision.fetch(group, "AC-L0", "the base")
-        for group in view.settled:
-            if group >= 2 and (above := LAYERS.index(view.track_of[group]) + 1) < len(LAYERS):
-                return Decision.upgrade(group, LAYERS[above], "one more")
-        return Decision.wait("all there")
-
-
 @virtual
 async def test_an_engine_that_says_no_is_asked_again(layered):
     link, played = await begun(layered)
@@ -278,15 +250,6 @@ async def test_a_hook_that_lies_is_found_out(layered):
         played.upgrades.into(lambda *_: True)
         with pytest.raises(UsageError, match="did not write"):
             await played.upgrades.wait()
-
-
-@virtual
-async def test_it_ends_with_the_connection(layered):
-    link, played = await begun(layered)
-    async with link:
-        played.upgrades.into(StepGate())
-    await played.upgrades.wait()
-    assert played.upgrades.over
 
 
 @virtual
