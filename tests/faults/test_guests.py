@@ -15,8 +15,7 @@ import pytest
 from kvabr.moqt.codes import RequestCode, SessionCode
 from kvabr.moqt.events import Ready, Refused
 from kvabr.moqt.messages import RequestUpdate, SubscribeNamespace
-from kvabr.moqt.parameters import Parameters, SetupOptions
-from kvabr.moqt.session import MoqtSession
+from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
 from kvabr.server import server as quicserver
@@ -190,14 +189,6 @@ async def test_connections_without_end(root, tls, fingerprint):
             played = await play(guest, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC)
             assert right(played)
         await served.empty()
-
-
-def hold(end, draft, held):
-    session = MoqtSession(draft, client=True, options=SetupOptions())
-    session.start()
-    held.extend(session.take_commands())
-    session.start = lambda: None
-    return session
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)

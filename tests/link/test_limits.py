@@ -32,16 +32,6 @@ async def test_a_silent_publisher_on_a_path_that_answers():
     path.watch.close()
 
 
-async def test_a_silent_path_is_the_network():
-    path = Path(answers=False)
-    path.watch.asked(1)
-    await asyncio.wait_for(path.probed.wait(), 300)
-    assert path.watch.limit == "network"
-    path.watch.close()
-    path.watch.asked(1)  # nothing is armed any more
-    assert path.watch._timer is None
-
-
 class Clock:
     """Stands in for the module `time`: the clocks advance as a test says."""
 

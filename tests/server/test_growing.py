@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20
-from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, data, every, growing, serving
 
 pytestmark = pytest.mark.process
-
-
-async def test_watchers_hear_once_in_a_turn():
-    track, heard = GrowingBytes(), []
-    unwatch = track.watch(lambda: heard.append(track.groups))
-    track.append(b"x")
-    track.append(b"y")
-    assert heard == []
-    await asyncio.sleep(0)
-    assert heard == [2]
-    unwatch()
-    unwatch()
-    track.finish()
-    await asyncio.sleep(0)
-    assert heard == [2]
-    await track.reached(7)
 
 
 # ------------------------------------------------------------------ behind the edge

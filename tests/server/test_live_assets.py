@@ -25,6 +25,8 @@ from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
+from tests.server.relays import sent
+from tests.server.test_relay_live import chain
 from tests.store.test_live_folder import GROUPS, final, frame, live, publish
 
 socketed = pytest.mark.process
@@ -296,3 +298,74 @@ def make_final(path, begins):
                 writer.frame(group, track.name, data if (group, track) == (0, first) else frame(group, track.name))
         writer.commit(replace(made, tracks=(replace(first, bytes=sizes, digests=sums), *others)))
     return data
+
+
+def layered_news(group, names, key, rest_s=None):
+    data = {name: frame(group, name) for name in names}
+    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
+    return PublishedFrames(key, group, float(group), frames, rest_s)
+
+
+def publish_layers(writer, group, names, key, rest_s=None):
+    for name in names:
+        writer.frame(group, name, frame(group, name))
+    writer.tell(layered_news(group, names, key, rest_s))
+
+
+async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root):
+    key, source = new_key(), LiveAssets(root, QUIET)
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(live(key))
+        await source.look()
+        (asset,) = source.assets
+
+        def groups():
+            source.poll()
+            return asset.chunks, asset.levels["Int4"].groups, asset.levels["FP16"].groups
+
+        publish_layers(writer, 0, ["Int4"], key, 0.5)
+        assert groups() == (1, 1, 0)
+        publish_layers(writer, 1, ["Int4", "FP16"], key)
+        assert groups() == (2, 2, 0)
+        publish_layers(writer, 0, ["FP16"], key)
+        assert groups() == (2, 2, 2)
+        assert [level.has(0) for level in asset.levels.values()] == [True, True]
+        publish_layers(writer, 2, ["Int4"], key, 0.5)
+        assert groups() == (3, 3, 2)
+        assert [(one.group, sorted(one.frames)) for one in asset.news()] == [
+            (0, ["FP16", "Int4"]), (1, ["FP16", "Int4"]), (2, ["Int4"])
+        ]  # fmt: skip
+        writer.tell(LiveEnd(key))
+        assert groups() == (3, 3, 3)
+        assert not asset.levels["FP16"].has(2)
+        assert (asset.over, asset.edge.failure, asset.edge.groups) == (True, "", 5)
+
+
+@socketed
+@pytest.mark.parametrize("relays", [0, 1, 2])
+async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
+    key = new_key()
+    async with chain(root, tls, relays=relays) as (origin, server), decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            waiting = [player.ask("FP16", group) for group in range(GROUPS)]
+            for group in range(GROUPS):
+                publish_layers(writer, group, ["Int4"], key, 0.5)
+                assert (await player.news(group)).rest_s == 0.5
+                assert (await player.get("Int4", group)).data == frame(group, "Int4")
+            assert [player.answered(number) for number in waiting] == [None] * GROUPS
+            for group in reversed(range(1, GROUPS)):
+                publish_layers(writer, group, ["FP16"], key)
+                await player.news(2 * GROUPS - 1 - group)
+                assert player.answered(waiting[group]) is None
+            publish_layers(writer, 0, ["FP16"], key)
+            for group in range(GROUPS):
+                assert (await player.answer(waiting[group])).data == frame(group, "FP16")
+            writer.tell(LiveEnd(key))
+            assert await player.news(2 * GROUPS) == LiveEnd(key)
+            late = asyncio.ensure_future(player.get("FP16", 0))
+            assert (await late).data == frame(0, "FP16")
+        await until(lambda: origin.source.live.assets[0].over)
+        if relays:
+            assert [sent(origin)[name] for name in ("FP16", "Int4")] == [GROUPS, GROUPS]

@@ -110,26 +110,6 @@ def test_the_most_urgent_first_and_no_more_than_quic_can_use():
     assert order == [1, 3, 2]
 
 
-def test_a_change_of_priority_holds_from_the_next_piece_on():
-    quic = Quic()
-    box = quic.send_queue()
-    for number in (1, 2):
-        box.add(sending(number, Track(9 * MOST_AHEAD_BYTES), priority=number))
-    box.feed()
-    assert set(quic.streams) == {1001}
-    box.prioritise(2, 0)
-    box.prioritise(99, 0)
-    quic.queued = 0
-    box.feed()
-    assert len(quic.streams[1002]) > 0
-    begun = len(quic.streams[1001])
-    assert box.remove(2).request_id == 2
-    assert box.remove(2) is None
-    quic.queued = 0
-    box.feed()
-    assert len(quic.streams[1001]) > begun
-
-
 def test_what_breaks_does_not_hold_up_the_rest():
     quic = Quic()
     quic.dead = {1002}

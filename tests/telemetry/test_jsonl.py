@@ -9,10 +9,8 @@ from kvabr.telemetry.listener import MAX_PLAYS
 from kvabr.types.events import (
     CacheDelivered,
     DecisionMade,
-    FirstByteReceived,
     PlayEnded,
     PlayStarted,
-    RequestDone,
     RequestSent,
 )
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, progress, simulated
@@ -94,15 +92,6 @@ def test_what_is_asked_for_together_names_the_next():
     requests = [record for record in found if record["event"] == "request"]
     assert [record["cmcd"].get("nor") for record in requests] == ["Int4/4", None, None]
     assert [record["t"] for record in found] == sorted(record["t"] for record in found)
-
-
-def test_responses_tell_how_long_the_first_and_the_last_byte_took():
-    first = FirstByteReceived(0.55, 0)
-    done = RequestDone(0.7, 0, 3, "base", 1000)
-    found = records(START, decided(0.5, 0), asked(0.5, 0, 3), first, done, done)
-    assert [record["event"] for record in found] == ["start", "request", "done", "done", "ended"]
-    assert found[2]["cmcd"] == {"sid": "s1", "cid": "abcdef", "ttfb": 50, "ttlb": 200}
-    assert found[3]["cmcd"] == {"sid": "s1", "cid": "abcdef"}  # nobody asked for it
 
 
 def test_a_deadline_missed_is_a_starved_buffer_once():

@@ -53,12 +53,6 @@ def test_what_came_before_is_asked_for_and_need_not_be_had():
     assert Heard(replays=False).publish(5, 6).log == [5, 6]
 
 
-def test_a_gap_is_closed_by_a_replay():
-    heard = Heard().publish(0, 1, 4, 5)
-    assert (heard.log, heard.feed.wanted) == ([0, 1], 2)
-    assert heard.replay(2, 3, 4).publish(6).log == [0, 1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize(
     ("answers", "heard"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
-from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, encoded
+from kvabr.telemetry.kv_events.wire import encoded
 from kvabr.types.errors import UsageError
 from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
 from tests.toymodel import toy_asset, toy_passage
@@ -57,21 +57,6 @@ def test_readers_believe_what_is_there():
             assert store.llmd.place("m", prompt) == {"kvabr": len(prompt) // 4}
         begun = HASHES.numbers(trunk[:4])[0] in there
         assert store.llmd.place("m", [*trunk[:4], *range(5000, 5016)]) == ({"kvabr": 1} if begun else {})
-
-
-def test_long_prompts_come_in_parts_that_follow_each_other():
-    store = Store()
-    store.prompts["long"] = tuple(range(20_000))
-    store.look()
-    cleared, *parts = store.events
-    assert isinstance(cleared, KVBlocksCleared)
-    assert [len(part.token_ids) for part in parts] == [8192, 8192, 3616]
-    assert [part.parent_block_hash for part in parts] == [None, parts[0].block_hashes[-1], parts[1].block_hashes[-1]]
-    assert store.llmd.place("m", range(20_000)) == {"kvabr": 5000}
-    del store.prompts["long"]
-    store.look()
-    assert isinstance(store.events[-1], KVBlocksRemoved)
-    assert store.llmd.place("m", range(20_000)) == {}
 
 
 def test_what_is_not_told_is_counted_and_named_once():
