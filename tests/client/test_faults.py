@@ -117,20 +117,17 @@ def unknown_codec(catalog):
         (unknown_codec, "can be decoded here"),
     ],
 )
-def test_a_catalog_that_cannot_be_is_refused(origin, short, change, message):
-    @virtual
-    async def check():
-        async with origin() as link:
-            link.find = answering(short, change)(link.find)
-            with pytest.raises(PlayError, match=message):
-                await play(link, TOKENS, deadline=2.0, spec=SPEC)
-            played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
-            assert set(played.coverage) == {"recomputed"}
-            if "mixed" not in message:
-                with pytest.raises(FormatError, match=message):
-                    await play_asset(link, short.namespace, deadline=2.0)
-
-    check()
+@virtual
+async def test_a_catalog_that_cannot_be_is_refused(origin, short, change, message):
+    async with origin() as link:
+        link.find = answering(short, change)(link.find)
+        with pytest.raises(PlayError, match=message):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        assert set(played.coverage) == {"recomputed"}
+        if "mixed" not in message:
+            with pytest.raises(FormatError, match=message):
+                await play_asset(link, short.namespace, deadline=2.0)
 
 
 @virtual

@@ -33,26 +33,23 @@ def connection(root, **options):
 
 
 @pytest.mark.parametrize("groups", [3, 320, 321, pytest.param(1000, marks=pytest.mark.slow)])
-def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups):
+@virtual
+async def test_the_longest_prefix_is_found_in_two_round_trips_at_most(tmp_path, groups):
     dice = random.Random(groups)
     prompt = [dice.randrange(50_000) for _ in range(4 * groups + 3)]
     shares = sorted({1, groups // 3, groups - 1, dice.randrange(1, groups + 1)})
     for share in shares:
         assets.make_asset(tmp_path / f"shares-{share}", [*prompt[: 4 * share], *range(9)])
 
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            found = await find_prefix(link, prompt, SPEC)
-            assert found.catalog.groups == shares[-1]
-            assert found.catalog.tokens == 4 * shares[-1]
-            assert link.requests <= (1 if groups < 321 else 2)
-            other = await find_prefix(link, [*prompt[: 4 * shares[0]], 49_999, 49_998], SPEC)
-            assert other.catalog.groups == shares[0]
-            assert await find_prefix(link, [49_999, *prompt], SPEC) is None
-            assert await find_prefix(link, prompt, SPEC, salt=b"tenant") is None
-
-    check()
+    async with connection(tmp_path) as link:
+        found = await find_prefix(link, prompt, SPEC)
+        assert found.catalog.groups == shares[-1]
+        assert found.catalog.tokens == 4 * shares[-1]
+        assert link.requests <= (1 if groups < 321 else 2)
+        other = await find_prefix(link, [*prompt[: 4 * shares[0]], 49_999, 49_998], SPEC)
+        assert other.catalog.groups == shares[0]
+        assert await find_prefix(link, [49_999, *prompt], SPEC) is None
+        assert await find_prefix(link, prompt, SPEC, salt=b"tenant") is None
 
 
 @pytest.mark.parametrize("groups", [320, 400])
@@ -81,32 +78,26 @@ def test_of_growing_caches_too_the_one_is_found_that_shares_most(tmp_path, group
 
 
 @pytest.mark.parametrize("silent", [LIVE_TRACK, LIVE_PREFIX_TRACK])
-def test_a_complete_asset_is_found_although_live_lookups_get_no_answer(tmp_path, silent):
+@virtual
+async def test_a_complete_asset_is_found_although_live_lookups_get_no_answer(tmp_path, silent):
     """As at a relay that has it, and an origin behind the relay that is gone."""
     made = assets.make_asset(tmp_path / "made", range(12))
 
     def fault(ask):
         return Fault(stall_after=0) if ask.track.startswith(silent) else None
 
-    @virtual
-    async def check():
-        async with connection(tmp_path, faults=fault) as link, asyncio.timeout(60.0):
-            assert (await fetch_catalog(link, made.catalog.namespace, live=True)).catalog == made.catalog
-            assert (await find_prefix(link, range(12), SPEC, live=True)).catalog.tokens == 12
-
-    check()
+    async with connection(tmp_path, faults=fault) as link, asyncio.timeout(60.0):
+        assert (await fetch_catalog(link, made.catalog.namespace, live=True)).catalog == made.catalog
+        assert (await find_prefix(link, range(12), SPEC, live=True)).catalog.tokens == 12
 
 
-def test_a_cache_of_another_shape_is_foreign(tmp_path):
+@virtual
+async def test_a_cache_of_another_shape_is_foreign(tmp_path):
     assets.make_asset(tmp_path / "exact", range(10))
 
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            with pytest.raises(ForeignError, match="cannot be mixed"):
-                await find_prefix(link, range(10), SPEC.changed(layers=(0, 1)))
-
-    check()
+    async with connection(tmp_path) as link:
+        with pytest.raises(ForeignError, match="cannot be mixed"):
+            await find_prefix(link, range(10), SPEC.changed(layers=(0, 1)))
 
 
 @virtual
