@@ -39,7 +39,6 @@ class Order:
     """Of the engine."""
     policy: str | None = None
     """None: the default."""
-    patience: float = 1.0
     fresh: bool = False
     """Whether the play has a client of its own, which must connect first and keeps no groups."""
     own_tensor: bool = False

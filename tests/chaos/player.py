@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import hashlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -53,8 +51,6 @@ class Seat:
     folder: Path
     """For its caches; it outlives the process."""
     prompts: tuple[Prompt, ...]
-    profile: Path | None
-    """A codec profile that it has from before."""
     hang_s: float
     """A play that takes longer than this hangs."""
     log: Path
@@ -103,8 +99,6 @@ class _Course:
     outcome: Outcome = "error"
     begun_s: float = 0.0
     ended_s: float = 0.0
-    legs: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of calls before the play: of a lookup."""
     kv: torch.Tensor | None = None
     cache: CacheFacts | None = None
     later: CacheFacts | None = None
@@ -154,11 +148,6 @@ class _Plays:
 
     def _client(self, library: str) -> AsyncClient:
         folder = self._seat.folder / library
-        profiles = folder / "cache" / "profiles"
-        if self._seat.profile is not None and not profiles.exists():
-            profiles.mkdir(parents=True)
-            name = hashlib.sha256(self._seat.profile.read_bytes()).hexdigest()
-            shutil.copyfile(self._seat.profile, profiles / f"{name}.safetensors")
         limits = Limits(memory_bytes=1 << 18, disk=folder / "groups", disk_bytes=1 << 20)
         return self._new_client(library, limits, cache=folder / "cache")
 
@@ -198,20 +187,18 @@ class _Plays:
         if course.kv is not None and course.later is None:
             tracks = tuple(group.track for group in course.cache.groups)
             course.later = facts_of(course.kv, G, tracks, course.cache.catalog_sha256)
-        bound_s = order.deadline_s * order.patience
+        bound_s = order.deadline_s * (2 if order.how == "prefix" else 1)  # for each of two calls
         if order.engine is not None:
             bound_s += ENGINE_PATIENCE * COST.seconds(0, order.tokens)
         if course.outcome == "cancelled":
             bound_s = min(bound_s, order.cancel_s)
-        # Each call of a play has the same bound; the one that took longest counts.
-        begun_s, ended_s = max([*course.legs, (course.begun_s, course.ended_s)], key=lambda leg: leg[1] - leg[0])
         outcome, error = course.outcome, course.error
         if engine is not None and engine.misled:
             outcome, error = "crash", "the engine was asked for other tokens than those of the prompt"
         return Report(
             order.number,
             outcome,
-            ended_s - begun_s,
+            course.ended_s - course.begun_s,
             bound_s,
             cache=course.cache,
             later=course.later,
@@ -240,7 +227,7 @@ class _Plays:
         try:
             course.begun_s = time.monotonic()
             try:
-                got = await self._called(client, order, engine, course)
+                got = await self._called(client, order, engine)
             finally:
                 course.ended_s = time.monotonic()
         except IncompleteError as error:
@@ -255,7 +242,7 @@ class _Plays:
             await self._took(got, course)
 
     async def _called(
-        self, client: AsyncClient, order: Order, engine: KnownEngine | None, course: _Course
+        self, client: AsyncClient, order: Order, engine: KnownEngine | None
     ) -> Played | PlayedPrefix | NothingCached:
         prompt = self._seat.prompts[order.prompt]
         tokens = prompt.tokens[: order.tokens]
@@ -266,12 +253,7 @@ class _Plays:
                 engine=engine,
             )  # fmt: skip
         if order.how == "prefix":
-            try:
-                found = await client.find(tokens, model=SPEC, within_s=order.deadline_s)
-            finally:
-                now = time.monotonic()
-                course.legs.append((course.begun_s, now))
-                course.begun_s = now
+            found = await client.find(tokens, model=SPEC, within_s=order.deadline_s)
             if found is None:
                 return NothingCached(SPEC, 0.0)
             return await client.play_prefix(found, deadline=order.deadline_s, cost=COST, options=options)
@@ -280,7 +262,7 @@ class _Plays:
 
     @staticmethod
     def _options(order: Order) -> PlayOptions:
-        options = PlayOptions(prefill_cost=COST, patience=order.patience)
+        options = PlayOptions(prefill_cost=COST)
         if order.policy is not None:
             options = replace(options, policy=order.policy)
         if order.how == "upgrades":

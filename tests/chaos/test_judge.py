@@ -140,7 +140,7 @@ def test_a_play_that_does_not_end_is_noticed(library, tmp_path):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
         deaf.bind(("127.0.0.1", 0))
         url = f"moqt://127.0.0.1:{deaf.getsockname()[1]}/"
-        seat = Seat(url, "token", "0" * 64, tmp_path, library.prompts, None, 0.2, tmp_path / "log")
+        seat = Seat(url, "token", "0" * 64, tmp_path, library.prompts, 0.2, tmp_path / "log")
         with Player(seat) as player:
             player.begin(7, 0.0, [replace(ORDER, deadline_s=3600.0)])
             assert Player.ready([player], 300.0) == [player]

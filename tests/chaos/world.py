@@ -115,7 +115,7 @@ class World:
         folder = self.disk("player") / str(number)
         seat = Seat(
             f"moqt://{host}:{port}/", PLAYER_TOKEN, self.fingerprint, folder, self.published.prompts,
-            None if number else self.published.profile, self._hang_s, self.folder / f"player-{number}.log",
+            self._hang_s, self.folder / f"player-{number}.log",
         )  # fmt: skip
         return Player(seat)
 
