@@ -137,16 +137,6 @@ def batches(monkeypatch):
     return sizes
 
 
-async def test_what_has_arrived_is_decoded_together(origin, batches):
-    async with (
-        origin(rate=1e9) as link,
-        AsyncClient(link, model=SPEC, options=PlayOptions(policy="fixed:FP16")) as client,
-    ):
-        played = await client.play(TOKENS, deadline=120.0)
-    assert close(played.kv, error=1e-5)
-    assert (len(batches), sum(batches)) == (2, 5)
-
-
 async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
     asked = []
 
@@ -161,3 +151,4 @@ async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
         played = await client.play(TOKENS, deadline=120.0)
     assert close(played.kv, error=1e-5)
     assert [damage[0] for damage in played.record.damaged] == [2]
+    assert max(batches) > 1

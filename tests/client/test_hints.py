@@ -12,7 +12,6 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher
-from kvabr.store.group_store import FolderGroupStore
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
 from tests.client.served import LIMIT_S, Served
@@ -92,21 +91,6 @@ def test_what_was_asked_for_first_is_kept_no_longer_beyond_half():
     assert lru.kept_bytes == 3
     lru.clear()
     assert lru.kept_bytes == 0
-
-
-async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path):
-    store = FolderGroupStore(tmp_path / "groups", 1000)
-    digests = [f"{number:064x}" for number in range(2)]
-    for digest in digests:
-        await store.put(digest, memoryview(bytes(500)))
-    with store._lock:  # as its thread holds it
-        keeping = asyncio.create_task(asyncio.to_thread(store.keep, digests[:1], 1e18))
-        done, _ = await asyncio.wait({keeping}, timeout=0.05)
-        assert not done
-    await keeping
-    await store.put(f"{2:064x}", memoryview(bytes(500)))
-    assert store.present(digests) == {digests[0]}
-    await store.close()
 
 
 @pytest.mark.process

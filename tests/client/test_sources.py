@@ -214,23 +214,6 @@ async def test_the_death_of_a_source_leaves_no_hole(origin, long, how):
 
 
 @virtual
-@pytest.mark.parametrize("rtt_s", [0.3, 0.5, 1.0])
-async def test_a_dead_source_is_not_tried_with_what_the_other_is_about_to_bring(origin, long, rtt_s):
-    """A group that is asked for again before the first byte can be there never comes."""
-    size = long.track("FP16").total_bytes
-    far, near = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((1, rtt_s), (3, 0.02)))
-    async with far, near, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
-
-        def kill():
-            near.path.rate = 1e-3
-
-        asyncio.get_running_loop().call_later(0.4 + 3 * rtt_s, kill)
-        played = await client.play(LONG, deadline=12.0, peer=[far, near])
-    assert None not in played.coverage
-    assert close(played.kv, LONG)
-
-
-@virtual
 async def test_what_was_found_is_played_although_another_source_is_silent(origin):
     """Also where the deadline is near, and where nothing is cached there."""
     near, silent = origin(rtt_s=0.01), origin(rtt_s=100.0, folder="long")
