@@ -170,6 +170,7 @@ async def test_too_many_plays_wait_or_are_refused(origin, short):
     assert one.ttft_s < two.ttft_s
     assert two.lookup_s > one.ttft_s  # what it waited counts
     assert client.metrics.value("kvabr_client_plays_total", result="refused") == 1
+    assert client.metrics.value("kvabr_client_refused_total", reason="full") == 1
 
 
 @virtual

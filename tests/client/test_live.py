@@ -114,7 +114,7 @@ def endless(tmp_path_factory):
     spec = replace(SPEC, group_tokens=2)
     made, folder = prompt(660), tmp_path_factory.mktemp("endless") / "asset"
     with FolderAssetWriter(folder) as writer:
-        writer.commit(publish(ToyModel(spec), made, ("Int8", "Int4"), None, writer, time_engine=False))
+        writer.commit(publish(ToyModel(spec), made, ("Int4",), None, writer, time_engine=False))
     return FolderAsset.open(folder)
 
 

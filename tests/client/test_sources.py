@@ -214,6 +214,13 @@ async def test_the_death_of_a_source_leaves_no_hole(origin, long, how):
 
 
 @virtual
+async def test_a_far_source_has_the_time_to_say_what_it_has(origin):
+    near, far = origin(rtt_s=0.01), origin(rtt_s=0.3, folder="long")
+    async with near, far, AsyncClient() as client:
+        assert (await client.play(LONG, deadline=5.0, peer=[near, far])).tokens == len(LONG)
+
+
+@virtual
 async def test_what_was_found_is_played_although_another_source_is_silent(origin):
     """Also where the deadline is near, and where nothing is cached there."""
     near, silent = origin(rtt_s=0.01), origin(rtt_s=100.0, folder="long")
