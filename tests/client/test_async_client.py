@@ -21,7 +21,7 @@ from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import BusyError, PlayError, UsageError
+from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -332,6 +332,18 @@ def sharing(link):
 
 def joining(shared):
     return PlayConnection(shared, lambda _, priority: priority)
+
+
+@virtual
+async def test_closing_tells_the_readers(origin, short):
+    async with origin(rate=100.0) as link:
+        shared = sharing(link)
+        async with joining(shared) as play:
+            reading = asyncio.create_task(read_all(play.fetch(short.namespace, "Int8", 0, limit=10_000)))
+            await asyncio.sleep(5)
+            await shared.close()
+            with pytest.raises(ConnectionLostError, match="closed"):
+                await reading
 
 
 @virtual

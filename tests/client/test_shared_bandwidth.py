@@ -130,6 +130,16 @@ async def test_samples_of_plays_that_take_turns_measure_the_link_and_not_more():
 
 
 @virtual
+async def test_what_was_received_long_ago_is_forgotten():
+    link = link_of(connection())
+    for _ in range(40_000):
+        await asyncio.sleep(0.002)
+        link.received(2000)
+    assert link.bytes_within(1.0) == pytest.approx(1e6, rel=0.01)
+    assert link.bytes_within(1e6) <= 32_768 * 2000
+
+
+@virtual
 async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     priors = PeerHistory()
     long_ago = time.time() - 7200
@@ -141,6 +151,26 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     after = priors.of(Peered.peer)
     assert (after.rate, after.ttfb_s) == (before.rate, before.ttfb_s)
     assert after.weight == pytest.approx(before.weight, rel=0.01)
+
+
+class Moody(BUILTIN["ewma"]):
+    """Fails where it was not expected to be asked."""
+
+    def rate(self):
+        raise RuntimeError("not now")
+
+    def prime(self, prior):
+        raise RuntimeError("no news, please")
+
+
+@virtual
+async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
+    link = link_of(connection())
+    with link.joined(Moody()) as moody, link.joined(fresh()):
+        moody.sample(1e5, 0.1, 0.1)
+        assert moody.link_rate() == 0.0
+        with link.joined(fresh()) as third:
+            assert third.rate() == 0.0
 
 
 @virtual

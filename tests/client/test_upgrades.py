@@ -253,6 +253,15 @@ async def test_a_hook_that_lies_is_found_out(layered):
 
 
 @virtual
+async def test_it_ends_with_the_connection(layered):
+    link, played = await begun(layered)
+    async with link:
+        played.upgrades.into(StepGate())
+    await played.upgrades.wait()
+    assert played.upgrades.over
+
+
+@virtual
 async def test_a_corrupt_upgrade_changes_nothing(layered):
     bad = lambda ask: Fault(corrupt_at=40) if ask.track == "AC-L2" else None  # noqa: E731
     link, played = await begun(layered, faults=bad)
