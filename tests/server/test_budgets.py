@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvabr.server import limits
-from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets
+from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import LevelPublication, Publication
@@ -194,3 +194,11 @@ def test_no_more_files_than_the_process_may_open(monkeypatch):
     assert ServerLimits().open_files == 8
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
     assert ServerLimits().open_files == 4096
+
+
+def test_addresses_of_one_site():
+    assert site_of("192.0.2.7") == "192.0.2.7"
+    assert site_of("::ffff:192.0.2.7") == "192.0.2.7"
+    assert site_of("2001:db8:1:2:3::4") == site_of("2001:db8:1:2::") != site_of("2001:db8:1:3::")
+    assert site_of("fe80::1%eth0") == site_of("fe80::2%eth1")
+    assert site_of("no address") == "no address"

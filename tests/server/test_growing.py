@@ -6,10 +6,12 @@ import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
+from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20
+from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until
-from tests.server.tracks import LONG_MS, data, every, growing, serving
+from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
 
 pytestmark = pytest.mark.process
 
@@ -104,3 +106,31 @@ async def test_a_range_that_depends_on_the_largest_object(tls):
         number = served.fetch((0, 0), (0, 0), filter=Filter(groups_back=2))
         await served.soon(Ended)
         assert list(served.groups(number)) == [3, 4]
+
+
+async def test_a_track_that_has_ended():
+    track = GrowingBytes()
+    with pytest.raises(ValueError, match="got -1"):
+        track.grow(-1)
+    track.append(b"x")
+    track.finish("why")
+    track.finish("another reason")
+    assert (track.growing, track.failure, track.groups) == (False, "why", 1)
+    with pytest.raises(ValueError, match="has ended"):
+        track.append(b"y")
+    with pytest.raises(IndexError, match="1 group so far"):
+        track.open(1)
+
+
+async def test_the_state_of_a_growing_track(tls):
+    async with serving(tls) as served:
+        growing(served)
+        channel = served.end.session._channel
+        stream = channel.open_bidi()
+        channel.write(stream, TrackStatus(channel.take_id(), SPACE.fields(), b"live"), fin=True)
+        served.end.settle_and_send()
+        growing(served, data(0), track="later")
+        number = served.subscribe("later")
+        await served.soon(Answered)
+        assert served.told(Answered)[0].request_id == number
+        assert not served.end.over.done()

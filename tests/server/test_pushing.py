@@ -172,3 +172,33 @@ async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
         growing(served, data(0), track="other")
         served.subscribe("other")
         await served.soon(Answered, count=2)
+
+
+async def test_a_group_that_cannot_be_read(tls):
+    """It ends the subscription, with a reason."""
+    async with serving(tls) as served:
+        track = growing(served, kind=Wide)
+        number = served.subscribe()
+        await served.soon(Answered)
+        track.append(data(0))
+        await served.soon(Ended)
+        track.broken = 1
+        track.append(data(1))
+        (ending,) = await served.soon(SubscriptionEnding)
+        assert ending.message.code == PublishDoneCode.INTERNAL_ERROR
+        assert ending.message.reason == "group 1 cannot be read"
+        assert sorted(served.groups(number)) == [0]
+        await until(lambda: served.requests == 0)
+
+
+async def test_what_may_no_longer_be_read(tls):
+    async with serving(tls) as served:
+        growing(served)
+        served.subscribe()
+        await served.soon(Answered)
+        served.source.readable = False
+        (peer,) = served.server.peers
+        peer.reconsider(0.0)
+        await served.soon(Refused)
+        await until(lambda: served.requests == 0)
+        assert not served.end.over.done()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
@@ -153,3 +154,13 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+async def test_a_hangup_reads_everything_again(tmp_path, said):
+    path = tmp_path / "tokens"
+    path.write_text("one")
+    load, files = Loads(path), Reloads(structlog.get_logger(), every_s=LONG_S)
+    files.add("tokens", [path], load)
+    async with files:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: load.loaded == ["one"])

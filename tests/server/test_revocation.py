@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kvabr.link.moqt.connect import connect
+from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
 from kvabr.transfer.interface import read_all
@@ -339,3 +341,12 @@ async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_serv
             error = await gone(waiting)
             assert isinstance(error, ConnectionLostError) or error.reason == Reason.AWAY
             assert len(log) == 0
+
+
+async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
+    grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
+    async with origin(asset.path, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
+        assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+        later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
+        monkeypatch.setattr(server_module, "time", later)
+        await until(lambda: connection.closed)

@@ -11,7 +11,9 @@ from kvabr.types.events import (
     DecisionMade,
     PlayEnded,
     PlayStarted,
+    RecomputeStarted,
     RequestSent,
+    SampleLimited,
 )
 from tests.telemetry.plays import DEADLINE_S, GROUPS, OFFER, progress, simulated
 
@@ -131,3 +133,17 @@ def test_plays_whose_end_is_never_heard_are_forgotten(tmp_path):
             play.__enter__()(progress(0.0))
         telemetry.flush()
         assert len(listener._plays) == MAX_PLAYS
+
+
+def test_what_the_engine_was_left_is_told_and_what_was_decided_in_between_is_not():
+    found = records(
+        START,
+        decided(0.1, None, "wait"),
+        decided(0.2, None, "plan", reason="the link is dead"),
+        SampleLimited(0.3, "cpu", 1.0, fed=False),
+        RecomputeStarted(0.3, 0, 2),
+        progress(0.4),
+    )
+    assert [record["event"] for record in found] == ["start", "decision", "recompute_start", "progress", "ended"]
+    assert found[1]["reason"] == "the link is dead"
+    assert (found[3]["received"], found[3]["cmcd"]["mtp"], found[3]["cmcd"]["bl"]) == (7, 800, 300)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvabr.telemetry import OpenTelemetry, Telemetry, otel
+from kvabr.types.errors import UsageError
 from kvabr.types.events import GroupsPublished, PlayGaveUp, RequestCancelled, RequestDone, RequestFailed, RequestSent
 from tests.telemetry.plays import GROUPS, OFFER, broken, simulated
 
@@ -119,3 +120,22 @@ def test_a_live_play_of_a_million_tokens_has_events_up_to_a_bound(tracing):
     assert play.attributes["kvabr.events_left_out"] == 8192 - 100
     assert play.events[-1].name == "kvabr.gave_up"
     assert sum(len(span.to_json(indent=None)) for span in exporter.get_finished_spans()) < 2_500_000
+
+
+def test_prefill_is_a_span(tracing):
+    provider, exporter = tracing
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
+    computed = spans(exporter)["kvabr.recompute"]
+    ends = [line for line in lines if line.name == "recompute_done"]
+    assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
+        (line.first, line.last) for line in ends
+    ]
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(UsageError, match=r"'\.\[otel\]'"):
+        OpenTelemetry()

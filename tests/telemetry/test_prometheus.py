@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvabr.server.metrics import Metrics
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.prometheus import MAX_LABEL_VALUES, ScrapeServer
+from kvabr.types.errors import TransportError
+from kvabr.types.naming import prefix_track
 
 
 def samples(text):
@@ -122,3 +124,29 @@ def test_connections_are_bounded(monkeypatch):
             pass  # until the place is free
         for one in held:
             one.close()
+
+
+def test_names_of_lookups_are_not_shown():
+    metrics = Metrics()
+    metrics.group_sent(prefix_track(["a" * 64, "b" * 64]))
+    metrics.group_sent(prefix_track(["a" * 64]))
+    metrics.group_sent("prefix")
+    assert "prefix." not in metrics.expose()
+    assert metrics.value("kvabr_groups_sent_total", track="lookup") == 2
+
+
+def test_health_says_when_it_drains():
+    metrics = Metrics()
+    with ScrapeServer(metrics, "127.0.0.1", 0, healthy=lambda: not metrics.value("kvabr_draining")) as server:
+        assert b"200 OK" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+        metrics.draining.set(1)
+        assert b"503 Service Unavailable" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+
+
+def test_a_port_in_use():
+    with (
+        ScrapeServer(Metrics(), "127.0.0.1", 0) as server,
+        pytest.raises(TransportError, match=r"in use.*--metrics"),
+        ScrapeServer(Metrics(), *server.address),
+    ):
+        pass
