@@ -20,8 +20,10 @@ from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
 from kvabr.server import server as quicserver
 from kvabr.server.peer import Peer
+from kvabr.store.asset import Asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, TransportError
+from kvabr.types.naming import CATALOG_TRACK
 from tests.client.playing import play
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 from tests.faults.rude import rude_client
@@ -299,3 +301,17 @@ async def test_more_connections_than_can_be_told_so(root, tls, fingerprint, libr
         await until(lambda: not served.server.peers)
         await others_are_served(served)
         await served.empty()
+
+
+async def test_a_mistake_of_ours_beside_the_event_loop(root, tls, fingerprint, catalog, monkeypatch, caplog):
+    def catalog_data(asset):
+        raise ZeroDivisionError(asset)
+
+    monkeypatch.setattr(Asset, "catalog_bytes", catalog_data)
+    async with serving(root, tls, fingerprint) as served:
+        async with served.connect() as connection:
+            with pytest.raises(ConnectionLostError, match="internal error"):
+                await read_all(connection.fetch(catalog.namespace, CATALOG_TRACK, limit=1 << 20))
+            assert await read_all(connection.fetch(catalog.namespace, "Int4", limit=1 << 20))
+        await served.empty()
+    assert "ZeroDivisionError" in caplog.text

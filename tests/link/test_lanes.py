@@ -13,6 +13,7 @@ from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.lanes import LanesConnection
+from kvabr.types.errors import UsageError
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 from tests.link.test_tcp import served
@@ -94,3 +95,9 @@ async def test_lanes_of_a_client(asset, tls):
             assert [len(await read_all(one)) for one in readers] == list(sizes)
             assert min(lane.stats().bytes_received for lane in connection._lanes) > 0
             assert connection.stats().bytes_received == sum(sizes)
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 17])
+def test_lanes_that_make_no_sense_are_refused(lanes):
+    with pytest.raises(UsageError, match="lanes; give 1 to 16"):
+        connect("moqt://localhost/", lanes=lanes)

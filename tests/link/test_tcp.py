@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import structlog
@@ -28,7 +29,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.work import decoders
-from kvabr.types.errors import TransportError
+from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
 from tests.qmux.ends import begun, record, stream
 
@@ -348,3 +349,27 @@ async def test_a_closed_port_is_named_before_all_time_is_over():
         async with connect(f"moqt://127.0.0.1:{port}/", insecure=True, timeout_s=LIMIT_S):
             pass
     assert asyncio.get_running_loop().time() - begun_s < LIMIT_S / 2
+
+
+async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, monkeypatch):
+    """As while Python ends: a thread of the pool that is there already may still take what it was given."""
+    none, one = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    none.shutdown()
+
+    class Exhausted:
+        def submit(self, *work):
+            one.submit(*work)
+            raise RuntimeError("can't start new thread")
+
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        for pool in (none, Exhausted()):
+            monkeypatch.setattr(transport, "_readers", lambda pool=pool: pool)
+            downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
+            for number, download in enumerate(downloads):
+                assert await read_all(download) == asset.frame(number, "FP16")
+    one.shutdown()
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(UsageError, match="unknown transport"):
+        connect("moqt://localhost/", transport="sctp")

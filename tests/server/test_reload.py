@@ -17,9 +17,13 @@ import structlog.testing
 from kvabr.link.moqt.connect import dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
+from kvabr.server.limits import ServerLimits
+from kvabr.server.metrics import Metrics
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.reload import Reloads
-from kvabr.types.errors import UsageError
-from tests.server.relays import LONG_S, until
+from kvabr.server.server import Server
+from kvabr.types.errors import TransportError, UsageError
+from tests.server.relays import LOG, LONG_S, until
 
 
 @pytest.fixture
@@ -164,3 +168,36 @@ async def test_a_hangup_reads_everything_again(tmp_path, said):
     async with files:
         os.kill(os.getpid(), signal.SIGHUP)
         await until(lambda: load.loaded == ["one"])
+
+
+@pytest.mark.process
+async def test_a_new_certificate_is_for_new_connections(tmp_path):
+    tls = ServerTls(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    def write():
+        for path, data in zip((tls.certfile, tls.keyfile), make(), strict=True):
+            path.write_bytes(data)
+        return check(tls).fingerprint
+
+    (tmp_path / "assets").mkdir()
+    first = write()
+    library_of_assets = PublishedAssets(tmp_path / "assets")
+    server = Server(library_of_assets, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+    async with server:
+
+        async def dialled(fingerprint):
+            return await dial(DialOptions("localhost", server.address[1], fingerprint=fingerprint, timeout_s=LONG_S))
+
+        async with await dialled(first) as old:
+            second = write()
+            server.renew_certificates()
+            async with await dialled(second):
+                pass
+            with pytest.raises(TransportError, match="fingerprint"):
+                await dialled(first)
+            tls.keyfile.write_text("garbage")
+            with pytest.raises(TransportError, match="not a certificate and its key"):
+                server.renew_certificates()
+            async with await dialled(second):
+                pass
+            assert not old.closed

@@ -12,6 +12,7 @@ from kvabr.types.events import (
     PlayEnded,
     PlayStarted,
     RecomputeStarted,
+    RequestFailed,
     RequestSent,
     SampleLimited,
 )
@@ -147,3 +148,9 @@ def test_what_the_engine_was_left_is_told_and_what_was_decided_in_between_is_not
     assert [record["event"] for record in found] == ["start", "decision", "recompute_start", "progress", "ended"]
     assert found[1]["reason"] == "the link is dead"
     assert (found[3]["received"], found[3]["cmcd"]["mtp"], found[3]["cmcd"]["bl"]) == (7, 800, 300)
+
+
+def test_lines_that_come_without_a_beginning_are_taken_as_they_are():
+    found = records(asked(0.5, 0, 3), RequestFailed(0.6, 7, 0, "base", 3, "reset"))
+    assert found[0]["cmcd"] == {"sid": "s1", "st": "v", "sf": "o", "ot": "o"}
+    assert found[1]["reason"] == "reset"

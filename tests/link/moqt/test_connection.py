@@ -361,3 +361,15 @@ async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset,
         for group in range(3):
             assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=FRAME + 8))
         assert lost
+
+
+@pytest.mark.parametrize("ours", EITHER)
+async def test_more_requests_than_streams_wait_their_turn(asset, tls, ours):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, ours) as (_, connection):
+        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * MAX_IN_FLIGHT)]
+        many[-1].prioritise(0)
+        waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
+        waiting.cancel()
+        assert {len(data) for data in await asyncio.gather(*map(read_all, many))} == {len(asset.catalog.dumps())}
+        assert many[-1].stats.done_s < many[-2].stats.done_s
