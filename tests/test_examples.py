@@ -58,14 +58,6 @@ def test_play(served, prompt_file, tmp_path):
     assert "70 of 70 tokens" in run("play", served.url, prompt_file, served.fingerprint, folder=tmp_path)
 
 
-@pytest.mark.process
-def test_the_prompt_of_an_asset_is_taken_as_fetch_takes_it(served, tmp_path):
-    path = tmp_path / "prompt.json"
-    path.write_text(json.dumps({"format": "kvabr-prompt/1", "tokens": prompt(70).tokens}))
-    assert "70 of 70 tokens" in run("play", served.url, path, served.fingerprint, folder=tmp_path)
-    assert "fetch group 0" in run("telemetry", served.url, path, served.fingerprint, folder=tmp_path)
-
-
 @pytest.mark.parametrize("name", ["play", "relay", "telemetry", "two_engines"])
 def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -88,14 +80,6 @@ def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, s
         origin.close()
     assert f"group {lost} failed on every track" in said
     assert re.search(says, said)  # the second group may be on its way when the third is given up
-
-
-@pytest.mark.process
-def test_telemetry(served, prompt_file, tmp_path):
-    out = run("telemetry", served.url, prompt_file, served.fingerprint, folder=tmp_path)
-    assert "fetch group 0" in out
-    assert "kvabr_plays_total" in out
-    assert [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
 
 
 def test_own_policy(tmp_path):

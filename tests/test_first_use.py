@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvabr.cli import display, encode, options
+from kvabr.cli import display, options
 from kvabr.cli.main import main
-from kvabr.codec.threads import decoder_threads
 from kvabr.data import default_catalog
-from kvabr.publish import encoder as publishing
 from kvabr.replay import run
 from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
@@ -96,15 +94,6 @@ def test_the_demo_and_its_page_agree(capsys, tmp_path):
     assert f"{said} exact one after {fp16} s. The expected loss was {nats(mine['loss_mean'])} nats per token." in home
 
 
-def test_loss_and_kl_are_told_apart(capsys, tmp_path):
-    (tmp_path / "catalog.json").write_text(default_catalog().dumps())
-    assert main(["inspect", str(tmp_path / "catalog.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "loss: the mean of the KL over the first 8, 32 and all measured tokens" in shown
-    assert "KL: of the exact cache and this one, over all those tokens" in shown
-    assert "split over groups in proportion" not in shown
-
-
 @pytest.mark.slow
 def test_a_demo_that_no_link_can_win_says_so(capsys, tmp_path):
     assert main(["demo", "--html", str(tmp_path / "page.html"), "--deadline", "0.0001"]) == 0
@@ -127,22 +116,6 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
     assert "nonsense" in out
     assert "fix: unset KVABR_CODER" in out
     assert re.search(r"1 of \d+ checks failed; \d+ optional parts? missing\.$", out)
-
-
-def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch):
-    monkeypatch.setenv("KVABR_DECODER_THREADS", "several")
-    decoder_threads.cache_clear()
-    try:
-        assert main(["doctor"]) == 1
-    finally:
-        decoder_threads.cache_clear()
-    assert "unset KVABR_DECODER_THREADS" in " ".join(capsys.readouterr().out.split())
-
-
-def test_doctor_names_extras_in_full(capsys, monkeypatch):
-    monkeypatch.setattr("kvabr.link.quic.backend.installed_libraries", lambda _: ("aioquic",))
-    main(["doctor"])
-    assert "add: pip install -c constraints.txt '.[fast]'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.process
@@ -189,39 +162,6 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     assert all(each in first for each in (f"{numbers[1]} s", f"{numbers[2]} %", f"{numbers[3]} nats"))
 
 
-def test_less_than_a_second_left_is_not_said(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({}) as bar:
-        for done in (0, 99, 100):
-            now[0] += 12.0
-            bar("work", done, 100)
-    assert "0 s left" not in capsys.readouterr().err
-
-
-def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({"prefill": "prefill (tokens)"}) as bar:
-        for done in (512, 1024):
-            now[0] += 11.0
-            bar("prefill", done, 2048)
-    assert capsys.readouterr().err.splitlines() == [
-        "prefill (tokens): 512 of 2048",
-        "prefill (tokens): 1024 of 2048, about 22 s left",
-    ]
-
-
-def test_what_an_earlier_run_has_done_does_not_shorten_the_time_left(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({}) as bar:
-        for done in range(1, 301):
-            now[0] += 0.001 if done <= 200 else 10.0
-            bar("loss", done, 400)
-    assert capsys.readouterr().err.splitlines()[-1] == "loss: 300 of 400, about 1000 s left"
-
-
 def test_a_terminal_shows_the_time_left_of_a_stage(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
@@ -266,28 +206,6 @@ def test_numbered_stages_say_a_line_each_and_how_long_all_of_them_take(capsys, m
     ]
 
 
-def test_what_comes_before_numbered_stages_does_not_count_for_the_time_left(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({"encode": "encoding groups"}, shares={"encode": 1}) as bar:
-        for stage, done in (("contexts", 1), ("encode", 1)):
-            now[0] += 30.0
-            bar(stage, done, 2)
-    assert capsys.readouterr().err.splitlines()[-1] == "step 1 of 1: encoding groups: 1 of 2, about 30 s left"
-
-
-def test_short_work_in_numbered_stages_says_nothing(capsys):
-    with display.StageBar({}, shares={"one": 1, "two": 1}) as bar:
-        bar("one", 1, 1)
-        bar("two", 1, 1)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_command_that_encodes_knows_the_share_of_every_stage():
-    assert tuple(encode.SHARES) == tuple(encode.STAGES) == publishing.STAGES
-    assert set(encode.QUICK_SHARES) < set(encode.SHARES)
-
-
 _SPINS = """
 import os, sys
 from kvabr.cli.main import main
@@ -325,10 +243,3 @@ def test_a_wait_is_told_once_unless_it_changes(monkeypatch):
         while "counting ...\n" not in screen.getvalue():
             time.sleep(0.001)
     assert screen.getvalue() == "loading ...\ncounting ...\n"
-
-
-def test_a_short_wait_is_not_told(monkeypatch, capsys):
-    monkeypatch.setattr(display, "_FIRST_S", 300.0)
-    with display.waiting("quick"):
-        pass
-    assert "quick" not in capsys.readouterr().err

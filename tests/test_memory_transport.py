@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from kvabr.codec.container import slices
 from kvabr.moqt.codes import reason_of
-from kvabr.server.publication import BytesPublication, Publication
+from kvabr.server.publication import BytesPublication
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
+from kvabr.types.errors import ConnectionLostError, Reason, RequestError
 from kvabr.types.naming import TrackNamespace
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -19,23 +18,10 @@ SPACE = TrackNamespace("test/model", "ab" * 32)
 DATA = bytes(range(256)) * 400
 
 
-class Broken(Publication):
-    groups = 1
-
-    def size(self, group):
-        return 1
-
-    def objects(self, group):
-        return slices(0, 1)
-
-    def open(self, group, priority=128, on_more=None):
-        raise AssetError("the disk is gone")
-
-
 def find(namespace, track):
     if namespace != SPACE:
         return None
-    return {"data": BytesPublication(DATA), "none": BytesPublication(b""), "broken": Broken()}.get(track)
+    return {"data": BytesPublication(DATA), "none": BytesPublication(b"")}.get(track)
 
 
 def connection(path=None, fault=None, **options):
@@ -53,27 +39,6 @@ async def timed(download):
 
 
 @virtual
-async def test_everything_comes_and_the_books_balance():
-    async with connection() as link:
-        download = ask(link)
-        assert await read_all(download) == DATA
-        assert await download.read() == b""
-        assert download.stats.received == len(DATA) == link.stats().bytes_received
-        assert download.stats.requested_s <= download.stats.first_byte_s <= download.stats.done_s
-        assert await read_all(ask(link, "none")) == b""
-        assert link.downloads == 0
-    assert link.closed
-
-
-@virtual
-async def test_rate_and_round_trip():
-    async with connection(MemoryLink(rate=1e6, rtt_s=0.05)) as link:
-        data, seconds = await timed(ask(link))
-        assert data == DATA
-        assert seconds == pytest.approx(0.05 + len(DATA) / 1e6, rel=1e-3)
-
-
-@virtual
 async def test_the_link_is_shared_by_priority_and_equals_take_turns():
     async with connection(MemoryLink(rate=4e6)) as link:
         late, early, other = ask(link, priority=200), ask(link, priority=3), ask(link, priority=3)
@@ -87,58 +52,6 @@ async def test_the_link_is_shared_by_priority_and_equals_take_turns():
         assert [name for name, _ in ended] == ["early", "other", "late"]
         assert ended[1][1] <= 16 << 10  # it had the link for a moment before the others had asked
         assert other.stats.first_byte_s < early.stats.done_s
-
-
-@virtual
-async def test_priority_can_be_changed():
-    async with connection(MemoryLink(rate=4e6)) as link:
-        first, second = ask(link, priority=1), ask(link, priority=2)
-        await first.read()
-        second.prioritise(0)
-        await asyncio.gather(read_all(first), read_all(second))
-        assert second.stats.done_s < first.stats.done_s
-
-
-@virtual
-async def test_cancel_leaves_nothing_and_frees_the_link():
-    async with connection(MemoryLink(rate=1e5)) as link:
-        downloads = [ask(link) for _ in range(3)]
-        reader = asyncio.create_task(downloads[0].read())
-        await asyncio.sleep(0)
-        for download in downloads:
-            download.cancel()
-            download.cancel()
-        assert link.downloads == 0
-        with pytest.raises(RequestError, match="cancelled"):
-            await reader
-        link.path.rate = None
-        assert await read_all(ask(link)) == DATA
-
-
-@virtual
-async def test_what_is_not_there_looks_the_same_whyever():
-    async with connection() as link:
-        errors = []
-        for download in (
-            ask(link, "other"),
-            link.fetch(TrackNamespace("test/model", "cd" * 32), "data", limit=10),
-            link.fetch(SPACE, "data", 7, limit=10),
-        ):
-            with pytest.raises(NotFoundError) as caught:
-                await download.read()
-            errors.append(caught.value.reason)
-        assert errors == [Reason.MISSING] * 3
-        with pytest.raises(RequestError, match="disk is gone"):
-            await read_all(ask(link, "broken"))
-
-
-@virtual
-async def test_more_than_the_limit_is_refused():
-    async with connection() as link:
-        download = ask(link, limit=len(DATA) - 1)
-        with pytest.raises(RequestError, match="longer"):
-            await read_all(download)
-        assert download.stats.received < len(DATA)
 
 
 @pytest.mark.parametrize(
@@ -183,26 +96,6 @@ async def test_a_stall_says_nothing_and_stalls_nobody_else():
         link.lose("the publisher died")
         with pytest.raises(ConnectionLostError, match="the publisher died"):
             await waiting
-
-
-@virtual
-async def test_a_slow_publisher_is_told_from_a_slow_link():
-    async with connection(MemoryLink(rate=50e6), Fault(rate=1e6)) as link:
-        download = ask(link)
-        _, seconds = await timed(download)
-        assert seconds >= 0.8 * len(DATA) / 1e6
-        assert download.stats.limit == "publisher"
-    async with connection(MemoryLink(rate=1e6)) as link:
-        download = ask(link)
-        await read_all(download)
-        assert download.stats.limit == "network"
-
-
-@virtual
-async def test_a_slow_first_byte():
-    async with connection(fault=Fault(first_byte_s=0.08)) as link:
-        _, seconds = await timed(ask(link))
-        assert seconds >= 0.08
 
 
 @virtual

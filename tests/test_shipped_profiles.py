@@ -22,7 +22,6 @@ from kvabr.data.profiles import (
     shipped_profiles,
 )
 from kvabr.engines.transformers.publish import find_profile
-from kvabr.publish.texts import measuring_texts
 from kvabr.types.errors import ForeignError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import LAYERS
@@ -61,21 +60,6 @@ def test_the_file_is_the_one_that_the_table_names(shipped):
 
 
 @ALL
-def test_it_says_what_it_has_seen_and_has_not_seen_what_is_measured_on(shipped):
-    seen = Profile.from_bytes(shipped.read()).seen
-    assert sum(text.contexts for text in seen.texts) >= 24
-    assert not seen.digests & {hashlib.sha256(text.encode()).hexdigest() for text in measuring_texts().values()}
-
-
-def test_each_is_found_by_the_shape_of_its_model():
-    assert shipped_profile(GEMMA) is GEMMA3_270M
-    assert [shipped_profile(each.spec) for each in shipped_profiles()] == [*shipped_profiles()]
-    made = find_profile(GEMMA)
-    assert made is not None
-    made.check(GEMMA)
-
-
-@ALL
 def test_another_shape_has_none(shipped):
     spec = shipped.spec
     first, *others = spec.classes
@@ -110,11 +94,6 @@ def test_bound_to_a_model_it_has_its_names_and_the_same_numbers(shipped):
     again = Profile.from_bytes(data)
     again.__dict__.pop("_file")
     assert json.loads(again.to_bytes()[8:length])["__metadata__"] == json.loads(data[8:length])["__metadata__"]
-
-
-@ALL
-def test_bound_to_its_own_model_it_is_the_file(shipped):
-    assert shipped.bound(replace(shipped.spec, group_tokens=32)) == shipped.read()
 
 
 @ALL

@@ -105,19 +105,6 @@ def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
     assert main(["tune", "cachegen", *links, "--out", out]) == 2
 
 
-def test_report_needs_results(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "kvabr lab" in capsys.readouterr().err
-    assert not (tmp_path / "nothing").exists()
-
-
-@pytest.mark.parametrize("command", ["lab", "tune", "report"])
-def test_help_teaches(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert "examples:" in capsys.readouterr().out
-
-
 @pytest.mark.process
 def test_ctrl_c_keeps_what_was_played(links, tmp_path):
     """A real interrupt, in the middle, to a run with children of its own."""

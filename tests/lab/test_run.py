@@ -8,15 +8,14 @@ import pytest
 
 import kvabr
 import kvabr_lab
-from kvabr.abr.plugins import policy_class
-from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
+from kvabr.types.errors import AssetError, PlayError, PolicyError
 from kvabr_lab import digests
 from kvabr_lab.matrix import EngineSpec, Offer
 from kvabr_lab.results_folder import FILE, PlayStore
 from kvabr_lab.run import Keys, run
 from kvabr_lab.totals import result
 from tests.catalogs import catalog
-from tests.lab.matrices import matrix, traces, tuned
+from tests.lab.matrices import matrix, traces
 
 pytestmark = pytest.mark.slow
 
@@ -47,14 +46,6 @@ def test_only_what_is_new_is_played(tmp_path):
     assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1, 0.4))).fresh == 24
     assert played(tmp_path, matrix(policies=("mpc",), starts=3)).fresh == 2 * 6
     assert played(tmp_path, matrix(policies=("mpc", "cheapfirst"))).fresh == 0
-
-
-def test_families_of_any_size_have_as_many_plays(tmp_path):
-    found = played(tmp_path, matrix(per_family=4, policies=("mpc",), loads=(0.1,)))
-    counts = {}
-    for line in found.lines[0]:
-        counts[line["trace_family"]] = counts.get(line["trace_family"], 0) + 1
-    assert counts == {"calm": 4, "rough": 4, "bursts": 4}
 
 
 def test_what_a_play_depends_on_is_in_its_key():
@@ -116,27 +107,6 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
     assert loaded <= covered | apart
     assert not covered & apart
-
-
-@pytest.mark.parametrize(
-    ("policy", "file"), [("bola", "video.py"), ("mpc", "budget.py"), ("oracle", "oracle.py foresight.py")]
-)
-def test_the_source_of_a_policy_is_in_its_digest(policy, file):
-    found = {}
-    digests._gather(policy_class(policy).__module__, found)
-    assert [path.name for path in found] == file.split()
-
-
-def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
-    mine = tuned(tmp_path)
-    assert len({digests.of_policy(mine), digests.of_policy(f"{mine}:caution=0.5"), digests.of_policy("mpc")}) == 3
-    from kvabr.abr.policies import Budget, Mpc
-
-    class Twin(Mpc):
-        pass
-
-    assert len({digests.of_class(cls) for cls in (Budget, Mpc, Twin)}) == 3
-    assert len(digests.of_code()) == 64
 
 
 def test_an_interrupt_keeps_what_is_done(tmp_path):
@@ -223,11 +193,6 @@ def test_what_is_no_store_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AssetError):
         PlayStore(tmp_path / "file" / "below")
-
-
-def test_no_processes_is_refused(tmp_path):
-    with pytest.raises(UsageError):
-        played(tmp_path, matrix(), jobs=0)
 
 
 def test_totals_say_what_the_lines_say(tmp_path):

@@ -79,16 +79,6 @@ def test_an_object_that_is_not_finite_is_not_stored_and_that_is_logged_once(prof
         assert caplog.text.count("is not stored") == 1
 
 
-def test_an_object_whose_level_does_not_hold_a_number_is_not_stored():
-    layout = ObjectLayout(LAYOUT.shapes, (torch.bfloat16,))
-    chunk = chunk_at(0).bfloat16()
-    chunk[0, 0, 3, 3] = 1e5
-    exact = ObjectCoder(SerdeSettings(track="BF16"))
-    assert torch.equal(decoded(exact, coded(exact, chunk, layout=layout), chunk, layout=layout), chunk)
-    with pytest.raises(FormatError, match="Int8 ends at"):
-        coded(ObjectCoder(SerdeSettings(track="Int8")), chunk, layout=layout)
-
-
 def test_layers_fill_the_room_and_more_of_it_is_closer(profile):
     chunk = chunk_at(512)
     errors, sizes = [], []

@@ -30,8 +30,6 @@ from lmcache.v1.multiprocess.transfer_context.base import EngineDrivenContextMet
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-from kvabr.engines.lmcache.daemon import KvabrL2
-from kvabr.types.errors import KvabrError, UsageError
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -250,24 +248,6 @@ def test_what_does_not_come_by_the_deadline_is_a_miss_and_costs_nothing_afterwar
         own.close()
 
 
-def test_many_objects_at_once_wait_for_their_turn_and_are_published_before_the_daemon_ends(tmp_path, daemon):
-    keys, chunks = keys_of(range(16 * CHUNK)), chunks_of(16, seed=9)
-    one = daemon(publish=str(tmp_path / "unused"))  # for its memory
-    inner = KvabrL2({"publish": str(tmp_path / "assets"), "queue": 2, "tracks": ["FP16"]})
-    objects = one.reserve_write(keys, LAYOUT)
-    for key, chunk in zip(keys, chunks, strict=True):
-        objects[key].tensor.copy_(chunk)
-    task = inner.submit_store_task(keys, [objects[key] for key in keys])
-    with pytest.raises(ValueError, match="16 keys and 1 objects"):
-        inner.submit_load_task(keys, [objects[keys[0]]])
-    inner.close()
-    result = inner.pop_completed_store_tasks()[task]
-    assert result.is_successful()
-    assert len([each for each in (tmp_path / "assets").iterdir() if (each / "catalog.json").is_file()]) == 16
-    with pytest.raises(UsageError, match="closed"):
-        inner.submit_store_task(keys[:1], [objects[keys[0]]])
-
-
 @pytest.mark.parametrize(
     ("layout", "why"),
     [
@@ -290,16 +270,6 @@ def test_objects_that_kvabr_has_no_tracks_for_are_left_to_others(origin, daemon,
     assert why in caplog.text
     assert caplog.text.count("neither stored nor loaded") == 1
     origin.look(before)
-
-
-def test_a_wrong_setting_ends_the_daemon_s_start(tmp_path):
-    for params, says in (
-        ({}, "adapter_params: set url to fetch caches, publish to publish them, or both"),
-        ({"url": "moqt://origin.example/", "deadline": 3}, "did you mean 'deadline_s'"),
-        ({"publish": str(tmp_path), "tracks": ["Int5"]}, "'Int5'"),
-    ):
-        with pytest.raises(KvabrError, match=says):
-            KvabrL2(params)
 
 
 def test_the_serde_codes_what_lmcaches_own_store_keeps(daemon, tmp_path):

@@ -173,26 +173,6 @@ async def test_a_shorter_prompt_plays_its_own_windows(engine, library):
 
 
 @virtual
-async def test_a_prompt_that_is_cached_whole(engine, library):
-    ready = await ready_from(library, engine, PREFIX)
-    assert (ready.played.tokens, ready.tokens) == (400, 399)
-    own = prefilled(engine, PREFIX[:399])
-    ours, wanted = (continued(engine, cache, PREFIX[399:]) for cache in (ready.cache, own))
-    assert torch.allclose(ours.float(), wanted.float(), atol=0.05)  # another cut of the prompt, in bfloat16
-
-
-@virtual
-async def test_lossy_tracks_play_too(engine, library):
-    ready = await ready_from(library, engine, policy="fixed:Int8")
-    assert not ready.exact
-    assert set(ready.played.coverage) == {"Int8"}
-    own = prefilled(engine, PREFIX)
-    for mine, theirs in layers_of(ready.cache, own):
-        if not getattr(mine, "is_sliding", False):
-            assert torch.allclose(mine.keys.float(), theirs.keys.float(), atol=0.1)
-
-
-@virtual
 async def test_a_class_that_cannot_be_had_is_computed(engine, library):
     """One unit of the last class is refused: the model computes the prompt, and the text is that of a cold run."""
     name = engine.spec.parts[-1].track_name("BF16")

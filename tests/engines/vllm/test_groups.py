@@ -119,17 +119,6 @@ def check(bench, tables, first, end, kv=None):
         assert all(bool(layer[others].isnan().all()) for layer in layers)
 
 
-def test_all_tables_get_what_their_layers_need(bench):
-    count, tables = load(bench, request(tokens=[*TOKENS, 7, 8]))
-    assert count == 160
-    check(bench, tables, 0, 160)
-    counted = bench.worker.counts.take()
-    assert counted["tokens_loaded"] == 160
-    exact = sum(one.elements_per_token * 2 * count for one, count in zip(SPEC.parts, (48, 160), strict=True))
-    assert counted["bytes_fetched"] < 1.3 * exact + 9000  # and not the windows' other groups
-    assert bench.worker.failed_requests() == set()
-
-
 @pytest.mark.parametrize(("shared", "end"), [(80, 80), (100, 96), (95, 80), (160, 152)])
 def test_a_prompt_that_goes_on_elsewhere_gets_the_windows_before_that(bench, shared, end):
     other = [*TOKENS[:shared], *range(900, 920)] if shared < 160 else TOKENS
@@ -144,20 +133,6 @@ def test_what_the_engine_has_is_left_alone(bench, computed):
     count, tables = load(bench, request(tokens=[*TOKENS, 7]), computed)
     assert count == 160 - computed
     check(bench, tables, computed, 160)
-
-
-def test_what_vllm_has_grows_while_it_plays(served):
-    bench = bench_of(served)
-    try:
-        asked = request(tokens=[*TOKENS, 7])
-        assert bench.matched(asked, 48) == (112, True)
-        assert bench.matched(asked, 104) == (56, True)
-        tables = tables_of(160)
-        bench.scheduler.allocated(asked, tables, 56)
-        assert bench.steps() == (set(), {"r"}, set())
-        check(bench, tables, 104, 160)
-    finally:
-        bench.close()
 
 
 def test_a_copy_that_fails_fails_the_request_and_nothing_is_asked_again(served):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import pytest
 
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.growing import Growth
-from kvabr.engines.vllm.plays import PublishRequest, Step
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import LayerClass
 from tests.client.served import LIMIT_S, Served
@@ -55,28 +53,6 @@ def test_each_step_adds_the_groups_that_it_completes():
     assert not made.over("r")
 
 
-def test_what_vllm_has_already_comes_with_the_first_step():
-    _, _, step = growing(computed=40)
-    (first,) = step(10)
-    assert (first.first, first.last, first.had) == (0, 48, 40)
-    assert [(one.first, one.last) for one in step(20)] == [(48, 64)]
-
-
-def test_all_at_once():
-    _, _, step = growing(prompt=64, computed=63)
-    (only,) = step(1)
-    assert (only.first, only.last) == (0, 64)
-    assert step(1) == []
-
-
-def test_a_preempted_request_is_not_told_twice():
-    _, asked, step = growing()
-    assert [(one.first, one.last) for one in step(40)] == [(0, 32)]
-    asked.num_computed_tokens = 0
-    assert step(30) == []
-    assert [(one.first, one.last) for one in step(40)] == [(32, 64)]
-
-
 def test_what_windows_have_dropped_is_published_at_the_end():
     caches = EngineCaches(
         (LayerClass("window", (0,), 1, 4, 4, "float16", window=16), FULL),
@@ -84,12 +60,6 @@ def test_what_windows_have_dropped_is_published_at_the_end():
     )
     made, _, step = growing(computed=40, caches=caches, table=(0, 0, *TABLE))
     assert step(20) == []
-    assert not made.over("r")
-
-
-def test_short_prompts_do_not_grow():
-    made, _, step = growing(prompt=15)
-    assert step(15) == []
     assert not made.over("r")
 
 
@@ -307,17 +277,6 @@ def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
         bench.close()
 
 
-def test_one_that_is_not_wanted_does_not_grow(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
-        asked = asking(bench, kv_transfer_params={"publish": False})
-        compute(bench, asked, 70)
-        assert not bench.scheduler.finished(asked, [list(range(1, 10))])
-        assert not list((tmp_path / "out").iterdir())
-    finally:
-        bench.close()
-
-
 def test_windows_grow_with_every_step(tmp_path):
     (tmp_path / "none").mkdir()
     empty = Served(tmp_path / "none", tmp_path)
@@ -343,9 +302,3 @@ def test_windows_grow_with_every_step(tmp_path):
     finally:
         bench.close()
         other.close()
-
-
-def test_a_step_with_growth_travels_between_processes():
-    _, _, step = growing()
-    given = Step(grown=step(40), publications=[PublishRequest("r", (), (), b"")], preempted=True)
-    assert pickle.loads(pickle.dumps(given)) == given  # noqa: S301  # vLLM's own way between its processes

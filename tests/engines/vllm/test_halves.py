@@ -14,8 +14,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.settings import INSIDE, TroubleLog
 from kvabr.engines.vllm import plays
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
+from kvabr.engines.vllm.plays import CopyRequest, leave_client, take_client
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import chain
@@ -37,30 +36,6 @@ def test_a_hit_is_played_into_blocks(bench):
     counted = bench.worker.counts.take()
     assert counted["tokens_loaded"] == 64
     assert bench.scheduler.counts.take() == {"lookups_hit": 1}
-
-
-def test_what_the_engine_has_is_left_alone(bench):
-    numbers = list(range(10, 19))
-    count, failed = bench.load(request(), computed=24, blocks=numbers)
-    assert count == 40
-    assert not failed
-    assert near(bench.blocks(numbers[3:8]), exact(24, 64))
-    assert bool(bench.caches[0][numbers[:3]].isnan().all())
-
-
-def test_a_request_is_answered_with_a_hit_once(bench):
-    asked = request()
-    bench.load(asked)
-    assert bench.scheduler.matched(asked, 0) == (0, False)  # vLLM asks again after a failure, and would for ever
-
-
-def test_a_rank_takes_its_own_heads(served):
-    bench = Bench(served, heads=range(1, 2))
-    try:
-        bench.load(request())
-        assert near(bench.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("tail", [0, 40])
@@ -163,21 +138,6 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
     try:
         bench.load(request())
         assert near(bench.blocks(list(range(8))), exact(0, 64))
-    finally:
-        bench.close()
-        served.close()
-
-
-def test_an_asset_with_another_rope_is_refused(tmp_path):
-    turned = SPEC.changed(rope=replace(SPEC.rope, theta=5e5))
-    made = Publisher(tmp_path / "assets", turned, prior=default_catalog(), tracks=["FP16"])
-    made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
-    made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served)
-    try:
-        assert bench.matched(request()) == (0, False)
-        assert bench.scheduler.counts.take() == {"lookups_refused": 1}
     finally:
         bench.close()
         served.close()
@@ -497,17 +457,6 @@ def test_nor_is_what_shares_a_block_of_a_lossy_group(served, tmp_path, computed,
         bench.close()
 
 
-def test_the_latest_lossy_groups_are_remembered():
-    lossy = LossyGroups(SPEC, BLOCK, most=2)
-    assert not lossy
-    prompts = [[first, *TOKENS[1:48]] for first in (1, 2, 3)]
-    for tokens in prompts:
-        lossy.note(tokens, b"", [0])
-    assert [lossy.before(tokens, b"") for tokens in prompts] == [False, True, True]
-    assert not lossy.before(prompts[2], b"salt")
-    assert len(lossy) == 2
-
-
 def test_a_step_travels_between_processes(bench):
     asked = request()
     bench.scheduler.arrived(asked)
@@ -519,32 +468,9 @@ def test_a_step_travels_between_processes(bench):
     assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
-@pytest.mark.parametrize(
-    "given", [pytest.param(10**400, id="huge"), 1e9, float("inf"), float("nan"), 0, -1.0, True, "0.5"]
-)
-def test_a_request_cannot_keep_its_blocks_for_ever(bench, given):
-    deadline_of = bench.scheduler._deadline_of
-    assert deadline_of(request(kv_transfer_params={"deadline_s": given})) == bench.options.deadline_s
-    assert deadline_of(request(kv_transfer_params={"deadline_s": 0.5})) == 0.5
-
-
 def test_what_cannot_begin_is_computed(bench):
     asked = request()
     bench.worker._settings = bench.options.model_copy(update={"prefill_rate": "fast"})  # not a number
     count, _ = bench.matched(asked)
     assert count == 0
     assert bench.worker.counts.take()["plays_failed"] == 1
-
-
-def test_a_lookup_begins_when_a_request_comes(bench):
-    asked = request()
-    bench.scheduler.arrived(asked)
-    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
-    assert bench.scheduler.matched(asked, 0) == (None, False)
-
-
-def test_a_step_without_work_passes(bench):
-    bench.worker.begin(Step(scheduled=5))
-    bench.worker.computed()
-    assert bench.worker.collect() == (set(), set())
-    assert bench.worker.failed_blocks() == set()

@@ -81,13 +81,6 @@ def test_more_than_the_longest_time_is_the_longest_time(bench):
     assert [bench.scheduler._hints.seconds(asking(keep_s=long)) for long in (1e300, 10**400)] == [3600.0, 3600.0]
 
 
-@pytest.mark.parametrize("said", [{"keep_s": 0}, {"keep_s": "long"}, {"keep_s": True}, {"keep_s": float("nan")}])
-def test_what_is_no_number_of_seconds_is_refused_in_words(bench, caplog, said):
-    bench.scheduler.finished(asking(**said), [[]])
-    assert bench.scheduler.counts.take() == {"params_ignored": 1}
-    assert "keep_s is not a number of seconds up to 3600" in caplog.text
-
-
 def test_every_rank_has_its_part(tmp_path):
     kv = ToyModel().prefill(TOKENS)
     parts = [with_heads(SPEC, (heads,)) for heads in (range(1), range(1, 2))]

@@ -81,20 +81,6 @@ def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_publish
         bench.close()
 
 
-def test_digests_are_computed_side_by_side_and_only_for_what_needs_them(seen):
-    bench = Bench(seen)
-    try:
-        bench.scheduler._adapters.waits = lambda _: True
-        asked = request(mm_features=[medium(*PICTURE, 0.5)])
-        assert bench.scheduler.matched(asked, 0) == (None, False)
-        assert asked.request_id in bench.scheduler._pictures._asked
-        computed = request("c", mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params={"play": False})
-        assert bench.scheduler.matched(computed, 0) == (0, False)
-        assert "c" not in bench.scheduler._pictures._asked
-    finally:
-        bench.close()
-
-
 def test_lossy_blocks_are_shared_as_vllm_shares_them(seen):
     """Its own name of a picture is what its prefix cache goes by."""
     bench = Bench(seen, keep_loss=0.0)

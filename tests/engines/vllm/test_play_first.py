@@ -14,7 +14,6 @@ import torch
 
 from kvabr.codec.container import pack, unpack
 from kvabr.engines.layouts import BlockLayout
-from kvabr.engines.vllm.worker import _placed_play
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -87,32 +86,6 @@ def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_qu
         bench.close()
 
 
-def test_a_play_with_a_tail_behind_what_vllm_has_is_judged_by_its_own_groups(served, tmp_path):
-    (tmp_path / "longest.py").write_text(LONGEST)
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
-    try:
-        asked = request()
-        assert bench.matched(asked, 16) == (16, True)
-        lookup = bench.scheduler._lookups[asked.request_id]
-        # The catalog knows of no tails: right behind its only group it loses what it does behind the tail.
-        assert 0 < lookup.worst == pytest.approx(lookup.loss)
-    finally:
-        bench.close()
-
-
-def test_a_part_on_tracks_that_another_rank_does_not_have_is_judged_by_what_it_loses(served):
-    bench = Bench(served)
-    try:
-        assert bench.matched(request()) == (64, True)
-        (playing,) = bench.worker._plays.values()
-        found = playing.load.found
-        other = replace(found, catalog=found.catalog.with_tracks({"Int4"}))
-        placed = _placed_play(replace(playing.load, found=other), playing.prefix, 64)
-        assert placed.worst == placed.loss == playing.prefix.loss > 0
-    finally:
-        bench.close()
-
-
 EARLIER = """
 from kvabr.abr.policies.cheapfirst import CheapFirst
 from kvabr.abr.policy import Decision
@@ -150,24 +123,6 @@ def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
     finally:
         bench.close()
         served.close()
-
-
-@pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
-def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
-    bench = Bench(served, policy="fixed:Int4", tail=40)
-    try:
-        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
-        for asked in (request(), *(request(f"other {number}") for number in range(others))):
-            bench.scheduler.arrived(asked)
-            lookup = bench.scheduler._lookups[asked.request_id]
-            lookup.handle.result(LIMIT_S)
-            assert bench.scheduler._settle(asked, lookup, lookup.handle)
-        assert lookup.found is not None
-        assert bench.scheduler._tail(6) == wanted
-        bench.scheduler._model = replace(bench.model, ranks=2)
-        assert bench.scheduler._tail(6) == 0
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(
@@ -281,22 +236,6 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
         bench.scheduler.allocated(request("a"), [list(range(20))], 64)
         assert bench.steps() == (set(), {"a"}, set())
         assert bench.matched(c) == (64, True)
-    finally:
-        bench.close()
-
-
-def test_in_short_memory_a_policy_that_chooses_does_without_the_dearest_tracks(served):
-    bench = Bench(served, policy="anytime", prefill_rate=1.0)
-    try:
-        one = 64 * SPEC.elements_per_token * 2
-        assert bench.matched(request("a")) == (64, True)
-        held = bench.scheduler._promises.held_bytes
-        assert 0 < held <= 1.2 * one  # what came
-        bench.scheduler._promises._max_bytes = held + 2 * one
-        assert bench.matched(request("b")) == (64, True)
-        first, second = (playing.prefix.coverage for playing in bench.worker._plays.values())
-        assert set(second) == {"Int4"}
-        assert len(first) == len(second) == 4
     finally:
         bench.close()
 

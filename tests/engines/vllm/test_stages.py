@@ -45,15 +45,6 @@ def test_the_spec_of_some_layers():
     assert with_heads(second, range(1)).model == "test/windows+layers2-3+heads0-0"
 
 
-def test_layers_keep_their_own_scales():
-    scales = tuple(float(1 + each) for each in range(12))
-    one = LayerClass("full", (0, 2, 3), 2, 8, 8, "float8_e4m3fn", scales=scales)
-    assert one.of_layers(range(2, 4)).scales == scales[4:]
-    assert one.of_layers(range(2, 4)).layers == (0, 1)
-    assert one.of_layers(range(1, 2)) is None
-    assert LayerClass("full", (0,), 2, 8, 8, "float8_e4m3fn", scales=(2.0,)).of_layers(range(1)).scales == (2.0,)
-
-
 def test_what_a_stage_can_tell_of_the_whole():
     window, full = SPEC.classes
     types = ["window", "window", "full", "window"]

@@ -87,11 +87,6 @@ def test_states_of_16_bits_beside_a_quantised_cache_are_left_to_vllm():
         caches(layer(), quantisation=Quantisation("float8_e4m3fn"))
 
 
-def test_short_convolutions_have_one_state():
-    (form,) = forms_of(layer("SHORT_CONV", ((2, 12),), dtypes=(torch.float16,)), cpu=True)
-    assert form.published == (1, 12, 3)
-
-
 @pytest.mark.parametrize("form", [CONVOLUTION, StateForm("convolution", (12, 3), torch.float16), RECURRENT])
 def test_what_is_read_is_written_again(form):
     states = torch.randn(4, *form.shape)
@@ -245,18 +240,6 @@ def test_a_prompt_that_ends_or_turns_before_the_state_is_computed(served, tokens
     bench = bench_of(served)
     try:
         assert bench.matched(request(tokens=tokens)) == (0, False)
-    finally:
-        bench.close()
-
-
-def test_a_state_that_was_not_kept_is_not_published(served, tmp_path):
-    bench = bench_of(served, tmp_path / "out")
-    try:
-        bench.worker._publications._states = KeptStates(0)
-        asked = request("p", [token + 500 for token in TOKENS])
-        assert bench.scheduler.finished(asked, TABLES)
-        assert bench.steps()[0] == {"p"}
-        assert bench.worker.counts.take()["publish_skipped_window"] == 1
     finally:
         bench.close()
 

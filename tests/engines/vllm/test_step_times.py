@@ -50,18 +50,6 @@ class Card:
         return "a card"
 
 
-def test_a_play_does_not_fit_the_cost_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks on the client's event loop, while the engine's thread notes how long its steps take."""
-    times = step_times_of(None)
-    for tokens in (128, 256, 512, 1024):
-        times._note((0, tokens), TRUE.seconds(0, tokens))
-    monkeypatch.setattr(times, "_submit", lambda _work: None)
-    known = times.cost(None)
-    monkeypatch.setattr(PrefillCost, "fit", None)
-    times._note((0, 2048), 1.0)
-    assert times.cost(TRUE) is known
-
-
 def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card()
     monkeypatch.setattr(step_times.torch, "cuda", card)
@@ -109,14 +97,6 @@ def test_prompts_that_take_several_steps_are_predicted_as_what_these_take(
     assert cost is not None
     for tokens in (128, 512, 1024, 2048, 4096, 8192, 16384, 32768):
         assert cost.seconds(0, tokens) == pytest.approx(sum(TRUE.seconds(*each) for each in steps_of(tokens)), rel=0.15)
-
-
-def test_steps_that_tell_nothing_are_not_counted() -> None:
-    times = step_times_of(None)
-    for prefill, alone in [(None, True), ((0, 10), True), ((0, 500), False)]:
-        times.begin(prefill)
-        times.end(alone=alone)
-    assert times.told() is None
 
 
 def test_the_prefills_of_a_step_are_as_much_work_as_one() -> None:

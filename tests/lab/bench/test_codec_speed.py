@@ -1,6 +1,5 @@
 """The bench of speeds: that it times what it says, and sees memory that is taken."""
 
-import os
 import subprocess
 import sys
 
@@ -44,10 +43,6 @@ def test_stages_of_a_chain_are_timed(group):
     assert 0 < timing.bits < 16
 
 
-def test_what_has_no_stages_is_timed_whole(group):
-    assert set(time_track(Job.make(group, SPEC, None, "Int8"), seconds=0.01).rates) == {"encode", "decode"}
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_a_call_takes_is_seen():
@@ -56,15 +51,6 @@ def test_memory_that_a_call_takes_is_seen():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     seen = int(ran.stdout)
     assert 47 << 20 <= seen <= 150 << 20
-
-
-def test_a_path_is_taken_and_given_back(monkeypatch):
-    monkeypatch.delenv(coder.VARIABLE, raising=False)
-    with coder.taking("portable"):
-        assert coder.active_path() == "portable"
-    assert coder.VARIABLE not in os.environ
-    assert codec_speed.paths(["portable"]) == ["portable"]
-    assert codec_speed.paths(None) == list(coder.available_paths())
 
 
 def test_a_synthetic_profile_codes_a_synthetic_cache():

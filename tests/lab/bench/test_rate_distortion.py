@@ -5,7 +5,6 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-import torch
 
 from kvabr_lab.bench import rate_distortion as rd
 from kvabr_lab.bench import summary
@@ -120,10 +119,6 @@ def test_plot_and_page_are_whole_and_self_contained(outcome):
     assert not re.search(r"(?:src|href)=|url\(|@import", text)
 
 
-def test_a_plot_of_one_scheme_without_any_loss_can_be_drawn():
-    ET.fromstring(drawing([{"scheme": "FP16", "family": "FP16", "bits": 16.0, "kl": 0.0, "top1": 1.0}]))  # noqa: S314
-
-
 def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, profile, contexts, store):
     found, families, _ = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["AC-5x"]))
     (name,) = (name for name in families if name.startswith("AC-5x"))
@@ -131,21 +126,3 @@ def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, prof
     row = found.quality[name]["prose-0"]
     assert row["nbytes"] > with_one.quality["AC-5x"]["prose-0"]["nbytes"]
     assert 0 < row["kl"] < 0.1
-
-
-def test_two_profiles_make_one_curve(tiny, profile, contexts, store):
-    coarse = type(profile)(profile.spec, profile.sinks, profile.transform, {"AC-5x": profile.depth("AC-5x")})
-    plan = rd.BenchPlan(contexts[:1], ["AC-5x"], {"@a": profile, "@b": coarse})
-    _, families, _ = rd.run(QualityBench(tiny, store), plan)
-    assert families["AC-5x@a"] == families["AC-5x@b"] == rd.AC
-
-
-def test_a_missing_peer_is_told_and_does_not_stop_the_rest(tiny, contexts, store, tmp_path):
-    findings, _, notes = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["FP16"], peers=tmp_path))
-    assert len(notes) == 2
-    assert "setup-peers" in notes[0]
-    assert findings.quality["CacheGen"]["prose-0"]["nbytes"] == 0
-
-
-def test_the_exact_cache_is_in_the_published_type(tiny, contexts, store):
-    assert QualityBench(tiny, store).cache(contexts[0]).dtype == tiny.engine.spec.torch_dtype == torch.float16

@@ -54,14 +54,6 @@ def test_what_is_kept_is_there_when_others_have_come_meanwhile_and_what_was_of_n
     assert (alone.groups, alone.again, alone.unused_bytes, alone.hints, alone.vain) == (10, 0, 0.0, 1, 0)
 
 
-def test_plays_go_before_what_is_fetched_ahead():
-    other = SessionTurn(1, 0, ((1, 1000), (7, 30)), (8, 0), at_s=1.5)
-    made = play([FIRST, SECOND, other], nodes=1, rate=2e5, hints="keep")
-    # 0.5 s of fetching ahead from 1 s on, and the other has what is left of the link at once.
-    assert made.ttft_s == [pytest.approx(0.05)]
-    assert made.groups == 10
-
-
 def test_a_day_is_the_same_again_and_prompts_grow_and_fork():
     turns = day_of_sessions(SessionShape(40, 3600.0), 7)
     assert turns == day_of_sessions(SessionShape(40, 3600.0), 7) != day_of_sessions(SessionShape(40, 3600.0), 8)

@@ -41,11 +41,6 @@ def test_mean_and_duration_are_met(kind, mean, duration, step, seed):
     assert all(rate % 125 == 0 for rate in trace.rates)
 
 
-def test_constant_is_one_segment():
-    trace = synthesise("constant", mean_mbps=8, duration_s=30)
-    assert (trace.times, trace.rates, trace.duration_s) == ((0.0,), (1e6,), 30.0)
-
-
 def test_markov_has_three_levels():
     trace = synthesise("markov", mean_mbps=30, duration_s=600, seed=1, shape=Shape(scatter=0.0))
     low, middle, high = sorted(set(trace.rates))
@@ -83,12 +78,6 @@ def test_diurnal_goes_round_once_a_period():
     assert rates[:40] == rates[40:]
     assert (min(rates), max(rates)) == (rates[0], rates[20])
     assert rates[20] / rates[0] == pytest.approx(3.0)
-
-
-def test_a_port_without_others_is_the_plays_alone():
-    shape = Shape(cross=0.0, fan_in=0.0, pause_s=1e-6)
-    trace = synthesise("port", mean_mbps=1000, duration_s=60, step_s=0.1, shape=shape)
-    assert (trace.times, trace.rates) == ((0.0,), (125e6,))
 
 
 def test_the_share_of_a_port_is_one_over_the_flows_on_it():
@@ -143,25 +132,6 @@ def test_a_bucket_has_bursts_over_its_limit():
 def test_nonsense_is_refused(kind, change, says):
     with pytest.raises(UsageError, match=says):
         synthesise(kind, **({"mean_mbps": 10.0, "duration_s": 10.0} | change))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scatter": -1},
-        {"depth": 1.0},
-        {"dwell_s": 0.0},
-        {"outage_s": math.nan},
-        {"cross": 1.0},
-        {"fan_in": -1},
-        {"burst": 0.5},
-        {"pause_s": 0.0},
-        {"incast_s": -1.0},
-    ],
-)
-def test_shapes_are_checked(change):
-    with pytest.raises(UsageError, match=f"{next(iter(change))} is"):
-        Shape(**change)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "traces").glob("*.csv")), ids=lambda path: path.stem)
