@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -71,13 +72,10 @@ def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monk
 @pytest.mark.parametrize(("lost", "says"), [(2, "(16|32) of 70 tokens"), (0, "nothing of this prompt came in time")])
 def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
     shutil.copytree(root / "short", tmp_path / "asset")
-    origin = Served(tmp_path / "asset", tmp_path)
-    try:
+    with closing(Served(tmp_path / "asset", tmp_path)) as origin:
         for frame in (tmp_path / "asset" / "groups").glob(f"*/{lost:05}.kvg"):
             frame.unlink()  # only now: an asset that is not whole is not served
         said = run("play", origin.url, prompt_file, origin.fingerprint, folder=tmp_path)
-    finally:
-        origin.close()
     assert f"group {lost} failed on every track" in said
     assert re.search(says, said)  # the second group may be on its way when the third is given up
 

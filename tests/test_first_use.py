@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,7 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.process
 def test_doctor_asks_an_origin(capsys, root, tmp_path):
-    origin = Served(root / "short", tmp_path)
-    try:
+    with closing(Served(root / "short", tmp_path)) as origin:
         main(["doctor", origin.url, "--fingerprint", origin.fingerprint])
         out = " ".join(capsys.readouterr().out.split())
         assert "connected in" in out
@@ -133,8 +133,6 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
         assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())
         assert main(["doctor", origin.url]) == 1
         assert "--fingerprint HEX" in " ".join(capsys.readouterr().out.split())
-    finally:
-        origin.close()
 
 
 def test_a_picture_of_a_play(tmp_path):

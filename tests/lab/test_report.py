@@ -1,5 +1,6 @@
 import io
 import re
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -140,8 +141,7 @@ def test_who_is_told_the_future_does_not_lead(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [1400, 390])
 def test_charts_use_the_full_width(shown, tmp_path, width):
-    browser = Browser(tmp_path / "profile", width)
-    try:
+    with closing(Browser(tmp_path / "profile", width)) as browser:
         browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         browser.open(shown[0])
         page = browser.js("document.querySelector('main').clientWidth")
@@ -158,5 +158,3 @@ def test_charts_use_the_full_width(shown, tmp_path, width):
             assert 0 <= right < 60
         assert browser.js("document.documentElement.scrollWidth") <= width
         assert browser.problems == []
-    finally:
-        browser.close()

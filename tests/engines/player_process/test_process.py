@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,8 @@ def served(tmp_path_factory):
 @contextlib.contextmanager
 def engine(served, player=OWN, **more):
     given = {"url": served.url, "fingerprint": served.fingerprint, "player": str(player)}
-    client = Background(open_client(EngineSettings.read(given | more, "here")))
-    try:
+    with closing(Background(open_client(EngineSettings.read(given | more, "here")))) as client:
         yield client
-    finally:
-        client.close()
 
 
 def play(client, tokens=TOKENS, **options):
@@ -226,21 +224,22 @@ def vars_of(played):
 def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_path):
     other = tmp_path / "two"
     toy_asset(other / "two", ("FP16",), tokens=40)
-    served_too = Served(other, tmp_path)
-    try:
-        with engine(served) as one, engine(served_too) as two, engine(served) as three:
-            assert play(one).tokens == 70
-            assert play(two, list(prompt(40).tokens)).tokens == 40
-            assert play(three).tokens == 70
-            code = (
-                "from tests.engines.player_process.test_process import *\n"
-                f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
-                "    print(play(client).tokens, remote._started)"
-            )
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
-            assert done.stdout.split() == ["70", "[]"]
-    finally:
-        served_too.close()
+    with (
+        closing(Served(other, tmp_path)) as served_too,
+        engine(served) as one,
+        engine(served_too) as two,
+        engine(served) as three,
+    ):
+        assert play(one).tokens == 70
+        assert play(two, list(prompt(40).tokens)).tokens == 40
+        assert play(three).tokens == 70
+        code = (
+            "from tests.engines.player_process.test_process import *\n"
+            f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
+            "    print(play(client).tokens, remote._started)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+        assert done.stdout.split() == ["70", "[]"]
 
 
 def test_a_process_that_does_not_start_is_not_started_for_every_request(served, home, monkeypatch):

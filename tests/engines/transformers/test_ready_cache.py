@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -80,8 +81,7 @@ async def test_groups_that_cannot_be_had_are_computed(origin, engine, lost):
 
 
 def test_blocking_over_quic(root, engine, folder, tmp_path):
-    served = Served(root, tmp_path)
-    try:
+    with closing(Served(root, tmp_path)) as served:
         model = engine_of(engine.model, folder)
         assert model.spec == engine.spec
         with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
@@ -92,8 +92,6 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
                 deadline=LIMIT_S,
                 options=PlayOptions(policy="fixed:FP16", prefill_cost=SLOW, tail=0),
             )
-    finally:
-        served.close()
     assert ready.played.coverage == ("FP16",) * 4
     assert furthest(cold(engine.model, IDS, ready.cache), cold(engine.model, IDS)) < 2e-3
 

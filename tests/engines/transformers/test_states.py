@@ -7,27 +7,21 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.options import PlayOptions
-from kvabr.codec.base import GroupContext
-from kvabr.codec.group import cut, decode_group, encode_group
-from kvabr.codec.profile import Profile
-from kvabr.engines.transformers import cache_publisher, play_cache_async, prefill_prompt, publish_cache
+from kvabr.engines.transformers import cache_publisher, prefill_prompt, publish_cache
 from kvabr.engines.transformers.cache import read_cache, states_of
-from kvabr.publish.encoder import compute_cache, ordered_tracks, own_profile, publish
+from kvabr.publish.encoder import ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import Prompt
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import time_prefills
 from kvabr.types.errors import FormatError, ModelError, PlayError, UsageError
-from kvabr.types.naming import LAYERS
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX
-from tests.engines.transformers.tiny import STATES, continued, prefilled, tiny
-from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+from tests.engines.transformers.tiny import STATES, continued, prefilled, published, tiny
+from tests.engines.transformers.tiny import ready_from as play
+from tests.memory_transport import Fault
 
 pytestmark = pytest.mark.model
 
@@ -40,7 +34,7 @@ CLASSES = {
     "MiniMax": {"full": (0, 2), RECURRENT: (1,)},
     "Mamba-2": {CONVOLUTION: (0, 1), RECURRENT: (0, 1)},
 }
-SLOW = PrefillCost.from_rate(100.0)
+TRACKS = ("Raw", "Int8")
 COVERED = 384
 """Tokens of the prefix's last whole group that is followed by a token."""
 
@@ -50,14 +44,6 @@ def engine(request):
     return tiny(request.param)
 
 
-def published(engine, root, ids=PREFIX, tracks=("Raw", "Int8"), profile=None):
-    publisher = cache_publisher(engine, root, tracks=tracks, profile=profile)
-    outcome = publish_cache(publisher, engine, prefill_prompt(engine, ids), ids)
-    publisher.close()
-    assert outcome.result().verdict == "published", outcome.result()
-    return PublishedAssets(root)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("origin")
@@ -65,14 +51,10 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def library(engine, root):
-    return published(engine, root / engine.spec.model.replace("/", "-"))
+    return published(engine, root / engine.spec.model.replace("/", "-"), tracks=TRACKS)
 
 
-async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
-    options = PlayOptions(**({"policy": "fixed:Raw", "prefill_cost": SLOW} | how))
-    link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02), faults=faults)
-    async with link, AsyncClient(link, options=options) as client:
-        return await play_cache_async(client, engine, ids, deadline=2.0)
+ready_from = partial(play, policy="fixed:Raw")
 
 
 def same(mine, theirs):
@@ -126,24 +108,6 @@ async def test_a_prompt_without_a_snapshot_is_computed(engine, library):
     assert same(ready.cache, prefilled(engine, ids[:339]))
     one = await ready_from(library, engine, [5])
     assert (one.tokens, continued(engine, one.cache, [5]).shape[1]) == (0, 1)
-
-
-@virtual
-async def test_states_play_on_ac_tracks(engine, tmp_path):
-    """Whatever the model's layers keep, it has all levels: what is played is what the codec made."""
-    spec, exact = engine.spec, compute_cache(engine, PREFIX[:COVERED])
-    profile = Profile.from_bytes(own_profile(spec, exact).to_bytes())
-    library = published(engine, tmp_path, tracks=LAYERS, profile=profile)
-    ready = await ready_from(library, engine, policy="fixed:AC-L0", recompute=False)
-    played = ready.played
-    assert (ready.tokens, ready.problem, set(played.coverage)) == (COVERED, None, {"AC-L0"})
-    for unit in played.catalog.units:
-        context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
-        kv, there = cut(exact, unit, spec), played.parts[unit.part]
-        wanted = torch.empty(kv.shape, dtype=there.dtype)
-        decode_group(encode_group(kv, "AC-L0", context, "ab" * 32, 0), "AC-L0", context, "ab" * 32, 0, wanted)
-        first = 0 if spec.classes[unit.part].kind == "state" else unit.first
-        assert torch.equal(there[:, :, :, first : first + unit.tokens], wanted)
 
 
 @virtual
@@ -206,7 +170,7 @@ def test_an_engine_goes_on_behind_its_own_snapshots(name):
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Bamba"])
 async def test_generate_takes_the_cache(name, tmp_path):
     engine = tiny(name, dtype=torch.float32, kept="float32")
-    library = published(engine, tmp_path / "origin")
+    library = published(engine, tmp_path / "origin", tracks=TRACKS)
     for ids in (IDS, PREFIX):
         ready = await ready_from(library, engine, ids)
         how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -228,7 +192,7 @@ async def test_snapshots_within_a_prompt(tmp_path):
     """Every 256 tokens, and behind the last whole group; an engine whose spec has another interval plays them, too."""
     engine = tiny("Granite 4", snapshots_every=256)
     ids = [*IDS, *IDS[:170]]
-    library = published(engine, tmp_path / "origin", ids)
+    library = published(engine, tmp_path / "origin", ids, tracks=TRACKS)
     catalog = library.assets[0].catalog
     assert catalog.tokens == 512
     state = next(part for part, each in enumerate(engine.spec.classes) if each.kind == "state")

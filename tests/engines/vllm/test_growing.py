@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -99,21 +100,15 @@ def asking(bench, computed=0, **more):
 
 def played(folder, tmp_path, tokens=64):
     """Play what was published."""
-    served = Served(folder, tmp_path)
-    bench = Bench(served)
-    try:
+    with closing(Served(folder, tmp_path)) as served, closing(Bench(served)) as bench:
         count, _ = bench.load(request(tokens=[*TOKENS[:tokens], 1, 2]))
         assert count == tokens
         assert near(bench.blocks(list(range(tokens // 8))), exact(0, tokens))
-    finally:
-        bench.close()
-        served.close()
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = beside  # as on a GPU
         asked = asking(bench)
         compute(bench, asked, 20)
@@ -127,8 +122,6 @@ def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
         bench.published()
         counted = bench.worker.counts.take()
         assert (counted["published_live"], counted["published"]) == (1, 1)
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path)
 
 
@@ -141,8 +134,7 @@ def wait_for(found):
 
 
 def test_preempted_and_computed_again_elsewhere(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = True
         asked = asking(bench)
         compute(bench, asked, 40)
@@ -161,14 +153,11 @@ def test_preempted_and_computed_again_elsewhere(served, tmp_path):
         bench.steps()
         bench.published()
         assert bench.worker.counts.take()["published"] == 1
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path)
 
 
 def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         asked = asking(bench)
         compute(bench, asked, 40)
         assert bench.scheduler.finished(asked, [list(range(1, 6))])
@@ -176,16 +165,13 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
         bench.published()
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 32
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_path, beside):
     """What its later steps compute, with other weights perhaps, is not added."""
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = beside
         given_back = []
         bench.worker.gone = given_back.append
@@ -202,14 +188,11 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
         assert given_back == []  # its blocks were still its own
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 32
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
 def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
-    bench = live(served, tmp_path / "out", policy="fixed:Int4")
-    try:
+    with closing(live(served, tmp_path / "out", policy="fixed:Int4")) as bench:
         bench.load(request())
         asked = asking(bench, computed=64)
         compute(bench, asked, 6)
@@ -224,8 +207,6 @@ def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
             bench.steps()
             bench.published()
             assert bench.worker.counts.take()[verdict] == 1
-    finally:
-        bench.close()
 
 
 def found(bench, asked):
@@ -264,8 +245,7 @@ def test_another_engine_plays_it_while_it_is_computed(tmp_path):
 
 
 def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         asked = asking(bench, kv_transfer_params={"live": False})
         compute(bench, asked, 70)
         assert not list((tmp_path / "out").iterdir())
@@ -273,8 +253,6 @@ def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
         assert bench.steps()[0] == {"p"}
         bench.published()
         assert bench.worker.counts.take()["published"] == 1
-    finally:
-        bench.close()
 
 
 def test_windows_grow_with_every_step(tmp_path):
@@ -293,12 +271,7 @@ def test_windows_grow_with_every_step(tmp_path):
     finally:
         bench.close()
         empty.close()
-    other = Served(tmp_path / "out", tmp_path)
-    bench = windows_of(other)
-    try:
+    with closing(Served(tmp_path / "out", tmp_path)) as other, closing(windows_of(other)) as bench:
         count, tables = load(bench, request(tokens=[*tokens[:144], 1, 2]))
         assert count == 144
         check(bench, tables, 0, 144, kv)
-    finally:
-        bench.close()
-        other.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import pytest
 
@@ -148,8 +149,7 @@ def test_a_request_that_is_preempted_has_shared_what_it_had(engine):
 
 
 def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
-    bench = Bench(served, policy="fixed:Int4")
-    try:
+    with closing(Bench(served, policy="fixed:Int4")) as bench:
         first, second = request("a"), request("b")
         bench.load(first)
         bench.scheduler.matched(second, 64)
@@ -158,5 +158,3 @@ def test_vllm_has_nothing_left_of_what_a_request_shared_while_it_waited(served):
         assert bench.load(second, blocks=range(20, 40)) == (64, set())
         assert bench.scheduler.served(second, [list(range(20, 29))])["shared_loss"] == 0.0
         assert "requests_shared_lossy" not in bench.scheduler.counts.take()
-    finally:
-        bench.close()

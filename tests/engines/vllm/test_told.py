@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
 from kvabr.engines.vllm.told import ToldBlocks
@@ -63,8 +64,7 @@ def test_changed_weights_take_everything_back():
 
 
 def test_the_scheduler_tells_what_its_lookups_say(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         bench.scheduler.told = ToldBlocks(8)
         names = [str(at).encode() for at in range(8)]
         bench.matched(request(block_hashes=names))
@@ -76,8 +76,6 @@ def test_the_scheduler_tells_what_its_lookups_say(served):
         bench.matched(request("again", block_hashes=names))
         bench.scheduler.reset()
         assert bench.scheduler.told.take()[-1] == KVBlocksRemoved(list(reversed(names)), STORAGE)
-    finally:
-        bench.close()
 
 
 def test_nothing_is_told_of_adapters_and_pictures():
