@@ -70,18 +70,6 @@ def test_the_link_is_remembered_in_the_users_cache_folder(kind, monkeypatch, tmp
     assert kind.read(URL | {"cache": None}, "here").cache is None
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("prefill_rate", -1, "prefill_rate is -1: it must be greater than 0"),
-        ("policy", "cake", "policy is 'cake': it has the engine compute from the front"),
-    ],
-)
-def test_of_vllm(key, value, says):
-    with pytest.raises(UsageError, match=f"here: {says}"):
-        VllmSettings.read(URL | {key: value}, "here")
-
-
 def test_further_sources_are_urls_beside_a_first_one():
     for kind in (KeyedSettings, VllmSettings):
         assert kind.read(URL | {"sources": ["moqt://other.test/"]}, "here").sources == ("moqt://other.test/",)

@@ -3,7 +3,6 @@ import random
 import numpy as np
 import pytest
 
-from kvabr.types.errors import UsageError
 from kvabr_lab.paired import Bootstrap, compare
 
 
@@ -75,14 +74,6 @@ def test_better_on_every_trace_is_told_apart_though_rare_misses_make_the_mean_un
     assert not compare({"good": good, "rare": rare}, names).versus("good", "rare").apart
 
 
-def test_a_handful_of_traces_cannot_tell_anything():
-    for traces, told in ((5, False), (9, True)):
-        names = plays(traces, 4)
-        found = compare({"a": [0.1] * len(names), "b": [0.2] * len(names)}, names)
-        assert found.versus("a", "b").apart == told
-        assert found.versus("a", "b").chance == pytest.approx(2 * 0.5**traces, abs=0.015)
-
-
 def test_plays_of_one_trace_do_not_count_as_independent():
     """Ten traces played a hundred times each are ten pieces of evidence, not a thousand."""
     dice = random.Random(3)
@@ -92,11 +83,3 @@ def test_plays_of_one_trace_do_not_count_as_independent():
     single = Bootstrap([str(number) for number in range(1000)]).interval(values)
     assert clustered.high - clustered.low > 5 * (single.high - single.low)
     assert clustered.low <= clustered.mean <= clustered.high
-
-
-def test_one_trace_tells_nothing_and_no_play_is_no_comparison():
-    found = compare({"a": [0.1, 0.2], "b": [0.5, 0.9]}, ["t", "t"])
-    assert not found.versus("a", "b").apart
-    assert compare({"a": [], "b": []}, []).ranking == ()
-    with pytest.raises(UsageError):
-        compare({"a": [0.1], "b": [0.1, 0.2]}, ["t"])

@@ -1,6 +1,5 @@
 import io
 import re
-from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -15,7 +14,6 @@ from kvabr_lab.tables import apart_table, causes_tables, cut_tables, deadline_ta
 from kvabr_lab.totals import cuts, result
 from tests.lab.matrices import matrix, traces
 from tests.replay.report_samples import HOSTILE
-from tests.replay.test_report_browser import CHROMIUM, Browser
 from tests.replay.test_report_page import embedded, embedded_source
 
 pytestmark = pytest.mark.slow
@@ -136,25 +134,3 @@ def test_who_is_told_the_future_does_not_lead(tmp_path):
         totals = result(what, run(what, store, jobs=1))
     assert totals["comparison"]["ranking"][0]["policy"] == "cachegen-oracle"
     assert re.match(r"fixed:AC-5x leads.*\(cachegen-oracle, which knows the future, has [.\d]+\)", verdict(totals))
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-@pytest.mark.parametrize("width", [1400, 390])
-def test_charts_use_the_full_width(shown, tmp_path, width):
-    with closing(Browser(tmp_path / "profile", width)) as browser:
-        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        browser.open(shown[0])
-        page = browser.js("document.querySelector('main').clientWidth")
-        edges = browser.js("""[...document.querySelectorAll('.chart.wide')].map((chart) => {
-            const texts = [...chart.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
-            const box = chart.parentElement.getBoundingClientRect();
-            return [box.width, Math.min(...texts.map((text) => text.left)) - box.left,
-                    box.right - Math.max(...texts.map((text) => text.right))];
-        })""")
-        assert len(edges) == 2
-        for across, left, right in edges:
-            assert across == page
-            assert 0 <= left < 60
-            assert 0 <= right < 60
-        assert browser.js("document.documentElement.scrollWidth") <= width
-        assert browser.problems == []

@@ -39,15 +39,6 @@ def test_any_number_of_processes_gives_the_same_and_nothing_is_played_twice(tmp_
     assert json.dumps(result(what, again)) == json.dumps(result(what, one))
 
 
-def test_only_what_is_new_is_played(tmp_path):
-    first = matrix(policies=("cheapfirst",), loads=(0.1,))
-    assert played(tmp_path, first).fresh == 12
-    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1,))).fresh == 12
-    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1, 0.4))).fresh == 24
-    assert played(tmp_path, matrix(policies=("mpc",), starts=3)).fresh == 2 * 6
-    assert played(tmp_path, matrix(policies=("mpc", "cheapfirst"))).fresh == 0
-
-
 def test_what_a_play_depends_on_is_in_its_key():
     base = matrix()
     cell = next(base.cells())
@@ -150,14 +141,6 @@ def test_a_policy_that_ends_its_process_ends_the_run_and_keeps_the_rest(tmp_path
     with pytest.raises(PlayError, match=r"process died.*--jobs 1"):
         played(tmp_path / "out", matrix(policies=("cheapfirst", f"{path}:Exits")), jobs=2)
     assert played(tmp_path / "out", matrix(policies=("cheapfirst",))).fresh == 0 < first.fresh
-
-
-def test_two_runs_may_share_a_folder(tmp_path):
-    one, two = matrix(policies=("cheapfirst",)), matrix(policies=("mpc",))
-    with PlayStore(tmp_path) as first, PlayStore(tmp_path) as second:
-        run(one, first, jobs=1)
-        run(two, second, jobs=1)
-        assert run(two, first, jobs=1).fresh == run(one, second, jobs=1).fresh == 0
 
 
 def test_corrupt_lines_are_played_again(tmp_path):

@@ -1,14 +1,13 @@
 """`kvabr traces` through the command line."""
 
 import json
-import math
 
 import pytest
 
 from kvabr.cli.main import main
 from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
-from kvabr_lab.cli.traces import describe, dumps, sparkline
+from kvabr_lab.cli.traces import dumps
 
 
 def run(*words):
@@ -45,13 +44,6 @@ def test_import_loses_nothing_and_keeps_names(tmp_path, capsys):
     assert [read(out / name)[0] for name in made] == read(source)
     assert run("import", out, "--out", tmp_path / "again") == 0
     assert (tmp_path / "again" / made[0]).read_text().splitlines()[-3:] == (out / made[0]).read_text().splitlines()[-3:]
-
-
-def test_import_refuses_two_traces_of_one_name(tmp_path, capsys):
-    for ending in ("log", "txt"):
-        (tmp_path / f"a.{ending}").write_text("0 1\n1 2\n")
-    assert run("import", tmp_path, "--out", tmp_path / "out") == 2
-    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_import_stays_inside_its_folder(tmp_path):
@@ -117,18 +109,3 @@ def test_columns_can_be_named(tmp_path, capsys):
 
 def trace(times, rates, duration, rtt=None):
     return Trace("test/a", "test", times, rates, duration, rtt)
-
-
-def test_description_is_weighted_by_time():
-    # 1 s of nothing, 18 s at 8 Mbit/s, 1 s at 16: the mean is 8, and 1 of 20 s is the lowest 5 %.
-    told = describe(trace((0.0, 1.0, 19.0), (0.0, 1e6, 2e6), 20.0, 0.03))
-    assert told["mean_mbps"] == pytest.approx(8.0)
-    assert told["cv"] == pytest.approx(math.sqrt((64 + 64) / 20) / 8)
-    assert (told["min_mbps"], told["p5_mbps"], told["max_mbps"]) == (0.0, 0.0, 16.0)
-    assert told["zero_share"] == pytest.approx(0.05)
-    assert (told["segments"], told["duration_s"], told["rtt_s"]) == (3, 20.0, 0.03)
-
-
-def test_sparkline_shows_level_and_outage():
-    assert sparkline(trace((0.0, 1.0, 2.0), (8e6, 0.0, 4e6), 4.0), 4) == "█ ▅▅"
-    assert sparkline(trace((0.0, 0.5), (8e6, 2e6), 1.0), 1) == "█"

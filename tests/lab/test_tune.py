@@ -48,23 +48,6 @@ def test_a_bad_default_is_found_out_and_the_gain_holds_where_it_was_not_sought(t
     json.dumps(as_json(found), allow_nan=False)
 
 
-def test_luck_does_not_win(tmp_path):
-    """A parameter that is noise: chosen where it was lucky, it is no better elsewhere, and the verdict knows."""
-    path = tmp_path / "lucky.py"
-    path.write_text(
-        "import random\nfrom kvabr.abr import Decision, Policy\n\n\nclass Lucky(Policy):\n"
-        "    parameters = {'number': (0.0, 1.0, 0.5)}\n\n    def __init__(self, *, number=0.5):\n"
-        "        self._number = number\n\n    def start(self, view):\n        view.track_of\n"
-        "        self._dice = random.Random(f'{self._number}')\n\n    def decide(self, view):\n"
-        "        group = view.first_missing()\n        if group is None:\n            return Decision.finish('done')\n"
-        "        track = self._dice.choice(view.ladder.names[:2])\n"
-        "        return Decision.fetch(group, track, 'luck')\n"
-    )
-    found = search(tmp_path / "out", f"{path}:Lucky", options=Search(points=8, rounds=1, near=3))
-    assert found.inside_regret <= found.default_regret + 1e-12
-    assert not found.won
-
-
 def test_a_fold_never_sees_what_it_holds_out(tmp_path):
     """The choice for a family is the same when that family's links are replaced by others."""
     mine = tuned(tmp_path)

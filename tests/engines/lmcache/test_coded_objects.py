@@ -11,7 +11,7 @@ import torch
 from kvabr.codec.profile import Profile
 from kvabr.engines.lmcache.chunks import ObjectLayout
 from kvabr.engines.lmcache.coded_objects import ObjectCoder, SerdeSettings
-from kvabr.types.errors import ForeignError, FormatError, KvabrError, NotFiniteError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, KvabrError, NotFiniteError
 from tests import kvdata
 
 LAYERS, HEADS, DIM = 2, 2, 32
@@ -145,18 +145,3 @@ def test_what_is_damaged_truncated_or_another_object_is_refused(profile):
     data = coded(ObjectCoder(SerdeSettings()), bytes_, layout=uneven)
     with pytest.raises(FormatError, match="damaged, or another"):
         decoded(ObjectCoder(SerdeSettings()), data, bytes_, name="another", layout=uneven)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"track": "layers"}, "need a profile of the model"),
-        ({"track": "AC-L0"}, "no constant rate"),
-        ({"track": "Int5"}, "no codec for track 'Int5'"),
-        ({"tracks": ["Int8"]}, "did you mean 'track'"),
-        ({"share": 0}, "share is 0: it must be greater than 0"),
-    ],
-)
-def test_wrong_settings_are_named(given, says):
-    with pytest.raises((UsageError, FormatError), match=says):
-        ObjectCoder(SerdeSettings.read(given, '"serde"'))

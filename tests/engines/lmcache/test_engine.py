@@ -232,59 +232,6 @@ def test_chunks_have_the_ac_tracks_of_their_place(origin, engine, profile, caplo
     assert other.lookup(longer) == 512  # it is seen at two places now
 
 
-def test_the_last_chunks_are_left_to_the_question(origin, engine):
-    """A lookup answers with a shorter hit, which is all that is then retrieved."""
-    tokens, kv, before = torch.arange(1900) + 600_000, cache(1900), len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
-    engine(publish=str(origin.root), tracks=["Int4"], **options).store(tokens=tokens[: 7 * CHUNK], cache=kv)
-    origin.look(before + 7)
-    other = engine(prefill_rate=20_000.0, **options)
-    hit = other.lookup(tokens)
-    assert 0 < hit < 7 * CHUNK
-    assert hit % CHUNK == 0
-    mask, into = retrieve(other, tokens[:hit])
-    assert int(mask.sum()) == hit
-    assert torch.allclose(into, kv[:, :, :hit], atol=0.5)
-    # The engine asks for no more, but what lies behind would come, too.
-    assert int(retrieve(engine(**options), tokens)[0].sum()) == engine(**options).lookup(tokens) == 7 * CHUNK
-
-
-def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
-    """Two engines with different parallelism, or models of one name, read one origin."""
-    tokens = torch.arange(256) + 400_000
-    before = len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint}
-    engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
-    origin.look(before + 1)
-    assert engine(**options).lookup(tokens) == 256
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        assert engine(layers=LAYERS + 1, **options).lookup(tokens) == 0
-    assert "of another kind" in caplog.text
-
-
-def test_a_dead_origin_costs_no_more_than_a_lookup(engine, caplog):
-    one = engine(url="moqt://127.0.0.1:9/", lookup_s=0.5)
-    tokens = torch.arange(1024)
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        assert one.lookup(tokens) == 0
-        mask, _ = retrieve(one, tokens)
-    assert not mask.any()
-    assert "cannot be asked" in caplog.text
-
-
-def test_an_origin_that_goes_away_loses_the_chunks_and_no_more(tmp_path, engine):
-    own = Origin(tmp_path)
-    tokens, kv = torch.arange(256), cache(256)
-    options = {"url": own.url, "fingerprint": own.fingerprint, "lookup_s": 0.5}
-    engine(publish=str(own.root), **options).store(tokens=tokens, cache=kv)
-    own.look(1)
-    one = engine(store_mib=0, deadline_s=0.5, **options)
-    assert one.lookup(tokens) == 256
-    own.close()
-    mask, _ = retrieve(one, tokens)
-    assert not mask.any()
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_lmcaches_own_test_of_a_remote_storage(origin, monkeypatch, capsys, dtype):
     """`lmcache.v1.check`, mode test_remote: keys that are not there, puts, gets, contents, all of them right."""

@@ -76,16 +76,6 @@ async def test_memory_whose_file_cannot_be_sent_is_given_up(engine, monkeypatch)
     assert not engine._regions._used
 
 
-async def test_of_a_call_that_is_cancelled_before_it_begins_nothing_is_left(engine):
-    engine, _ = engine
-    engine._client = SimpleNamespace(find=asyncio.sleep)
-    engine._take(CallMethod(1, "find", (60,), {}))
-    engine._take(CancelCall(1))
-    await asyncio.wait(engine._calls.values())
-    await asyncio.sleep(0)
-    assert not engine._calls
-
-
 async def test_an_engine_is_told_whatever_goes_wrong_when_it_joins(engine, monkeypatch):
     engine, there = engine
 

@@ -155,20 +155,6 @@ def backend():
         storage.close()
 
 
-@pytest.mark.parametrize("tokens", [PAGE // 2, 2 * PAGE])
-def test_what_is_no_whole_page_is_none(origin, backend, tokens):
-    before, pool, keys = len(origin.holdings.assets), Pool("layer_first"), [f"{tokens} tokens"]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    storage = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
-    store, name = storage._pool().store, storage._pool().name
-    kv = torch.ones(LAYERS, 2, HEADS, tokens, DIM, dtype=torch.float16)
-    assert store.put(name(keys[0]), kv).result(300.0)
-    origin.look(before + 1)
-    assert storage.batch_get_v1(keys, indices(3)) == [False]
-    assert storage.get(keys[0], pool.get_dummy_flat_data_page()) is None
-    assert not pool.page(3).any()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_come_back_to_the_byte(origin, backend, layout):
     before = len(origin.holdings.assets)
@@ -198,30 +184,6 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
     assert one.set(f"{layout}-flat", flat)
     origin.look(before + 4)
     assert torch.equal(other._pool().pages.flat(other.get(f"{layout}-flat")), content(1))
-
-
-def test_the_last_pages_are_left_to_the_question(origin, backend):
-    """SGLang asks how many pages there are, fetches these, and computes what lies behind them."""
-    before, keys = len(origin.holdings.assets), [f"tail-{number}" for number in range(7)]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
-    pool = Pool("layer_first")
-    for number in range(7):
-        pool.page(number).copy_(content(number))
-    one = backend(pool, publish=str(origin.root), tracks=["Int4"])
-    assert all(one.batch_set_v1(keys, indices(*range(7))))
-    origin.look(before + 7)
-    into = Pool("layer_first")
-    other = backend(into, prefill_rate=20_000.0, **reach)
-    kept = other.batch_exists(keys)
-    assert 2 <= kept < 7
-    assert other.batch_exists(keys[:kept]) == kept
-    assert other.batch_get_v1(keys[:kept], indices(*range(kept))) == [True] * kept
-    assert torch.allclose(into.page(kept - 1), content(kept - 1), atol=0.5)
-    assert not into.page(kept).any()
-    assert other.exists(keys[6])
-    assert backend(into, **reach).batch_exists(keys) == 7  # how fast SGLang computes is not known
-    slow = backend(into, prefill_rate=20_000.0, step_tokens=PAGE, **reach)
-    assert slow.batch_exists(keys) == 7  # a page and the question do not fit into a step
 
 
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
@@ -265,22 +227,6 @@ def test_pages_have_the_ac_tracks_of_their_place(origin, backend, profile, caplo
         assert other.batch_get_v1(keys[3:], indices(6, 1), behind) == [False, False]
     assert not into.kv_buffer.any()
     assert "token 384 of a prompt, wanted is one of 512, 640" in caplog.text
-
-
-@pytest.mark.parametrize("how", ["no prefix keys", "no interface_v1"])
-def test_pages_whose_place_sglang_does_not_tell_have_plain_tracks(origin, backend, profile, caplog, how):
-    before, pool = set(origin.holdings.assets), Pool("layer_first")
-    one = backend(pool, publish=str(origin.root), profile=profile)
-    keys = [f"{how}: {number}" for number in range(2)]
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        if how == "no prefix keys":
-            assert all(one.batch_set_v1(keys, indices(0, 1), HiCacheStorageExtraInfo()))
-        else:
-            assert one.batch_set(keys, [pool.get_dummy_flat_data_page() for _ in keys])
-    origin.look(len(before) + 2)
-    for asset in set(origin.holdings.assets) - before:
-        assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
-    assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
 
 
 def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):

@@ -14,7 +14,6 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.kv import LayerClass
 from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import TOKENS, Bench, exact, near, request
-from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.test_groups import bench_of as windows_of
 from tests.engines.vllm.test_groups import check, load, numbers, prefill
 from tests.toymodel import SPEC
@@ -51,16 +50,6 @@ def test_each_step_adds_the_groups_that_it_completes():
     assert told[1].tokens == ()
     assert told[2].blocks == ((5, 6, 7, 8),)
     assert made.over("r")
-    assert not made.over("r")
-
-
-def test_what_windows_have_dropped_is_published_at_the_end():
-    caches = EngineCaches(
-        (LayerClass("window", (0,), 1, 4, 4, "float16", window=16), FULL),
-        (Pages(0, 0, 8, ("0",), (0,), passing=True), Pages(1, 1, 8, ("1",), (0,))),
-    )
-    made, _, step = growing(computed=40, caches=caches, table=(0, 0, *TABLE))
-    assert step(20) == []
     assert not made.over("r")
 
 
@@ -212,47 +201,6 @@ def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
 def found(bench, asked):
     ids = asked.prompt_token_ids
     return bench.client.begin(lambda client: client.find(ids, model=SPEC)).result(LIMIT_S)
-
-
-def test_another_engine_plays_it_while_it_is_computed(tmp_path):
-    (tmp_path / "out").mkdir()
-    origin = ServedFolder(tmp_path / "out", tmp_path)
-    served = SimpleNamespace(url=f"moqt://127.0.0.1:{origin.port}/", fingerprint=origin.fingerprint)
-    first, second = live(served, tmp_path / "out"), Bench(served)
-    try:
-        asked = asking(first)
-        compute(first, asked, 20)
-        wanted = request("d", tokens=[*TOKENS[:64], 1, 2])
-        wait_for(lambda: found(second, wanted))
-        while not second.worker._plays:
-            assert second.scheduler.matched(wanted, 0) == (None, False)
-            second.step()
-        for tokens in (20, 24, 6):
-            compute(first, asked, tokens)
-        assert first.scheduler.finished(asked, [list(range(1, 10))])
-        count, _ = second.matched(wanted)
-        second.scheduler.allocated(wanted, [list(range(20))], count)
-        second.step()
-        assert count == 64
-        assert near(second.blocks(list(range(8))), exact(0, 64))
-        counted = second.worker.counts.take()
-        assert (counted["plays_live"], counted["tokens_loaded"]) == (1, 64)
-        first.steps()
-    finally:
-        first.close()
-        second.close()
-        origin.close()
-
-
-def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
-    with closing(live(served, tmp_path / "out")) as bench:
-        asked = asking(bench, kv_transfer_params={"live": False})
-        compute(bench, asked, 70)
-        assert not list((tmp_path / "out").iterdir())
-        assert bench.scheduler.finished(asked, [list(range(1, 10))])
-        assert bench.steps()[0] == {"p"}
-        bench.published()
-        assert bench.worker.counts.take()["published"] == 1
 
 
 def test_windows_grow_with_every_step(tmp_path):

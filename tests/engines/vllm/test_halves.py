@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from contextlib import closing
@@ -15,7 +14,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.settings import INSIDE, TroubleLog
 from kvabr.engines.vllm import plays
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.engines.vllm.plays import CopyRequest, leave_client, take_client
+from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import chain
@@ -83,28 +82,6 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, tail)
         first.close()
         second.close()
         served.close()
-
-
-@pytest.mark.parametrize("group", [0, 2])
-def test_what_is_behind_a_lost_group_is_computed(tmp_path, group):
-    toy_asset(tmp_path / "assets" / "one", ("FP16",))
-    frame = tmp_path / "assets" / "one" / "groups" / "FP16" / f"{group:05d}.kvg"
-    data = bytearray(frame.read_bytes())
-    data[200] ^= 1
-    frame.write_bytes(data)
-    with closing(Served(tmp_path / "assets", tmp_path)) as served:
-        for deadline_s in (4.0, 16.0, 64.0, 256.0):  # a loaded machine may not have all groups before it by the first
-            with closing(Bench(served, deadline_s=deadline_s)) as bench:
-                count, failed = bench.load(request())
-                failed = set(range(count // BLOCK, 8))
-                assert failed >= set(range(2 * group, 8))
-                assert bench.worker.counts.take()["plays_cut"] == 1
-                if len(failed) > 8 - 2 * group:
-                    continue
-                if group:
-                    assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
-                return
-        raise AssertionError(f"only the first of blocks {failed} is lost")
 
 
 def test_nothing_is_played_of(bench):
@@ -421,17 +398,6 @@ def test_nor_is_what_shares_a_block_of_a_lossy_group(served, tmp_path, computed,
         assert bench.scheduler.finished(request("other", other), [list(range(20))])
         bench.steps()
         assert bench.worker.counts.take().get("publish_dropped_lossy", 0) == lossy
-
-
-def test_a_step_travels_between_processes(bench):
-    asked = request()
-    bench.scheduler.arrived(asked)
-    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
-    assert bench.scheduler.matched(asked, 0) == (None, False)
-    step = bench.scheduler.step({}, None)
-    assert step.loads
-    step.copies.append(CopyRequest(1, "r", 0, 16, ((1, 2),)))
-    assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
 
 
 def test_what_cannot_begin_is_computed(bench):

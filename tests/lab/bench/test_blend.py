@@ -8,7 +8,7 @@ import torch
 from kvabr.cli.main import main
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError
 from kvabr_lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
 from kvabr_lab.bench.blend_picture import picture
 from kvabr_lab.bench.blend_prompts import KINDS, make_prompts
@@ -47,24 +47,6 @@ def test_prompts_are_the_same_every_time(large, kind):
     assert all(len(passage) == SIZE for passage in prompt.passages)
     assert prompt.spans[0][0] == len(prompt.beginning)
     assert prompt.spans[-1][1] == len(prompt.tokens)
-
-
-def test_every_passage_holds_a_code_and_one_is_asked_for(large):
-    prompt = prompts(large, "codes")[0]
-    texts = [large.decode(passage) for passage in prompt.passages]
-    assert all("The access code of" in text for text in texts)
-    code = large.decode(prompt.tail)
-    assert len(code.strip()) == 6
-    assert sum(code.strip() in text for text in texts) == 1
-    place = large.decode(prompt.question).rpartition("code of ")[2].removesuffix(" is")
-    assert any(f"access code of {place} is{code}" in text or code.strip() in text for text in texts)
-
-
-def test_passages_that_do_not_fit_are_refused(large):
-    with pytest.raises(UsageError, match="no text has"):
-        make_prompts(large, {"short": "ash"}, "text", 1, size=SIZE)
-    with pytest.raises(UsageError, match="ask for longer ones"):
-        make_prompts(large, TEXTS, "codes", 1, size=20)
 
 
 def test_what_is_recomputed_in_full_loses_nothing(large, lab):

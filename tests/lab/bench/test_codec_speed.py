@@ -65,14 +65,3 @@ def test_a_synthetic_profile_codes_a_synthetic_cache():
     assert all(0.99 < ratio < 1.2 for ratio in ideal.values())
     cache[0, 1, :, 32:] = cache[0, 1, :, :-32]  # repeated words: its base contains AC-L1
     assert codec_speed.over_ideal(codec_speed.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1"]) == {}
-
-
-def test_rows_come_for_every_track_and_path(group):
-    subject = codec_speed.Subject("s", SPEC, group, kvdata.profile(SPEC))
-    told = []
-    rows = list(codec_speed.measure(subject, ["FP16", "AC-L0"], None, seconds=0.01, progress=lambda: told.append(1)))
-    assert [(row["track"], row["path"]) for row in rows] == [
-        ("FP16", "-"), *(("AC-L0", path) for path in codec_speed.paths(None))
-    ]  # fmt: skip
-    assert len(told) == len(rows)
-    assert not list(codec_speed.measure(codec_speed.Subject("s", SPEC, group, None), ["AC-L0"], None))

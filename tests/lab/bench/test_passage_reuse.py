@@ -26,8 +26,3 @@ def test_what_is_stored_by_prefix_and_looked_up_by_content_is_forgotten(found):
 
 def test_by_prefix_only_equal_beginnings_are_found(found):
     assert fmean(found["prefix"]) < 0.5
-
-
-def test_a_store_that_is_too_small_forgets_documents_as_well():
-    shares = asyncio.run(reuse(Collection(documents=8, queries=24, each=3, room=0.5), "content"))
-    assert 0.1 < fmean(shares) < 0.9

@@ -80,30 +80,6 @@ def test_the_result_is_plain_json_and_says_all(outcome):
     assert "bits an element" in summary.sentence(result)
 
 
-def test_group_sizes_are_set_against_cachegens(outcome):
-    plan, _, _, findings, families, _ = outcome
-    findings.sizes[256]["CacheGen"] = {"prose-0": {"bits": 9.0}, "trees-0": {"bits": 9.0}}
-    findings.quality["CacheGen"] = findings.quality["AC-L2"]
-    findings.recall["CacheGen"] = findings.recall["AC-L2"]
-    result = rd.result(findings, families, plan)
-    (row,) = result["against"]["group_sizes"]
-    bits = [one["bits"] for one in findings.sizes[256]["AC-L2"].values()]
-    assert row["ratio"] == pytest.approx(9.0 / row["ours"])
-    assert row["ours"] <= sum(bits) / 2 + 1e-9
-    assert summary.group_table(result)[1] == [["256", "9.000", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]]
-
-
-def test_a_finer_end_has_a_rate_of_its_own(outcome):
-    plan, _, _, findings, families, _ = outcome
-    between = findings.quality["AC-L0, end AC-L1"]["prose-0"], findings.quality["AC-L0, end AC-L2"]["prose-0"]
-    rows = [findings.quality["AC-L0"]["prose-0"], *between, findings.quality["AC-L2"]["prose-0"]]
-    assert [row["bits"] for row in rows] == sorted(row["bits"] for row in rows)
-    findings.quality["CacheGen"] = findings.quality["AC-L0, end AC-L2"]
-    found = rd.result(findings, families, plan)
-    assert found["against_end"]["bits"] <= sum(row["bits"] for row in findings.quality["CacheGen"].values()) / 2 + 1e-9
-    assert f"finer track: {found['against_end']['bits']:.3f}" in summary.sentence(found)
-
-
 def test_plot_and_page_are_whole_and_self_contained(outcome):
     plan, _, _, findings, families, _ = outcome
     result = rd.result(findings, families, plan)

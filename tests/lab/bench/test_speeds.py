@@ -40,16 +40,6 @@ def test_every_play_has_a_mark_in_both_panels_and_says_what_it_is():
     assert told.count("kvabr, 10 Mbit/s, live: 1.26 s, KL 0.001") == 2
 
 
-def test_simulated_plays_are_hollow_and_their_lines_dashed():
-    svg = chart(SHAPES, points())
-    for path in marks(svg):
-        live = ", live:" in path[0].text
-        assert (path.get("fill") == "var(--ground)") != live
-        assert path.get("stroke") == "var(--f0)"
-    lines = [line.get("class") for line in elements(svg, "line") if "way" in line.get("class")]
-    assert lines == ["way first", "way first", "way first dashed"] * 2
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError
 from kvabr_lab.day.nodes import Fleet, FleetShape
-from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, quantile, read_sessions
+from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, read_sessions
 from kvabr_lab.route import CacheSize
 
 COST = PrefillCost(0.0, 1e-3, 0.0)
@@ -82,11 +81,3 @@ def test_sessions_of_a_recorded_trace(tmp_path):
     trace.write_text("{}")
     with pytest.raises(FormatError, match="not a trace of requests"):
         read_sessions(trace)
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="not possible"):
-        replace(SHAPE, nodes=0)
-    with pytest.raises(UsageError, match="give 1 to"):
-        SessionShape(sessions=0)
-    assert math.isnan(quantile([], 0.5))

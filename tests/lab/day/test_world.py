@@ -15,8 +15,7 @@ from kvabr.types.errors import UsageError
 from kvabr_lab.day.compare import BEST, ORACLE, compare
 from kvabr_lab.day.informed import KNOWLEDGE, other_days, play_informed
 from kvabr_lab.day.oracle import replay_choices, search
-from kvabr_lab.day.queues import PrefixCache
-from kvabr_lab.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
+from kvabr_lab.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests
 from kvabr_lab.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
 from kvabr_lab.day.world import Choice, Day, SiteShape, World, WorldShape
 from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
@@ -113,35 +112,6 @@ def test_the_sites_meet_elsewhere_than_planned_if_the_link_fails_or_is_fast():
     assert played(far, [LOCAL, Choice(BOTH, 4224)], shape())[1].place == REMOTE
 
 
-def test_what_sites_have_from_the_start():
-    shared = (7, 6400)
-    day = [request(0, 0.0, 6500, parts=(shared, (8, 100)))]
-    small = {"local": SiteShape(SLOW, cache_tokens=0), "warm": (shared, (9, 10))}
-    cold, warm = (played(day, [REMOTE], shape(**changes))[0] for changes in ({}, small))
-    assert cold.remote_s == pytest.approx(6500 / 8000)
-    assert warm.remote_s == pytest.approx(100 / 8000)
-    assert played(day, [LOCAL], shape(**small))[0].local_s == pytest.approx(6.5)
-    assert shared_parts(day) == (shared,)
-
-
-def test_requests_share_the_link_in_their_order():
-    world = shape(trace=link(1e6 / 0.948))
-    day = [request(0, 0.0, 12_800), request(1, 0.1, 1280)]
-    alone = times(day[:1], [REMOTE], world)[0]
-    both = times(day, [REMOTE] * 2, world)
-    assert both[0] == alone
-    # 12.8 MB go first, apart from gaps before the first group was computed.
-    assert both[1] == pytest.approx(12.8 + 1.28 - 0.1, abs=0.2)
-
-
-def test_a_transfer_that_waits_for_its_prefill_leaves_room():
-    world = shape(trace=link(1e8))
-    day = [request(0, 0.0, 80_000), request(1, 0.1, 100, parts=((7, 100),))]
-    first, second = times(day, [REMOTE] * 2, replace(world, remote=SiteShape(FAST, workers=2)))
-    assert first > 10
-    assert second < 0.2
-
-
 def test_what_is_cached_is_neither_computed_nor_sent():
     shared = (7, 6400)
     day = [
@@ -157,17 +127,6 @@ def test_what_is_cached_is_neither_computed_nor_sent():
     assert fetched.place == FETCH
     assert fetched.bytes == 6_400_000
     assert fetched.local_s == pytest.approx(0.128)
-
-
-def test_the_least_recently_used_prefix_goes_first():
-    kept = PrefixCache(1000)
-    kept.add(((1, 400), (2, 200)), 0.0)
-    kept.add(((1, 400), (3, 300)), 0.0)
-    assert kept.match(((1, 400), (2, 200)), 1.0) == 600
-    kept.add(((1, 400), (4, 250)), 5.0)
-    assert kept.match(((1, 400), (2, 200)), 6.0) == 400
-    assert kept.match(((1, 400), (4, 250)), 4.0) == 400
-    assert kept.match(((1, 400), (4, 250)), 5.0) == 650
 
 
 def test_a_turn_comes_after_the_answer_to_the_one_before():

@@ -61,16 +61,6 @@ def test_the_trace_starts_where_and_when_it_is_told_and_may_start_again():
         assert time.monotonic() - at >= 0.01
 
 
-def test_a_new_play_begins_with_an_empty_queue():
-    with ends() as link:
-        link.shaper.begin(trace([1000]), 0.0, Conditions())
-        link.down(*[b"old" * 300] * 40)
-        link.until(lambda stats: stats.most_queued_bytes > 30_000)
-        link.shaper.begin(trace([1e6]), 0.0, Conditions())
-        link.down(b"new")
-        assert link.received_until(b"new") == []
-
-
 def test_losses_are_as_asked_for_each_direction_alone():
     with ends(Conditions(loss=0.3, seed=4)) as link:
         link.down(*[b"%d" % index for index in range(400)])

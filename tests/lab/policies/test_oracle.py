@@ -75,18 +75,6 @@ def test_nobody_passes_it(layered, time_price):
     assert compared > 60
 
 
-def test_with_an_engine_it_computes_the_prefix_that_there_is_time_for():
-    cost = PrefillCost(0.0, 4.0 / (16 * 128))  # all of it takes twice the deadline
-    chosen = experiment(catalog(16), 2.0, 0.02, 0.4, cost)
-    run = chosen.play(world("steady", [1e6]), 0.0, "oracle").run
-    sources = [group["source"] for group in run["groups"]]
-    computed = sources.index("fetched")
-    assert 0 < computed <= 8
-    assert sources == ["recomputed"] * computed + ["fetched"] * (16 - computed)
-    assert run["met"]
-    assert run["regret"] < 1e-3
-
-
 def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_begins():
     cost = PrefillCost(0.0, 4.0 / (16 * 128))
     offer = catalog(16, layered=True)

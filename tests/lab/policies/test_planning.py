@@ -60,19 +60,6 @@ def test_cake_takes_the_cheapest_track_that_loses_little_enough():
         track("cake:FP9")
 
 
-def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
-    # A dead link: the player would give the engine groups that are in flight.
-    asset = catalog(8)
-    experiment = Experiment(asset, ReplayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
-    outcome = experiment.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
-    starts = [line for line in outcome.log if line.name == "recompute_start"]
-    assert [(line.first, line.last) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
-    plans = [line.t for line in outcome.log if line.name == "decision" and line.kind == "plan"]
-    assert min(plans) >= 1.0
-    # After the deadline the engine computes what the network should have delivered, and the play ends.
-    assert outcome.run["tokens_recomputed"] == asset.tokens
-
-
 # ---------------------------------------------------------------- kvserve
 
 

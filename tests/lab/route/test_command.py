@@ -30,20 +30,6 @@ def test_it_decides_with_a_reason(capsys, tmp_path):
     assert [one["place"] for one in answer["options"]] == ["local", "remote"]
 
 
-def test_queues_caches_and_costs_count(capsys):
-    def place(*argv):
-        return run(capsys, "--tokens", 32_000, "--link", 400, *argv)[1].splitlines()[-1].partition(":")[0]
-
-    assert place("--remote-queue", 60) == "local"
-    assert place("--remote-queue", 60, "--remote-cached", 31_000, "--local-queue", 0) == "fetch"
-    assert place("--local-cached", 31_900) == "local"
-    assert place("--local", "0.02,0.00001,0") == "local"
-    assert place("--backlog", 2000) == "local"
-    assert place("--kv-bytes", 1_000_000) == "both"
-    assert place("--kv-bytes", 1_000_000, "--no-both") == "local"
-    assert place("--kv-bytes", 100_000_000) == "local"
-
-
 def test_an_asset_tells_the_bytes(capsys, tmp_path):
     path = tmp_path / "catalog.json"
     path.write_text(catalog(16, layered=True).dumps())
@@ -52,24 +38,6 @@ def test_an_asset_tells_the_bytes(capsys, tmp_path):
     assert "per token at a loss of 0.09 nats" in coarse
     assert coarse != fine
     assert "no tracks of this asset" in run(capsys, "-n", 10, "--link", 5, "--asset", path, "--floor", 1e-9)[2]
-
-
-def test_events_need_a_prompt_and_endpoints(capsys, tmp_path):
-    prompt = tmp_path / "prompt"
-    prompt.write_text("[1, 2, 3]")
-    wrong = {
-        ("--remote-events", "tcp://127.0.0.1:1"): "--prompt belongs to",
-        ("--prompt", prompt): "--prompt belongs to",
-        ("--prompt", prompt, "--local-events", "x"): "--local-events x: give tcp://HOST:PORT",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1,"): "--local-events : give tcp://HOST:PORT",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "--listen", 0): "--listen 0: give up to",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "-n", 4): "--tokens 4: the prompt in",
-    }
-    for words, says in wrong.items():
-        status, _, err = run(capsys, "--link", 5, *words)
-        assert (status, says in err) == (2, True), err
-    words = ("--prompt", prompt, "--local-events", f"ipc://{tmp_path}/nobody", "--listen", 0.1)
-    assert "local: nothing was told" in run(capsys, "--link", 5, *words)[1]
 
 
 def test_a_day_is_compared_and_drawn(capsys, tmp_path):

@@ -118,28 +118,9 @@ def test_what_comes_later_takes_its_share_when_it_comes(coming, own, ends):
     assert RouteLink(10.0, backlog_bytes=30.0, coming=coming).through(*own) == pytest.approx(ends)
 
 
-def test_states_and_windows_come_with_the_last_group():
-    plain = by_place(1280, link=RouteLink(1e9, 0.0))["remote"]
-    states = by_place(1280, link=RouteLink(1e9, 0.0), size=CacheSize(1e4, 1e8))["remote"]
-    assert states.ttft_s == pytest.approx(plain.ttft_s + 0.1)
-    assert states.bytes == plain.bytes + 1e8
-
-
-def test_a_slow_decoder_is_the_limit():
-    one = by_place(12_800, size=CacheSize(1.0, decode_s=0.01))["remote"]
-    assert one.limit == "decode"
-    assert one.ttft_s > 128
-
-
 def test_an_unknown_link_carries_nothing():
     assert math.isinf(by_place(100, link=RouteLink(0.0))["remote"].ttft_s)
     assert break_even_tokens(PrefillSite(SLOW), PrefillSite(FAST), RouteLink(0.0), SIZE) == math.inf
-
-
-def test_the_lower_bound_of_the_link_is_forecast_apart():
-    one = by_place(12_800, link=RouteLink(2e6, 0.04, bound=1e6))["remote"]
-    assert one.ttft_s == by_place(12_800, link=RouteLink(2e6, 0.04))["remote"].ttft_s
-    assert one.bound_s == by_place(12_800, link=RouteLink(1e6, 0.04))["remote"].ttft_s
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,10 @@ import pytest
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr_lab.estimators import LastSample
 from kvabr_lab.route import (
     PROBE_BYTES,
     PROBE_WAIT_S,
     CacheSize,
-    LinkMemory,
     PrefillSite,
     RouteLink,
     Router,
@@ -40,20 +37,6 @@ def test_short_prompts_stay_and_long_ones_go():
     assert long.place == "remote"
     assert long.met is None
     assert "against local prefill 20.00 s (mostly prefill)" in long.reason
-
-
-def test_queues_and_caches_decide_too():
-    assert route(20_000, remote=PrefillSite(FAST, 60.0)).place == "local"
-    assert route(20_000, local=PrefillSite(SLOW, cached_tokens=19_900)).place == "local"
-    assert route(20_000, remote=PrefillSite(FAST, 60.0, cached_tokens=19_900)).place == "fetch"
-    assert route(20_000, link=RouteLink(1e4, 0.04)).place == "local"
-
-
-def test_nothing_is_known_of_the_link():
-    found = route(20_000, link=RouteLink(0.0))
-    assert found.place == "local"
-    assert "nothing is known of the link" in found.reason
-    assert json.loads(json.dumps(found.to_json()))["options"][1]["ttft_s"] is None
 
 
 def test_a_deadline_is_judged_by_the_lower_bound():
@@ -95,36 +78,6 @@ def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
     assert found.chosen.others_s < found.options[0].others_s
     # Others can go elsewhere too: with more workers nobody waits.
     assert crowded(workers=(2, 1)).route(RouteRequest(20_000), 13.0).place == "local"
-
-
-def test_a_router_knows_what_its_own_prefills_still_send():
-    # 100,000 tokens: ten seconds of prefill there, and as many MB, which the link carries in one second.
-    router = Router(SLOW, FAST, SIZE, rtt_s=0.0, considerate=False)
-    router.arrived(1e8, 1.0, 0.0)
-    assert router.route(RouteRequest(100_000), 1.0).place == "remote"
-    one = router.options(RouteRequest(1000, queue_s=(50.0, 0.0)), 2.0)[1]
-    # Nine tenths are not computed: they do not stand in the way, and leave nine tenths of the link.
-    assert one.ttft_s == pytest.approx(0.1, abs=0.02)
-    big = router.options(RouteRequest(20_000, (0, 19_999), (50.0, 0.0)), 2.0)[1]
-    assert big.ttft_s == pytest.approx(2e7 / 9e7, abs=0.01)
-    late = router.options(RouteRequest(1000, (0, 0), (50.0, 0.0), 9e7), 12.0)[1]
-    assert late.ttft_s == pytest.approx(0.9, abs=0.02)
-
-
-def test_a_bad_minute_is_forgotten():
-    memory = LinkMemory(LastSample())
-    assert memory.rates(1e6, 0.0) == (0.0, 0.0)
-    for second in range(1, 601):
-        memory.sample(1e7, 1.0, second)
-    for second in range(601, 613):
-        memory.sample(1e6, 1.0, second)
-    soon, later = memory.rates(0.0, 612.0)[0], memory.rates(0.0, 1201.0)[0]
-    assert soon == pytest.approx(1e6, rel=0.01)
-    assert later == pytest.approx(1e7, rel=0.05)
-    assert memory.rates(1e9, 612.0)[0] > 4e6
-    memory.sample(float("nan"), 1.0, 613.0)
-    memory.sample(1.0, 0.0, 613.0)
-    assert memory.rates(0.0, 612.0)[0] == soon
 
 
 def test_a_silent_link_is_probed_until_something_is_heard():
