@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -12,7 +11,7 @@ import pytest
 
 from kvabr.cli import main as cli
 from kvabr.cli.commands import names
-from kvabr.cli.display import output, plain, table
+from kvabr.cli.display import plain
 from kvabr.cli.main import main
 from tests.catalogs import catalog
 
@@ -79,17 +78,6 @@ def test_a_trace_that_is_shorter_than_the_play_wraps_and_says_so(capsys, asset, 
     assert "short" in err
 
 
-def test_the_policy_of_the_readme_plays(capsys, asset, tmp_path):
-    readme = (TRACES.parent / "README.md").read_text()
-    code = next(text.split("```")[0] for text in readme.split("```python") if "class Cautious" in text)
-    path = tmp_path / "cautious.py"
-    path.write_text(code)
-    argv = ["--policy", f"{path}:Cautious", "--deadline", 1, "--load", 0.4]
-    status, out, err = run(capsys, "replay", TRACES / "lte.csv", "--asset", asset, *argv)
-    assert status == 0, err
-    assert "Cautious" in out
-
-
 def test_the_estimator_of_the_help_plays(capsys, asset, tmp_path):
     with pytest.raises(SystemExit):
         main(["estimators", "--help"])
@@ -135,13 +123,6 @@ def test_a_warning_of_kvabrs_looks_as_its_errors_do_and_others_say_where_they_co
         warnings.formatwarning = kept
 
 
-def test_the_version_tells_the_build(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert re.fullmatch(r"kvabr \S+, Python 3\.\d+\.\d+\S*, .+, coder: \w+\n", capsys.readouterr().out)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_output_without_unicode_is_no_failure(encoding, asset):
@@ -173,14 +154,6 @@ def test_tables_fit_a_narrow_terminal_without_cutting_numbers(capsys, monkeypatc
         assert max(map(len, out.partition("prompt digest")[0].splitlines()[:3])) <= width
 
 
-def test_a_file_gets_wide_tables_whole(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    numbers = [f"{number:.7f}" for number in range(1, 15)]
-    output().print(table(None, numbers, [numbers]))
-    heads, _, line = capsys.readouterr().out.split("\n")[1:4]
-    assert heads.split() == line.split() == numbers
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -208,12 +181,3 @@ def test_bash_completes(capsys, tmp_path, line, offered):
 def test_control_characters_of_names_do_not_reach_the_terminal(capsys):
     plain("a\x1b[2J\u2028b\u202ec\td")
     assert capsys.readouterr().out.startswith("a?[2J?b?c")
-
-
-def test_two_links_of_one_trace_are_two(capsys, asset, tmp_path):
-    flat, report = TRACES / "flat.csv", tmp_path / "report.json"
-    status, _, err = run(
-        capsys, "replay", flat, "--link", flat, "--link", flat, "--asset", asset, "--deadline", 1, "--json", report
-    )
-    assert status == 0, err
-    assert len(json.loads(report.read_text())["options"]["links"]) == 2

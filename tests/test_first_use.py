@@ -14,13 +14,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from kvabr.cli import display, options
 from kvabr.cli.main import main
-from kvabr.data import default_catalog
-from kvabr.replay import run
-from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
@@ -28,50 +24,7 @@ from tests.client.served import Served
 TRACES = Path(__file__).parent.parent / "traces"
 
 
-_demos: dict[ReplayOptions, run.Report] = {}
-
-
-@pytest.fixture
-def played_once(monkeypatch):
-    """Have tests of what a demo prints share its plays, which are the same every time."""
-    replay = run.replay
-
-    def once(matrix, **how):
-        if matrix.options not in _demos:
-            _demos[matrix.options] = replay(matrix, **how)
-        return _demos[matrix.options]
-
-    monkeypatch.setattr(run, "replay", once)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("played_once")
-@pytest.mark.parametrize(
-    ("words", "columns"),
-    [
-        (("demo", "--html", "page.html"), 60),
-        (("policies",), 60),
-        (("policies",), 80),
-        (("inspect", "CATALOG"), 60),
-        (("inspect", "CATALOG"), 80),
-    ],
-)
-def test_prose_wraps_between_words(words, columns, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "500")
-    Path("CATALOG").write_text(default_catalog().dumps())
-    assert main([*words]) == 0
-    words_of = {word for word in capsys.readouterr().out.split() if word.isascii()}
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main([*words]) == 0
-    shown = capsys.readouterr().out
-    broken = {word for word in shown.partition("not shown in")[0].split() if word.isascii()} - words_of
-    assert not broken
-    assert all(len(line) <= columns or " " not in line.strip() for line in shown.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("played_once")
 def test_the_demo_and_its_page_agree(capsys, tmp_path):
     """It says what was won; both have the median of TTFT and the mean of losses, and say so."""
     assert main(["demo", "--html", str(tmp_path / "page.html")]) == 0
@@ -158,19 +111,6 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     numbers = re.search(r"after ([\d.]+) s .* with ([\d.]+)% of .* loss ([\d.]+) nats", shipped.read_text())
     assert numbers is not None
     assert all(each in first for each in (f"{numbers[1]} s", f"{numbers[2]} %", f"{numbers[3]} nats"))
-
-
-def test_a_terminal_shows_the_time_left_of_a_stage(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
-    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
-    console = Console(file=screen, force_terminal=True, width=100)
-    with display.StageBar({"prefill": "prefill (tokens)"}, console) as bar:
-        for done in (1, 2):
-            now[0] += 30.0
-            bar("prefill", done, 12)
-    assert "about 300 s left" in screen.getvalue()
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):

@@ -14,9 +14,6 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.data.profiles import (
-    GEMMA3_270M,
-    SMOLLM2,
-    ShippedProfile,
     shipped_bytes,
     shipped_profile,
     shipped_profiles,
@@ -105,15 +102,6 @@ def test_players_have_it_under_both_digests(shipped):
     assert shipped_bytes(name, len(data), spec) == data
     assert shipped_bytes(name, len(data), replace(spec, model="another")) is None
     assert shipped_bytes("0" * 64, len(data), spec) is None
-
-
-def test_what_cannot_be_wanted_is_not_read(monkeypatch):
-    monkeypatch.setattr(ShippedProfile, "read", lambda _: pytest.fail("a file was read"))
-    assert shipped_profile(SMOLLM2.spec) is SMOLLM2
-    assert shipped_bytes("0" * 64, 1000, GEMMA) is None
-    small = KVSpec.uniform("m", "t", 2, 1, 8, "float16")
-    assert shipped_bytes("0" * 64, GEMMA3_270M.size, small) is None
-    assert find_profile(small) is None
 
 
 @pytest.mark.parametrize("number", [0, 1])
