@@ -9,6 +9,7 @@ import torch
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import cut, decode_group, encode_group
 from kvabr.codec.profile import Profile
+from kvabr.engines.transformers.cache import cache_kv
 from kvabr.publish.calibrate import SEARCH, calibrate, stages
 from kvabr.publish.collect import caches_of
 from kvabr.publish.encoder import compute_cache, own_profile
@@ -17,7 +18,7 @@ from kvabr.types.errors import UsageError
 from kvabr.types.naming import LAYERS
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX
-from tests.engines.transformers.tiny import published, ready_from, tiny
+from tests.engines.transformers.tiny import prefilled, published, ready_from, tiny
 
 pytestmark = pytest.mark.model
 CHUNK = "ab" * 32
@@ -27,13 +28,17 @@ CHUNK = "ab" * 32
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Llama 4", "DeepSeek V3", "Kimi Linear", "LFM2", "MiniMax"])
 async def test_what_is_played_is_what_the_codec_made(name, tmp_path):
     engine = tiny(name)
-    spec, ids = engine.spec, PREFIX[:384]  # states are those behind the last whole group
-    exact = compute_cache(engine, ids)
+    spec, cache, tokens = engine.spec, None, 384  # states are those behind the last whole group
+    if any(each.kind == "state" for each in spec.classes):
+        exact = compute_cache(engine, PREFIX[:tokens])
+    else:
+        cache, tokens = prefilled(engine, PREFIX, whole=True), 400
+        exact = cache_kv(cache, spec, tokens)
     profile = Profile.from_bytes(own_profile(spec, exact).to_bytes())
-    library = published(engine, tmp_path, ids, profile=profile, tracks=LAYERS)
+    library = published(engine, tmp_path, cache=cache, profile=profile, tracks=LAYERS)
     ready = await ready_from(library, engine, policy="fixed:AC-L0", recompute=False)
     played = ready.played
-    assert (ready.tokens, ready.problem, set(played.coverage)) == (384, None, {"AC-L0"})
+    assert (ready.tokens, ready.problem, set(played.coverage)) == (tokens, None, {"AC-L0"})
     for unit in played.catalog.units:
         context = GroupContext(spec.parts[unit.part], unit.first, unit.tokens, profile)
         kv, there = cut(exact, unit, spec), played.parts[unit.part]
