@@ -15,7 +15,7 @@ from kvabr.engines.transformers.engine import sample_next
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import calibrate
 from kvabr.publish.target import Target
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 from tests import tinymodels
 
 TEXT = {"a": "what it says, and what it means by it " * 30}
@@ -83,6 +83,20 @@ def test_next_tokens_are_sampled_as_often_as_the_model_says():
         sample_next(logits.detach() * float("nan"), 0, "tiny")
 
 
+def test_layers_are_in_memory_only_while_they_run(tmp_path):
+    _, layers = both(tmp_path, num_hidden_layers=3)
+    body = layers.engine.model.base_model.layers
+    held = []
+    for layer in body:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, forward=forward, **kwargs: (
+            held.append([not each.self_attn.q_proj.weight.is_meta for each in body]) or forward(*args, **kwargs)
+        )
+    layers.engine.prefill_classes([1, 2, 3])
+    assert held == [[True, False, False], [False, True, False], [False, False, True]]
+    assert all(weights.is_meta for layer in body for weights in layer.parameters())
+
+
 def test_steps_are_chosen_by_loss(tmp_path):
     whole, layers = both(tmp_path)
     one, other = (calibrate(each, TEXT, contexts=4, tokens=200, target=Target(0.01))[0] for each in (whole, layers))
@@ -147,6 +161,22 @@ def test_damaged_indices_are_refused(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         load_model(str(tmp_path), by_layer=True)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    both(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quantised weights"):
+        load_model(str(tmp_path), by_layer=True)
+
+
+def test_devices_that_do_not_exist_are_refused(tmp_path):
+    path = str(tinymodels.save(tmp_path))
+    for device in ("cuda:99", "nothing", "meta"):
+        with pytest.raises(UsageError, match="use cpu"):
+            load_model(path, device=device)
 
 
 @pytest.mark.model

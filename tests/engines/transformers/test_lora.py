@@ -78,6 +78,15 @@ def test_each_adapter_has_a_name(model, folder):
     assert name_of(model, folder) == names["legal"]
 
 
+def test_the_name_is_that_of_the_weights_whatever_the_adapter_is_called(model, folder, tmp_path):
+    model.set_adapter("legal")
+    model.save_pretrained(tmp_path / "legal")
+    other = transformers.LlamaForCausalLM.from_pretrained(folder)
+    other.load_adapter(str(tmp_path / "legal"), "something")
+    other.set_adapter("something")
+    assert name_of(other, folder) == name_of(model, folder)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"use_rslora": True}, {"alpha_pattern": {"layers.1.self_attn.k_proj": 3}, "rank_pattern": {"v_proj": 2}}],
@@ -116,6 +125,24 @@ def test_a_folder_without_a_good_adapter_is_refused(base, tmp_path, change, why)
         folder_digest(tmp_path)
 
 
+def test_a_peft_model_is_the_model_in_it(model, base, folder, tmp_path):
+    model.set_adapter("legal")
+    model.save_pretrained(tmp_path / "legal")
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder)
+    wrapped = peft.PeftModel.from_pretrained(plain, str(tmp_path / "legal"))
+    engine = engine_of(wrapped, folder)
+    assert engine.spec == engine_of(model, folder).spec
+    assert torch.equal(engine.prefill(TOKENS), engine_of(model, folder).prefill(TOKENS))
+
+
+def test_a_merged_adapter_is_the_same_adapter(base, folder, tmp_path):
+    wrapped = peft.get_peft_model(base, lora())
+    name = name_of(wrapped, folder)
+    assert name != model_name(folder)
+    wrapped.merge_adapter()
+    assert name_of(wrapped, folder) == name
+
+
 def test_weights_that_were_merged_for_good_are_others(base, folder):
     torch.manual_seed(2)
     one = peft.get_peft_model(copy.deepcopy(base), lora()).merge_and_unload()
@@ -142,6 +169,12 @@ def test_what_an_adapter_does_is_in_the_name(model, folder, change):
         model.add_adapter(lora(**options), "another")
         model.set_adapter("another")
     assert name_of(model, folder) != before
+
+
+def test_adapters_that_do_nothing_are_none(base, folder):
+    base.add_adapter(lora(), "legal")
+    base.disable_adapters()
+    assert adapters_digest(base) is None
 
 
 def test_an_engine_of_another_adapter_neither_plays_nor_publishes(model, folder, tmp_path):

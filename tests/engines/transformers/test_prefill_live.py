@@ -66,6 +66,16 @@ def test_an_interrupted_prefill_leaves_a_shorter_prompt(tmp_path, engine):
     assert FolderAsset.open(path).catalog.tokens == 256
 
 
+def test_what_is_known_is_computed_and_not_published(tmp_path, engine):
+    live = LivePublisher(cache_publisher(engine, tmp_path))
+    first, done = prefill_live(live, engine, PREFIX)  # the pace is timed
+    assert done.result(LIMIT_S).verdict == "published"
+    again, done = prefill_live(live, engine, PREFIX, pace=PACE)
+    assert done.result(LIMIT_S).verdict == "known"
+    assert again.get_seq_length() == first.get_seq_length() == len(PREFIX)
+    live.close()
+
+
 def test_prompts_that_cannot_be_computed_are_not_announced(tmp_path, engine):
     live = LivePublisher(cache_publisher(engine, tmp_path))
     with pytest.raises(ModelError, match="fit"):

@@ -16,6 +16,7 @@ from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
 from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.errors import ModelError
 from tests.client.virtual import virtual
 from tests.engines.transformers.test_ready_cache import ready_from
 from tests.engines.transformers.text import IDS, PREFIX
@@ -85,6 +86,18 @@ def test_only_what_has_changed_is_copied_to_the_device(asset: FolderAsset, watch
     del engine
     gc.collect()
     assert watched.rooms[0]() is None  # freed with the play
+
+
+def test_a_failed_computation_leaves_nothing_that_counts_as_computed(asset: FolderAsset, watched: Watched) -> None:
+    catalog = asset.catalog.to_play
+    play = Assembler(catalog, None, dtype=torch.float32)
+    engine = EngineCache(watched, catalog, [*PREFIX[:128], 10**6, *PREFIX[129:]], play)
+    engine.compute(0, 1)
+    with pytest.raises(ModelError, match="vocabulary"):
+        engine.compute(1, 2)
+    play.put(1, "FP16", asset.frame(1, "FP16"))
+    engine.compute(2, 3)
+    assert watched.placed == [(128, 128)]
 
 
 @virtual

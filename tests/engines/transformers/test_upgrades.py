@@ -73,6 +73,13 @@ def test_nothing_is_written_within_a_step_or_outside(engine, coarse):
     assert written == [True]
 
 
+def test_a_step_that_fails_does_not_lock_the_cache(engine, coarse):
+    with Steps(engine, coarse) as steps:
+        with pytest.raises(IndexError):
+            engine.model(torch.tensor([[999]]))
+        assert steps(0, 128, lambda: None)
+
+
 def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
     """A policy that begins with the coarsest is handed over at once, and bettered while the text is generated."""
     options = PlayOptions(policy=COARSER, recompute=False, after=math.inf)
