@@ -104,34 +104,6 @@ def test_every_path_decodes_the_same_bits(profile, name, track):
     assert error(kv, found[oracle.ORACLE]) < (5e-3 if track == "AC-5x" else 0.5)
 
 
-def test_undoing_the_rotation_is_what_makes_windows_and_latents_small(profile):
-    for name in ("window", "latent", "wide keys"):
-        part = PARTS[name]
-        still = part.changed(rope=None)
-        blind = fit(still, lambda part=part: (cache_of(part, 300, seed) for seed in (101, 102)))
-        kv = cache_of(part, 128, 5, 512)
-        sizes = [
-            len(encode_group(kv, "AC-5x", GroupContext(spec, 512, 128, made), CHUNK, 4))
-            for spec, made in ((part, profile), (still, blind))
-        ]
-        assert sizes[0] < 0.9 * sizes[1]
-
-
-def test_without_gradients_keys_and_values_side_by_side_are_as_precise_for_their_size():
-    part = PARTS["wide keys"]
-
-    def loud_keys(seed):
-        kv = cache_of(part, 300, seed)
-        kv[..., :24] *= 30
-        return kv
-
-    made = fit(part, lambda: (loud_keys(seed) for seed in (101, 102)), FitConfig(stack_layers=1, kept=(0, 0)))
-    kv, context = loud_keys(1), GroupContext(part, 0, 300, made)
-    out = torch.empty_like(kv)
-    decode_group(encode_group(kv, "AC-5x", context, CHUNK, 0), "AC-5x", context, CHUNK, 0, out)
-    assert max(error(kv[..., :24], out[..., :24]), error(kv[..., 24:], out[..., 24:])) < 0.05
-
-
 def test_a_file_holds_the_profiles_of_all_classes(profile):
     assert isinstance(profile, ModelProfile)
     again = Profile.from_bytes(profile.to_bytes())

@@ -126,9 +126,3 @@ def test_a_snapshot_of_another_length_is_refused():
         decode_group(frame, "FP16", GroupContext(spec, 128, 24), CHUNK, 0, torch.empty(spec.shape(24)))
     with pytest.raises(FormatError, match="cannot encode"):
         encode_group(torch.zeros(spec.shape(23)), "FP16", GroupContext(spec, 128, 24), CHUNK, 0)
-
-
-def test_classes_without_ac_say_which_tracks_work():
-    spec = of(LayerClass("state", (0,), 1000, 256, 2, "float32"))
-    with pytest.raises(FormatError, match=r"no AC for the states of test/model .*Int8, FP4 and Int4 work"):
-        encode_group(torch.zeros(spec.shape(256)), "AC-L0", GroupContext(spec, 0, 256), CHUNK, 0)

@@ -21,7 +21,7 @@ from kvabr.codec.container import (
     slices,
     unpack,
 )
-from kvabr.codec.group import decode_group, encode_group
+from kvabr.codec.group import encode_group
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.naming import LEVELS
 from tests.examples import examples
@@ -96,10 +96,6 @@ def test_the_digest_is_compared_and_errors_say_the_nearest_cause():
         unpack(pack(b"payload", FrameHeader(**FIELDS | {"group": 4})), header, digest)
 
 
-def test_the_header_has_the_size_that_it_says():
-    assert header_bytes(FIELDS["track"]) == len(pack(b"", FrameHeader(**FIELDS)))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -165,17 +161,7 @@ def test_what_no_frame_can_hold_is_refused(change):
         pack(b"x", FrameHeader(**(FIELDS | change)))
 
 
-def test_decode_group_checks_what_it_was_promised():
-    out = torch.zeros(SHAPE.shape(20))
-    with pytest.raises(ForeignError, match="prompt"):
-        decode_group(FRAMES["FP16"], "FP16", CONTEXT, "cd" * 32, 0, out)
-    with pytest.raises(ForeignError, match="track"):
-        decode_group(FRAMES["FP16"], "BF16", CONTEXT, "ab" * 32, 0, out)
-    assert not out.any()
-
-
 SEPARABLE = [track for track in LEVELS if track != "AC-5x"]
-SMOLLM2, LLAMA = (30, 3, 64), (32, 8, 128)
 SIZES = st.tuples(st.integers(1, 80), st.integers(1, 16), st.integers(1, 256))
 
 
@@ -205,41 +191,6 @@ def test_objects_hold_whole_tokens(track, sizes, tokens, first_token):
     assert spans[0].end <= start + max(SLICE_BYTES, layout.unit_bytes)
     # No more objects than necessary: two neighbours do not fit into one.
     assert all(after.end - before.begin + layout.unit_bytes > SLICE_BYTES for before, after in pairwise(spans))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("track", LEVELS)
-@pytest.mark.parametrize("tokens", [1, 40, 128])
-def test_frames_are_cut_as_they_are_made(track, tokens):
-    shape = spec(8 if track == "AC-5x" else 30, 3, 64)  # fitting a profile of all layers takes long
-    side = profile(shape) if track == "AC-5x" else None
-    frame = encode_group(cache(shape, tokens), track, GroupContext(shape, 256, tokens, side), "ab" * 32, 2)
-    spans = object_spans(shape, track, 256, tokens, len(frame))
-    check(spans, 256, tokens, len(frame))
-    if side is not None:
-        assert spans == slices(256, len(frame))
-    else:
-        assert len(frame) == header_bytes(track) + payload_layout(track, shape, tokens).payload_bytes
-
-
-@pytest.mark.parametrize(
-    ("track", "sizes", "tokens_each"),
-    [
-        ("FP16", SMOLLM2, 2),
-        ("FP8", SMOLLM2, 5),
-        ("Int4", SMOLLM2, 11),
-        ("FP4", SMOLLM2, 32),
-        ("FP16", LLAMA, 1),
-        ("Int8", LLAMA, 1),
-        ("Int4", LLAMA, 1),
-        ("FP4", LLAMA, 32),
-    ],
-)
-def test_runs_grow_as_tokens_shrink(track, sizes, tokens_each):
-    shape = spec(*sizes)
-    size = header_bytes(track) + payload_layout(track, shape, 128).payload_bytes
-    ids = [span.object_id for span in object_spans(shape, track, 0, 128, size)]
-    assert ids == list(range(0, 128, tokens_each))
 
 
 def test_what_is_not_of_our_layout_is_sliced():

@@ -13,7 +13,6 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
 from tests import kvdata
-from tests.codec.native import oracle
 
 SPEC = kvdata.spec(4, 2, 32)
 PLAIN = fit(SPEC, lambda: [kvdata.related(SPEC, 600, seed) for seed in range(3)], FitConfig(outliers=0.0))
@@ -59,13 +58,6 @@ def test_values_grow_about_their_mean_and_bytes_stay(group, monkeypatch):
             wanted = (base[layers, 1] - mean[layers]) * GAINS[number]
             grown = torch.isclose(more[layers, 1] - mean[layers], wanted, rtol=1e-4, atol=1e-4).all(dim=(0, 1, 3))
             assert int((~grown).sum()) == aside < 10  # tokens that are stored separately stay as they are
-
-
-@pytest.mark.parametrize("path", oracle.PATHS)
-def test_every_path_decodes_the_same_bits(group, path):
-    _, wanted, _ = coded(with_gains(GAINS), group)
-    with oracle.taking(path):
-        assert torch.equal(coded(with_gains(GAINS), group)[1], wanted)
 
 
 def test_the_road_of_a_profile_with_gains():

@@ -90,7 +90,3 @@ def test_the_shipped_profile_has_a_precise_one():
 def test_what_has_none_is_refused():
     with pytest.raises(FormatError, match="no inverse"):
         inverted(Matrices(np.ones((4, 4), np.int8), np.ones(4, np.uint8)))
-
-
-def test_of_nothing_it_is_nothing():
-    assert inverted(Matrices(np.zeros((0, 0), np.int8), np.zeros(0, np.uint8))).entries.size == 0

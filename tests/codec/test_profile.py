@@ -257,12 +257,3 @@ def test_a_pair_turns_by_its_own_frequency_and_grows_by_the_factor():
     plain, listed = RopeSpec(10000.0, 4), RopeSpec(10000.0, 4, "half", (1.0, 0.01))
     for ours, theirs in zip(rope_tables(plain, 5, 9), rope_tables(listed, 5, 9), strict=True):
         assert np.array_equal(ours, theirs)
-
-
-def test_rope_is_relative():
-    """The product of a query and a key depends only on their distance."""
-    rope = RopeSpec(10000.0, 32)
-    query, key = torch.randn(1, 1, 32), torch.randn(1, 1, 32)
-    near = (rotate(query, rope, 7) * rotate(key, rope, 3)).sum()
-    far = (rotate(query, rope, 1007) * rotate(key, rope, 1003)).sum()
-    assert float(near) == pytest.approx(float(far), abs=1e-4)

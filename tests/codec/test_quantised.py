@@ -12,7 +12,6 @@ from kvabr.codec.container import header_bytes
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, decode_payload, encode_group, payload_of
 from kvabr.codec.quantised import all_finite, codes_of, convert, numbers_of, scales_of
-from kvabr.publish.encoder import ordered_tracks
 from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.codec.native import oracle
@@ -161,14 +160,6 @@ def test_codes_of_another_type_are_refused():
     plain = KVSpec.uniform("test/model", "tokenizer", 2, 2, 16, "bfloat16")
     with pytest.raises(FormatError, match=r"cannot encode torch.float8_e4m3fn: .* is kept in bfloat16"):
         encode_group(codes(spec), "Int4", GroupContext(plain, 0, 40), CHUNK, 0)
-
-
-def test_by_default_nothing_is_published_that_has_no_fewer_bits():
-    made = set(ordered_tracks(None, spec_of("latent")))
-    assert made >= {"Int4", "Raw"}
-    assert made.isdisjoint({"FP16", "BF16", "FP8", "Int8"})
-    assert "Raw" not in ordered_tracks(None)
-    assert ordered_tracks(["FP16", "Raw"], spec_of("latent")) == ("FP16", "Raw")
 
 
 @pytest.mark.parametrize("name", CLASSES)

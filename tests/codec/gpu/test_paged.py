@@ -6,13 +6,12 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.block_slots import BlockLayers, BlockSlots
+from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.types.errors import FormatError
-from tests.codec.gpu.cases import STEP, expected, long, payloads, same
+from tests.codec.gpu.cases import SHAPE, STEP, expected, fitted, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.native import models
 from tests.codec.test_ac import FIRST, encode
 from tests.kvdata import related
@@ -151,22 +150,3 @@ def test_blocks_of_another_shape_are_refused():
     _, unlike = apart(2, 1, 4, torch.float32)
     with pytest.raises(FormatError, match="same kind"):
         BlockSlots([views[0], [unlike[0][0][:, :, :8], unlike[0][1]]], np.arange(5))
-
-
-def test_stored_tokens_of_all_groups_are_written_together(monkeypatch):
-    groups, wanted = [], []
-    for seed in (5, 6):
-        context = GroupContext(SHAPE, 0, 20, fitted())  # with sinks
-        coded = list(map(memoryview, encode(related(SHAPE, 20, seed, 0), fitted(), "AC-L1", 0)))
-        wanted.append(torch.empty(SHAPE.shape(20), dtype=torch.bfloat16))
-        codec("AC-L1").decode(coded[-1], context, wanted[-1], coded[:-1])
-        groups.append(CodedGroup(coded[-1], "AC-L1", context, coded[:-1]))
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
-    own, views = together(SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, torch.bfloat16)
-    layers, slots, writes = BlockLayers(views), [np.arange(20), np.arange(40, 60)], []
-    write = BlockSlots.write
-    monkeypatch.setattr(BlockSlots, "write", lambda self, *rest: writes.append(len(self.slots)) or write(self, *rest))
-    assert expand(groups, [BlockSlots(layers, some) for some in slots]) == [None, None]
-    sinks = fitted().sinks
-    assert writes == [2 * sinks]
-    check(own, views, np.concatenate(slots), torch.cat(wanted, dim=3))
