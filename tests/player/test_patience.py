@@ -169,9 +169,6 @@ def test_an_engine_that_fails_after_the_deadline_ends_the_play_at_once():
     assert "the engine failed: out of memory" in play.record.gave_up
 
 
-# ------------------------------------------------------------------ requests
-
-
 def sized(groups, nbytes):
     """A catalog whose base has ``nbytes`` in each group, and whose layers are as large as they usually are."""
     offer = catalog(groups, layered=True)
@@ -203,21 +200,6 @@ def requested(offer, rate):
     return len(fetches), len(fetches) + len(of(actions, FetchGroup))
 
 
-def test_a_base_of_many_small_groups_leaves_at_once():
-    """The link would stand still for round trips if no more than some number were in flight."""
-    assert requested(sized(504, 8_000), 1e6)[0] == 504
-
-
 def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
     """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
     assert requested(sized(1200, 100), 1e6)[0] == MOST_REQUESTS
-
-
-def test_large_groups_are_requested_as_the_link_carries_them():
-    offer = sized(200, 1_000_000)
-    at_first, on_a_slow_link = requested(offer, 1e6)
-    assert at_first == 5  # as many as reach the least number of bytes
-    assert on_a_slow_link < 10
-    _, on_a_fast_link = requested(offer, 1e7)
-    assert 20 <= on_a_fast_link < 60  # 8 times 10 MB/s for 0.28 s
-    assert requested(offer, 1e9)[1] >= 200
