@@ -28,10 +28,6 @@ def test_longer_texts_give_more_contexts_and_none_overlap():
     assert cuts[9][1][-1] == 9_999
 
 
-def test_no_more_contexts_than_a_text_holds():
-    assert len(cut_contexts({"a": list(range(950))}, 100, 300)) == 3
-
-
 def test_no_text():
     with pytest.raises(UsageError, match="not empty"):
         cut_contexts({"a": []}, 3, 100)
@@ -55,10 +51,6 @@ def test_contexts_begin_as_prompts_of_the_model_do(tmp_path, monkeypatch):
     prompt = cut_prompt(loaded, "what it says " * 40, 32, 8)
     assert prompt.tokens == (bang, *loaded.encode("what it says " * 3)[:31])
     assert opened(loaded, prompt.tokens) == prompt.tokens
-
-
-def test_a_tokenizer_that_adds_nothing_has_no_opening(tmp_path):
-    assert load_model(str(tinymodels.save(tmp_path))).opening == ()
 
 
 @pytest.mark.slow

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import load_model
@@ -56,21 +54,3 @@ def test_caches_that_are_no_numbers_are_refused_with_the_layer(tmp_path, monkeyp
     monkeypatch.setattr(attention.v_proj, "forward", lambda hidden: projected(hidden).fill_(float("nan")))
     with pytest.raises(ModelError, match="layer 1 is NaN"):
         calibrate(loaded, TEXT, contexts=2, tokens=100)
-
-
-def test_layers_are_put_where_whole_caches_have_them(tmp_path):
-    spec = load_model(str(tinymodels.save(tmp_path))).engine.spec
-    torch.manual_seed(1)
-    caches = [torch.randn(spec.shape(tokens)) for tokens in (7, 12, 5)]
-    with ExitStack() as files:
-        one, other = (collect.ClassFiles(spec, files).caches for _ in range(2))
-        for cache in caches:
-            one.add(cache)
-            other.reserve(cache.shape[3])
-        for layer in (1, 0):
-            for number in (2, 0, 1):
-                other.put(number, layer, caches[number][layer])
-        for cache, mine, its in zip(caches, one.read(), other.read(), strict=True):
-            assert torch.equal(mine, cache.half())
-            assert torch.equal(mine, its)
-        assert torch.equal(other.get(1, 1), caches[1][1].half())

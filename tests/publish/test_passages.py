@@ -15,7 +15,6 @@ from kvabr.publish.passages import (
     joined,
     mean_cache,
     publisher_order,
-    token_costs,
 )
 from kvabr.types.errors import UsageError
 from tests.tinymodels import save
@@ -48,22 +47,6 @@ def test_a_cache_behind_a_text_is_exact_where_it_was_computed(engine, ids):
     assert not torch.allclose(free, free_cache(engine, passage), atol=1e-2)
 
 
-def test_moved_keys_of_the_first_layer_are_exact_anywhere(engine, ids):
-    before, passage, _ = ids
-    exact = engine.prefill([*before, *passage])[:, :, :, len(before) :]
-    moved = joined([free_cache(engine, passage)], engine.spec, len(before))
-    assert torch.allclose(moved[0], exact[0], atol=1e-4)
-    assert not torch.allclose(moved[-1], exact[-1], atol=1e-2)
-
-
-def test_passages_are_joined_one_behind_the_other(engine, ids):
-    first, second, _ = (free_cache(engine, part) for part in ids)
-    both = joined([first, second], engine.spec, 5)
-    assert torch.equal(both[:, :, :, : first.shape[3]], joined([first], engine.spec, 5))
-    behind = joined([second], engine.spec, 5 + first.shape[3])
-    assert torch.allclose(both[:, :, :, first.shape[3] :], behind, atol=1e-5)
-
-
 def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
     before, passage, _ = ids
     other = model.encode("a")
@@ -90,17 +73,6 @@ def test_contexts_are_a_neutral_text_and_pieces_of_others(model):
     assert contexts_for(model, texts, 0) == []
     with pytest.raises(UsageError, match="is empty"):
         contexts_for(model, {"none": ""}, 2)
-
-
-def test_what_costs_nothing_comes_last(engine, ids):
-    before, passage, tail = ids
-    exact = engine.prefill([*before, *passage])
-    other = exact.clone()
-    other[:, :, :, 7] += 0.5
-    cost = token_costs(engine, exact, other, tail)
-    assert cost.shape == (exact.shape[3],)
-    assert float(cost[7]) > 0
-    assert float(cost.sum()) == float(cost[7])
 
 
 def test_the_order_begins_with_the_token_that_is_most_wrong(engine, ids):
