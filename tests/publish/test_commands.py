@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -11,9 +10,7 @@ from kvabr.cli.main import main
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.types.catalog import Catalog
 from kvabr.types.naming import LAYERS, chain
-from kvabr.types.tails import TailLoss
 from tests import tinymodels
 from tests.toymodel import toy_asset
 
@@ -51,25 +48,6 @@ def test_inspect_reads_a_catalog_alone(toy, capsys):
     assert "Int4" in capsys.readouterr().out
     assert kvabr("inspect", toy / "catalog.json", "--check") == 2
     assert "a catalog alone has no groups" in capsys.readouterr().err
-
-
-def test_inspect_shows_what_is_left_behind_tails_and_how_sure_that_is(toy, tmp_path, capsys):
-    assert kvabr("inspect", toy / "catalog.json") == 0
-    assert "was not measured: as a rule a tenth to all of the loss" in capsys.readouterr().out
-    catalog, path, report = Catalog.read(toy / "catalog.json"), tmp_path / "catalog.json", tmp_path / "report.json"
-    whole = catalog.track("Int4").total_loss
-    for spread, words in ((0.7, "varies the loss by that factor"), (0.0, "measured with one continuation")):
-        tails = (TailLoss(25, 0.4, spread), TailLoss(152, 0.2))
-        known = replace(catalog, tracks=tuple(replace(each, tails=tails) for each in catalog.tracks))
-        path.write_text(replace(known, asked=tuple(range(1, known.groups + 1))).dumps())
-        assert kvabr("inspect", path, "--json", report) == 0
-        out = capsys.readouterr().out
-        for shown in (words, "25 tokens", "152 tokens", f"{0.2 * whole:.5f}", *(["2.0x"] if spread else [])):
-            assert shown in out
-        assert json.loads(report.read_text())["tracks"][2]["behind"] == [
-            {"tokens": 25, "loss": pytest.approx(0.4 * whole), "spread": spread},
-            {"tokens": 152, "loss": pytest.approx(0.2 * whole), "spread": 0.0},
-        ]
 
 
 def test_inspect_check_names_every_bad_part(toy, capsys):
@@ -282,44 +260,3 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
     assert not (tmp_path / "p" / "catalog.json").exists()
-
-
-def test_a_model_with_windows_has_no_passages_and_the_reason_is_told_once(tmp_path, capsys):
-    model = tinymodels.save(tmp_path / "model", "Mistral", sliding_window=64)
-    text = tmp_path / "text.txt"
-    text.write_text("words of a passage " * 20)
-    asked = {
-        "passages need full attention in every layer; it has window64": (
-            *("encode", "--passage", "--text", text, "--tokens", 90, "--continuation", 24, "--out", tmp_path / "o"),
-        ),
-        "cannot play passages: not all of its layers keep keys and values of every token": (
-            *("calibrate", "--blend", "--out", tmp_path / "f.json"),
-        ),
-    }
-    asked["(it has: window)"] = ("bench", "blend", "--quick", "--work", tmp_path / "work")
-    for reason, words in asked.items():
-        capsys.readouterr()
-        assert kvabr(*words, "--model", model) == 1
-        said = capsys.readouterr()
-        assert reason in said.err
-        assert said.err.count("passages") == 1
-        assert "passages" not in said.out
-    assert not (tmp_path / "f.json").exists()
-
-
-@pytest.mark.slow
-def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path, capsys):
-    model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text("Some words about a passage that may be used anywhere. " * 8)
-    for tokens in (1, 5):
-        out = tmp_path / f"of-{tokens}"
-        words = ("encode", "--passage", "--text", text, "--tokens", tokens, "--continuation", 24, "--model", model)
-        assert kvabr(*words, "--contexts", 2, "--tracks", "FP16", "Int4", "--out", out) == 0
-        catalog = FolderAsset.open(out).catalog
-        assert (catalog.tokens, catalog.groups, len(catalog.passage.order)) == (tokens, 1, tokens)
-        assert len(catalog.passage.fusion) == 4
-        assert "what joining it costs, nats per token" in capsys.readouterr().out
-    assert kvabr(*words, "--continuation", 17, "--contexts", 1, "--tracks", "FP16", "--out", tmp_path / "unknown") == 0
-    assert "was not measured, so players compute it: give --fusion" in capsys.readouterr().out
-    assert kvabr("inspect", tmp_path / "unknown") == 0
-    assert "was not measured: players compute it" in capsys.readouterr().out

@@ -10,12 +10,10 @@ import torch
 
 from kvabr.codec.threads import encoder_threads
 from kvabr.publish import encoding_threads
-from kvabr.publish import publisher as publisher_module
 from kvabr.publish.encoding_threads import EncodingBudget, calm_down, encoding_thread, hurry
-from kvabr.publish.live_publisher import LivePublisher, LiveSlot
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.publish.live_publisher import LivePublisher
 from kvabr.types.errors import UsageError
-from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, Steps, cache, name_of, publisher, run_of
+from tests.publish.test_live_publisher import Steps, publisher
 
 
 @pytest.mark.parametrize(("cpu_s", "wall_s", "taken_s"), [(0.03, 0.3, 0.03), (0.03, 0.04, 0.01), (0.03, 0.02, 0.0)])
@@ -83,52 +81,3 @@ def test_the_last_groups_are_encoded_on_all_cores_even_before_the_engine_says_th
 def test_a_share_that_is_none(tmp_path, share):
     with pytest.raises(UsageError, match=r"from 0 to 1|nan"):
         LivePublisher(publisher(tmp_path), share=share)
-
-
-class ByHand:
-    """A thread whose work a test does."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def submit(self, work, *given):
-        self.waiting.append((work, given))
-
-    def run(self):
-        work, given = self.waiting.pop(0)
-        work(*given)
-
-
-def test_a_cache_moves_to_the_patient_thread_and_back(tmp_path, monkeypatch):
-    made, outcomes, hurried = LivePublisher(publisher(tmp_path), share=0.0), [], []
-    made.publisher.close()
-    made.publisher._closed = False
-    usual = made.publisher._thread = ByHand()
-    patient = made.publisher._patient_thread = ByHand()
-    monkeypatch.setattr(publisher_module, "calm_down", lambda: None)
-    monkeypatch.setattr(publisher_module, "hurry", hurried.append)
-
-    def waiting():
-        return len(usual.waiting), len(patient.waiting)
-
-    slot = made.begin(TOKENS, pace=PACE, done=outcomes.append)
-    assert isinstance(slot, LiveSlot)
-    assert waiting() == (1, 0)
-    slot.production.spent(1.0, 2.0, patient=False)
-    usual.run()
-    assert waiting() == (0, 0)
-    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 32))
-    slot.groups(32, run_of(SPEC, cache(SPEC), 32, 40))
-    assert waiting() == (0, 1)
-    step = slot.production.step
-    rest = run_of(SPEC, cache(SPEC), 40, 70)
-    monkeypatch.setattr(slot.production, "step", lambda: (slot.groups(40, rest), slot.end(), step()))
-    patient.run()
-    assert hurried == [threading.get_native_id()] * 2  # for the last tokens, and for the end
-    monkeypatch.undo()
-    assert waiting() == (1, 0)
-    while usual.waiting:
-        usual.run()
-    assert waiting() == (0, 0)
-    assert outcomes[0].verdict == "published", outcomes[0].why
-    FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()

@@ -94,8 +94,10 @@ def name_of(spec, tokens=TOKENS):
     return chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)[-1]
 
 
-def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path):
-    made = LivePublisher(publisher(tmp_path), clock=lambda: 5.0)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path, share):
+    """Whether the patient thread encodes it or the usual one."""
+    made = LivePublisher(publisher(tmp_path), share=share, clock=lambda: 5.0)
     over, outcomes = threading.Event(), []
     slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: (outcomes.append(outcome), over.set()))
     assert isinstance(slot, LiveSlot)
@@ -323,23 +325,6 @@ def test_more_tokens_than_were_announced_are_refused(tmp_path):
     steps.hand(0, 70)
     steps.production.append(70, run_of(SPEC, steps.kv, 0, 1))
     assert "tokens 70 to 71 came" in steps.work().why
-
-
-def test_two_producers_of_one_prompt(tmp_path):
-    made, other = LivePublisher(publisher(tmp_path)), LivePublisher(publisher(tmp_path))
-    over = threading.Event()
-    slot = made.begin(TOKENS, pace=PACE, done=lambda _: over.set())
-    assert made.begin(TOKENS, pace=PACE) == "known"
-    assert other.begin(TOKENS, pace=PACE) == "known"
-    slot.fail("nothing was computed")
-    assert over.wait(LIMIT_S)
-    second = other.begin(TOKENS, pace=PACE)
-    assert isinstance(second, LiveSlot)
-    second.groups(0, cache(SPEC))
-    second.end()
-    other.close()
-    assert made.begin(TOKENS, pace=PACE) == "known"  # it is published
-    made.close()
 
 
 OTHER = """

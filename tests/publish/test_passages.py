@@ -7,9 +7,6 @@ from kvabr.blend.selectors import load_selector
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.passages import (
-    CONTEXT_TOKENS,
-    NEUTRAL,
-    contexts_for,
     free_cache,
     fusion_losses,
     joined,
@@ -60,19 +57,6 @@ def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
     for contexts in ([], [before, []]):
         with pytest.raises(UsageError, match="at least one context"):
             mean_cache(engine, passage, contexts)
-
-
-def test_contexts_are_a_neutral_text_and_pieces_of_others(model):
-    texts = {"one": "ash " * 4000, "other": "elm " * 4000}
-    made = contexts_for(model, texts, 4, seed=3)
-    assert made == contexts_for(model, texts, 4, seed=3)
-    assert made != contexts_for(model, texts, 4, seed=4)
-    assert model.decode(made[0]) == NEUTRAL
-    assert {len(piece) for piece in made[1:]} == {CONTEXT_TOKENS}
-    assert {"ash" in model.decode(piece) for piece in made[1:]} == {True, False}
-    assert contexts_for(model, texts, 0) == []
-    with pytest.raises(UsageError, match="is empty"):
-        contexts_for(model, {"none": ""}, 2)
 
 
 def test_the_order_begins_with_the_token_that_is_most_wrong(engine, ids):

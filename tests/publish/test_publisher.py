@@ -85,16 +85,6 @@ def test_token_ids_are_kept_only_if_wanted_and_only_of_prompts_that_they_name_al
         assert (tmp_path / name / found[name].name / "prompt.json").stat().st_mode & 0o077 == 0
 
 
-def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
-    publish(publisher(tmp_path))
-    (asset,) = PublishedAssets(tmp_path).assets
-    catalog, prior = asset.catalog, default_catalog()
-    assert sum(catalog.track("Int4").loss) == pytest.approx(sum(prior.track("Int4").loss), rel=1e-4)
-    assert catalog.track("Int4").decode_s < prior.track("Int4").decode_s  # this cache is much smaller
-    assert catalog.estimated
-    assert catalog.prefill is None  # of another model
-
-
 def test_a_piece_of_a_prompt_has_the_layers_of_its_place(tmp_path):
     """A group is coded as in the whole prompt, and a player decodes it by the position in the catalog."""
     side = kvdata.profile(SPEC)

@@ -67,14 +67,6 @@ def test_losses_add_up_and_go_where_the_damage_is(setting):
     assert min(measured.loss["first"]) > 0
 
 
-def test_a_track_without_a_run_of_its_own_takes_the_nearest_shape(setting):
-    errors = {"a": [0.3, 0, 0, 0, 0], "b": [0.29, 0, 0, 0, 0], "c": [0, 0, 0.15, 0, 0]}
-    measured = measure(setting, errors, max_passes=10)  # two tracks of five groups
-    share = [loss / measured.quality["b"].loss for loss in measured.loss["b"]]
-    assert share == pytest.approx([loss / measured.quality["a"].loss for loss in measured.loss["a"]])
-    assert "run for a, c" in measured.method
-
-
 def test_passes_are_bounded_and_announced(setting):
     seen = []
     errors = {name: [0.1 + i / 100] * 5 for i, name in enumerate("abcdef")}

@@ -105,13 +105,6 @@ def test_the_catalog_says_which_groups_questions_are_about():
     )
 
 
-def test_without_questions_the_text_alone_is_measured():
-    catalog = made(())
-    assert catalog.asked == ()
-    assert [[tail.tokens for tail in track.tails] for track in catalog.tracks] == [[4, 20, 40]] * len(TRACKS)
-    assert all(tail.spread == 0 for track in catalog.tracks for tail in track.tails)
-
-
 def test_questions_that_do_not_fit_the_model_are_left_out():
     class Words:
         engine = ToyModel()

@@ -14,12 +14,8 @@ from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
 from kvabr.types.units import (
     Unit,
-    cache_length,
-    computed_shape,
-    count_of,
     hit,
     needed,
-    snapshot_ends,
     unit_of,
     units_of,
     with_snapshots_of,
@@ -52,15 +48,6 @@ def test_a_spec_of_one_class_of_another_kind_has_plain_names():
     assert KVSpec.from_json(only.to_json()).digest() != KVSpec.uniform("m", "t", 2, 2, 8, "float16").digest()
 
 
-def test_what_rotates_may_lie_behind_the_keys():
-    """Latent attention in transformers: the latents are the keys, and what rotates lies in the place of values."""
-    latent = LayerClass("full", (0, 1), 1, 16, 8, "float16", RopeSpec(1e4, 8, first=16))
-    spec = KVSpec("m", "t", (latent,))
-    assert KVSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
-    with pytest.raises(FormatError, match="rope begins at 17, must be from 0 to 16"):
-        replace(latent, rope=RopeSpec(1e4, 8, first=17))
-
-
 @pytest.mark.parametrize("scales", [(0.1,), (0.1, 0.25, 3.0, 1e-3), tuple(range(1, 9))])
 def test_the_scales_of_a_quantised_cache_are_part_of_what_it_is(scales):
     spec = KVSpec("m", "t", (replace(QUANTISED, scales=scales),))
@@ -74,14 +61,6 @@ def test_the_scales_of_a_quantised_cache_are_part_of_what_it_is(scales):
         KVSpec.from_json(broken)
 
 
-def test_some_heads_have_their_own_scales():
-    each = replace(QUANTISED, scales=tuple(range(1, 9)))
-    assert each.of_heads(range(1, 2)).scales == (2, 4, 6, 8)
-    assert (each.of_heads(range(1, 2)).heads, each.of_heads(range(2))) == (1, each)
-    assert QUANTISED.of_heads(range(1)).scales == QUANTISED.scales
-    assert FULL.of_heads(range(1)).scales is None
-
-
 def test_a_quantised_cache_is_taken_by_engines_that_have_the_same_or_none():
     quantised = KVSpec("m", "t", (QUANTISED,))
     plain = KVSpec("m", "t", (replace(QUANTISED, dtype="bfloat16", scales=None),))
@@ -89,11 +68,6 @@ def test_a_quantised_cache_is_taken_by_engines_that_have_the_same_or_none():
     assert plain.with_dtypes(quantised).digest() == quantised.digest()
     for asset in (plain, other):
         assert quantised.with_dtypes(asset).digest() == quantised.digest() != asset.digest()
-
-
-def test_classes_that_are_alike_have_names_of_their_own():
-    turned = replace(FULL, layers=(5, 6), rope=None)
-    assert replace(SPEC, classes=(*SPEC.classes, turned)).names[-1] == "full-2"
 
 
 @pytest.mark.parametrize(
@@ -184,14 +158,6 @@ def test_classes_from_elsewhere_are_checked(change):
             KVSpec.from_json(SPEC.to_json() | broken)
 
 
-def test_what_only_one_class_has_is_an_error_of_several():
-    for name in ("layers", "kv_heads", "head_dim", "rope", "dtype", "elements_per_token", "torch_dtype"):
-        with pytest.raises(FormatError, match=r"several layer classes \(full, window40, state, state-convolution\)"):
-            getattr(SPEC, name)
-    with pytest.raises(FormatError, match="differ in shape"):
-        _ = KVSpec("m", "t", (LayerClass("full", (0,), 2, 8, 4, "float16"),)).head_dim
-
-
 def test_units_are_in_the_order_of_their_ends():
     units = units_of(SPEC, 70)
     assert [unit.chunk for unit in units] == sorted(unit.chunk for unit in units)
@@ -206,11 +172,6 @@ def test_units_are_in_the_order_of_their_ends():
     for part in range(4):
         with pytest.raises(IndexError):
             unit_of(SPEC, part, 5, 70)
-
-
-def test_units_are_counted_without_being_made():
-    for tokens in range(1, 200):
-        assert count_of(SPEC, tokens) == len(units_of(SPEC, tokens))
 
 
 def test_a_catalog_that_claims_millions_of_units_is_refused_before_they_are_made():
@@ -255,12 +216,6 @@ def test_a_hit_is_the_minimum_over_the_classes():
     assert [hit(alone, groups, 70)[0] for groups in range(6)] == [0, 0, 0, 0, 0, 5]
     apart = replace(SPEC, classes=(FULL, WINDOW, STATE, replace(CONVOLUTION, interval=48)))
     assert [hit(apart, groups, 200)[0] for groups in (5, 6, 7, 12, 13)] == [0, 6, 6, 12, 13]
-
-
-def test_the_tensor_of_a_state_has_its_snapshots():
-    assert [snapshot_ends(part, 70) for part in SPEC.parts] == [[], [], [32, 64, 70], [32, 64, 70]]
-    assert [cache_length(part, 70) for part in SPEC.parts] == [70, 70, 18, 30]
-    assert [computed_shape(part, 70)[3] for part in SPEC.parts] == [70, 70, 6, 10]
 
 
 def test_how_often_there_are_snapshots_is_no_property_of_a_model():

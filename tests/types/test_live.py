@@ -15,12 +15,10 @@ from kvabr.types.live import (
     LiveCatalog,
     LiveEnd,
     PublishedFrames,
-    merged,
     parse_edge,
     parse_edges,
     published_catalog,
 )
-from kvabr.types.tails import TailLoss
 from tests.catalogs import catalog
 from tests.types.test_layer_classes import catalog as hybrid
 
@@ -180,13 +178,6 @@ def test_a_frame_that_no_cache_needs_is_refused():
     assert growing.edge == 0
 
 
-def test_what_was_not_encoded_is_left_out():
-    growing = growing_of(4)
-    growing.publish(news(0, ["base", "layer-1", "FP16"]))
-    assert (0, "layer-2") in growing.left_out
-    assert (0, "base") not in growing.left_out
-
-
 def test_what_is_encoded_later_is_added():
     growing = growing_of(2)
     assert growing.publish(replace(news(0, ["base"]), rest_s=0.5)) == []
@@ -205,16 +196,6 @@ def test_what_is_encoded_later_is_added():
     assert {(0, name) for name in NAMES if name not in {"base", "layer-1", "layer-2", "Int4"}} == growing.left_out
 
 
-def test_nothing_is_to_follow_once_nothing_is_missing_or_the_end_came():
-    growing = growing_of(2)
-    growing.publish(replace(news(0, NAMES), rest_s=1.0))
-    assert growing.coming == {}
-    growing.publish(replace(news(1, ["base"]), rest_s=1.0))
-    assert not growing.settled
-    growing.end()
-    assert growing.settled
-
-
 @pytest.mark.parametrize(
     ("message", "says"),
     [
@@ -231,25 +212,6 @@ def test_additions_that_do_not_fit_are_refused(message, says):
     growing.publish(news(1, ["base"]))
     with pytest.raises(FormatError, match=says):
         growing.publish(message)
-
-
-def test_a_play_of_a_part_takes_no_notice_of_what_is_added_elsewhere():
-    made = live()
-    growing = GrowingCatalog(made, made.catalog.suffix(2).prefix(1))
-    for group in range(4):
-        growing.publish(replace(news(group, ["base"]), rest_s=0.5))
-    assert growing.coming == {0: 0.5}
-    assert growing.publish(news(1, ["layer-1"])) == growing.publish(news(3, ["layer-1"])) == []
-    assert growing.publish(news(2, ["layer-1"])) == [(0, "layer-1")]
-    assert growing.settled
-
-
-def test_news_of_one_group_are_merged():
-    told = [replace(news(0, ["base"]), rest_s=0.5), replace(news(1, ["base"]), rest_s=0.5), news(0, NAMES[1:])]
-    found = merged(told)
-    assert [(message.group, sorted(message.frames), message.rest_s) for message in found] == [
-        (0, sorted({"base", *NAMES[1:]}), None), (1, ["base"], 0.5)
-    ]  # fmt: skip
 
 
 def test_a_shorter_asset_does_without_a_group_that_was_being_encoded_rather_than_without_its_tracks():
@@ -295,17 +257,6 @@ def test_what_is_published_is_a_shorter_asset():
         assert type(found).loads(found.dumps()) == found
     assert published_catalog(made, []) is None
     assert published_catalog(made, [*told, news(4, NAMES)]) == published_catalog(made, told)
-
-
-def test_a_shorter_asset_loses_at_its_end_what_the_whole_would_have_lost():
-    made, told = live(), [news(group, NAMES) for group in range(3)]
-    tracks = tuple(replace(track, tails=(TailLoss(20, 0.3, 0.5),)) for track in made.catalog.tracks)
-    made = replace(made, catalog=replace(made.catalog, tracks=tracks, asked=(0.5,) * made.catalog.groups))
-    found = published_catalog(made, told)
-    assert found.asked == ()
-    for track, offered in zip(found.tracks, made.catalog.tracks, strict=True):
-        assert track.tails == offered.tails
-        assert track.total_loss == pytest.approx(offered.total_loss)
 
 
 def test_a_track_that_was_left_out_once_is_none_of_the_shorter_asset_nor_is_what_refines_it():

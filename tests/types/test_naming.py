@@ -78,12 +78,6 @@ def test_chain_covers_model_tokenizer_salt_and_group_size():
     assert len(seen) == 6
 
 
-def test_short_last_group_differs_from_the_full_one():
-    assert chain([1, 2, 3], model="m", tokenizer="t", group_tokens=4) != chain(
-        [1, 2, 3, 0], model="m", tokenizer="t", group_tokens=4
-    )
-
-
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a" * 65, "a\0b", "é"])
 def test_names_that_cannot_be_files_are_refused(name):
     with pytest.raises(FormatError, match="track name"):
@@ -97,10 +91,6 @@ def test_names_that_cannot_be_files_are_refused(name):
 def test_foreign_namespaces_are_refused(fields):
     with pytest.raises(FormatError):
         TrackNamespace.from_fields(fields)
-
-
-def test_full_track_name_is_as_long_as_its_fields_and_the_track():
-    assert TrackNamespace("mü", "0" * 64).full_name_bytes("FP16") == len(ROOT) + 3 + 64 + 4
 
 
 def prompt_digests(groups: int, seed: int = 0) -> list[str]:

@@ -57,13 +57,6 @@ def test_no_digest_of_a_passage_is_one_of_a_prompt_or_of_another_tenants_passage
     assert Passage(tuple(ids)).name(spec, salt) == TrackNamespace("m", mine[-1])
 
 
-def test_a_short_last_group_names_another_passage_than_a_full_one():
-    longer = passage_chain(range(256), **NAMED)
-    shorter = passage_chain(range(200), **NAMED)
-    assert longer[0] == shorter[0]
-    assert longer[1] != shorter[1]
-
-
 @given(
     st.binary(max_size=5000),
     st.dictionaries(st.floats(0, 1), st.floats(0, 100), max_size=64),
@@ -76,10 +69,6 @@ def test_notes_survive_the_catalogs_json(order, fusion, contexts, method):
     notes = PassageNotes("mean", contexts, order, tuple(sorted(fusion.items())), method)
     made = replace(made, passage=notes)
     assert Catalog.loads(made.dumps()) == made
-
-
-def test_a_passage_says_its_schema_before_anything_else():
-    assert next(iter(json.loads(passage().dumps()).items())) == ("schema", "kvabr.catalog/1")
 
 
 @pytest.mark.parametrize(
