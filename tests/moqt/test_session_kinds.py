@@ -96,7 +96,7 @@ def test_a_prefix_that_changes():
     """Not supported here; the request ends with that (draft 18, section 10.9.1)."""
     raw = Raw(client=False)
     subscribed_to_namespaces(raw)
-    raw.receive(0, frame("02", "02 01 34 03 01 0162"))
+    raw.receive(0, frame("02", "02 01 34 01 0162"))
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     refusal = raw.said()[-1]
     assert isinstance(refusal, RequestErrorMessage)

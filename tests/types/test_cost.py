@@ -19,13 +19,6 @@ def test_fit_finds_the_constants_that_made_the_timings(constant, linear, attenti
         assert found.seconds(before, new) == pytest.approx(made.seconds(before, new), rel=1e-4, abs=1e-9)
 
 
-@given(*constants, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))
-def test_two_halves_cost_what_the_whole_does_and_one_constant_more(constant, linear, attention, before, one, two):
-    cost = PrefillCost(constant, linear, attention)
-    parts = cost.seconds(before, one) + cost.seconds(before + one, two)
-    assert parts == pytest.approx(cost.seconds(before, one + two) + constant)
-
-
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_impossible_rates_are_refused(rate):
     with pytest.raises(UsageError, match=r"rate|per_second"):
@@ -102,12 +95,3 @@ ANY = st.builds(PrefillCost, *(st.sampled_from([0.0, 1e-12, 1e-3, 1e50]) for _ i
 def test_whatever_was_timed_has_a_cost(timings, prior):
     found = PrefillCost.fit(timings, prior)
     assert 0 < found.seconds(1000, 1000) < float("inf")
-
-
-@pytest.mark.parametrize("cost", [PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021), PrefillCost(0.04, 2.3e-3, 1e-6)])
-@pytest.mark.parametrize("most", [1024, 2048, 8192])
-def test_a_prompt_of_several_calls_costs_about_what_they_cost(cost, most):
-    whole = cost.in_steps(most)
-    for tokens in (128, 700, 2048, 5000, 16384, 32768):
-        steps = [cost.seconds(at, min(most, tokens - at)) for at in range(0, tokens, most)]
-        assert whole.seconds(0, tokens) == pytest.approx(sum(steps), rel=0.1)

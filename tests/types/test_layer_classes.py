@@ -40,14 +40,6 @@ def test_a_spec_of_several_classes_round_trips_and_each_class_has_a_digest():
     assert other.parts[0].digest() != SPEC.parts[0].digest()
 
 
-def test_a_spec_of_one_class_of_another_kind_has_plain_names():
-    only = KVSpec("m", "t", (LayerClass("window", (0, 1), 2, 8, 8, "float16", window=64),))
-    assert only.parts == (only,)
-    assert only.track_name("Int8") == "Int8"
-    assert KVSpec.from_json(only.to_json()) == only
-    assert KVSpec.from_json(only.to_json()).digest() != KVSpec.uniform("m", "t", 2, 2, 8, "float16").digest()
-
-
 @pytest.mark.parametrize("scales", [(0.1,), (0.1, 0.25, 3.0, 1e-3), tuple(range(1, 9))])
 def test_the_scales_of_a_quantised_cache_are_part_of_what_it_is(scales):
     spec = KVSpec("m", "t", (replace(QUANTISED, scales=scales),))

@@ -46,20 +46,6 @@ def test_groups_lose_by_their_distance_from_the_reader():
     assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
 
 
-def test_groups_that_questions_are_about_lose_more_behind_them():
-    losses, asked = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14), (0.0, 0.1, 0.6, 0.0, 0.0, 0.3)
-    behind, unknown = (losses_behind(losses, TAILS, 6, 16, 128, each) for each in (asked, ()))
-    assert sum(behind) == pytest.approx(sum(unknown))
-    assert behind[2] > 2 * unknown[2]
-    assert behind[5] < unknown[5]
-    # Behind the last of its tokens a prefix is followed by other text, not by a question.
-    assert losses_behind(losses, TAILS, 6, 0, 128, asked) == losses
-    # Of groups that are computed, the questions' are computed, too.
-    shorter = losses_behind(losses, TAILS, 5, 144, 128, asked)
-    assert sum(shorter) == pytest.approx(share_behind(TAILS, 144) * sum(losses))
-    assert max(shorter) == shorter[2] > 0
-
-
 @pytest.mark.parametrize("asked", [(0.0,) * 6, (5e-324, 0, 0, 0, 0, 0), (1e6,) * 6, (0, 0, 0, 0, 0, 1.0)])
 def test_whatever_a_catalog_says_of_questions_the_whole_loss_stays(asked):
     losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
