@@ -17,7 +17,7 @@ SPACE, TRACK = (b"root", b"model"), b"FP16"
 SOME = Parameters(tokens=(Token(b"secret"), Token(b"x", 1, 5, 2), Token(b"", 2, 5)))
 
 
-MESSAGES: tuple[m.Message, ...] = tuple(
+MESSAGES: tuple[m.Message, ...] = (
     *(message for _, _, message in (*vectors.MESSAGES, *vectors.MESSAGES_20, *vectors.MESSAGES_22)),
     m.Fetch(
         0, SPACE, TRACK, Location(3, 0), m.OPEN_END, Parameters(range_filters=((Param.OBJECTID_FILTER, b"\0\1\2"),))
