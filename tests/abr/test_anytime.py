@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.policies import Anytime
 from kvabr.abr.view import Settled, View
@@ -29,7 +29,7 @@ LAYERS = ("base", "layer-1", "layer-2")
 def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", config=None, **options) -> Session:
     """A play in which only the deadline counts."""
     config = dataclasses.replace(config or PlayerConfig(), time_price=0.0)
-    return Session(Ladder(offer), deadline, load_policy(policy)(), DualEwma(), config=config, **options)
+    return Session(Ladder(offer), deadline, load_policy(policy)(), HarmonicMean(), config=config, **options)
 
 
 def bring(play: Session, fetch: FetchGroup, now: float) -> list[FetchGroup]:
@@ -80,7 +80,7 @@ def test_where_not_all_come_in_time_the_earliest_do(price):
     """They are the part of an incomplete cache that can be used."""
     offer = catalog(32, layered=True)
     config = PlayerConfig(give_up_after=1.0, time_price=price, least_ahead_bytes=1)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=config)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=config)
     link = Capacity(world("slow", [0.6 * sum(offer.track("base").bytes) / 2.0]), 0.0, 0.05, slow_start=False)
     record = Simulator(play, offer, link, rtt_s=0.05).run()
     assert record.gave_up
@@ -293,7 +293,7 @@ def test_whatever_it_costs_an_engine_computes_what_the_network_will_not_bring_in
 def test_the_faster_the_link_the_less_an_engine_computes():
     offer = catalog(64, layered=True)
     config, cost = PlayerConfig(), PrefillCost(0.0, 0.02 / 128)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=config, cost=cost)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=config, cost=cost)
     play.start(0.0)
     planner, view, size = play.guard.policy._planner, play.view, offer.track("base").bytes[0]
     reached = []
@@ -308,7 +308,7 @@ def test_the_faster_the_link_the_less_an_engine_computes():
 
 def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
     offer, cost = catalog(8, layered=True), PrefillCost(0.0, 0.02 / 128)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(), cost=cost)
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(), cost=cost)
     play.start(0.0)
     actions = play.actions()
     asked = {fetch.group for fetch in of(actions, FetchGroup)}

@@ -7,7 +7,7 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.cache_first import CacheFirst, cache_first
 from kvabr.abr.estimator import Prior
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.requests import StallDetector
 from kvabr.player.session import Session
@@ -19,7 +19,7 @@ from tests.catalogs import catalog
 
 def playing(offer, kept, policy="anytime", **options):
     chosen = cache_first(load_policy(policy)(), offer, lambda _, track: kept.get(track, ()))
-    return Session(Ladder(offer), 2.0, chosen, DualEwma(), **options), chosen
+    return Session(Ladder(offer), 2.0, chosen, HarmonicMean(), **options), chosen
 
 
 def run_at_hand(play, kept, now=0.01):
@@ -131,7 +131,7 @@ def test_who_does_not_take_what_is_at_hand_is_left_alone():
 
 
 def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
-    meter = ThroughputSampler(DualEwma(), 2.0)
+    meter = ThroughputSampler(HarmonicMean(), 2.0)
     meter.received(10**9, 0.001, "kept")
     meter.settle(0.002, idle=True)
     assert meter.estimates() == (0.0, 0.0, 0.0)
@@ -170,7 +170,7 @@ def test_an_engine_leaves_what_is_at_hand(mode):
     offer = catalog(8, layered=True)
     kept = {name: range(8) for name in ("base", "layer-1", "layer-2")}
     chosen = cache_first(load_policy("anytime")(), offer, lambda _, track: kept.get(track, ()))
-    known = DualEwma()
+    known = HarmonicMean()
     known.prime(Prior(1e6, 0.02))
     play = Session(Ladder(offer), 2.0, chosen, known, cost=PrefillCost(0.0, 0.3 / (8 * 128)), mode=mode)
     play.start(0.0)
@@ -191,7 +191,7 @@ def test_an_engine_does_not_wait_for_a_store_that_brings_nothing():
     offer = catalog(8, layered=True)
     kept = {name: range(8) for name in ("base", "layer-1", "layer-2")}
     chosen = cache_first(load_policy("anytime")(), offer, lambda _, track: kept.get(track, ()))
-    known = DualEwma()
+    known = HarmonicMean()
     known.prime(Prior(1e6, 0.02))
     play = Session(Ladder(offer), 2.0, chosen, known, cost=PrefillCost(0.0, 0.3 / (8 * 128)))
     play.start(0.0)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
 from kvabr.abr.view import GroupSet, Transfer, View
@@ -139,7 +139,7 @@ def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_s
 def test_the_log_says_what_the_next_upgrade_would_have_cost():
     log = []
     offer = catalog(24, layered=True)
-    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), log=log.append)
+    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), HarmonicMean(), log=log.append)
     Simulator(play, offer, Capacity(LINK, 0.0, 0.02), rtt_s=0.02).run()
     reason = next(line.reason for line in log if line.name == "decision" and line.kind == "finish")
     found = re.fullmatch(r"nothing is worth the wait: (\S+) of group \d+ would save (\S+) nats and cost (\S+)", reason)
@@ -165,7 +165,7 @@ def test_a_play_waits_for_a_link_that_was_fast(fast):
 
 
 def test_no_rate_is_known_and_little_is_requested():
-    play = Session(Ladder(catalog(64, layered=True)), 2.0, load_policy("anytime")(), DualEwma())
+    play = Session(Ladder(catalog(64, layered=True)), 2.0, load_policy("anytime")(), HarmonicMean())
     play.start(0.0)
     first = of(play.actions(), FetchGroup)
     assert {fetch.track for fetch in first} == {"base"}
@@ -174,7 +174,7 @@ def test_no_rate_is_known_and_little_is_requested():
 
 def test_what_is_in_flight_is_cancelled_if_the_link_becomes_too_slow_for_it():
     offer = catalog(2, layered=True)
-    play = Session(Ladder(offer), 20.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.1))
+    play = Session(Ladder(offer), 20.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(time_price=0.1))
     play.start(0.0)
     todo, now = of(play.actions(), FetchGroup), 0.05
     while any(fetch.track == "base" for fetch in todo):
@@ -284,7 +284,7 @@ def test_what_builds_on_an_unavailable_layer_cannot_be_had_either():
 @pytest.mark.parametrize(("price", "probes"), [(1e-3, True), (10.0, False)])
 def test_if_everything_was_in_the_local_store_one_upgrade_finds_out_the_rate(price, probes):
     offer = catalog(64, layered=True)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=price))
+    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(time_price=price))
     play.start(0.0)
     todo, now = of(play.actions(), FetchGroup), 0.0
     while todo and todo[0].track == "base":

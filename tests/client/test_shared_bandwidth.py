@@ -32,7 +32,7 @@ def peer(connection):
     return SharedTransfers(connection, TieredGroupStore(MemoryGroupStore(1 << 20)), ClientMetrics())
 
 
-def fresh(name="ewma"):
+def fresh(name="harmonic"):
     estimator = BUILTIN[name]()
     estimator.start(4.0)
     return estimator
@@ -66,7 +66,7 @@ async def test_alone_it_is_the_estimator_as_it_was():
         assert share.rate() == pytest.approx(1e6)
         assert share.lower_bound() == pytest.approx(1e6)
         assert share.ttfb() == 0.03
-        assert share.name == "ewma"
+        assert share.name == "harmonic"
 
 
 @virtual
@@ -212,7 +212,7 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     assert after.weight == pytest.approx(before.weight, rel=0.01)
 
 
-class Moody(BUILTIN["ewma"]):
+class Moody(BUILTIN["harmonic"]):
     """Fails where it was not expected to be asked."""
 
     def rate(self):

@@ -83,8 +83,8 @@ def test_a_policy_is_played_again_when_its_file_or_one_beside_it_changes(tmp_pat
     path = tmp_path / "using.py"
     path.write_text(
         "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent))\n"
-        "from helper_of_mine import SHARE\nfrom kvabr.abr.policies.budget import Budget\n\n\n"
-        "class Using(Budget):\n    share = SHARE\n"
+        "from helper_of_mine import SHARE\nfrom kvabr.abr.policies.mpc import Mpc\n\n\n"
+        "class Using(Mpc):\n    share = SHARE\n"
     )
     text = f"{path}:Using"
     before = digests.of_policy(text)
@@ -111,7 +111,7 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
         for root, own in roots.items()
         if Path(line).is_relative_to(root)
     }
-    assert {"player/session.py", "replay/link.py", "abr/policies/budget.py", "lab/causes.py"} <= loaded
+    assert {"player/session.py", "replay/link.py", "abr/policies/mpc.py", "lab/causes.py"} <= loaded
     covered = {name for name, _ in digests.sources()}
     apart = {name for name in loaded if name.startswith(("abr/policies/", "abr/estimators/"))}
     assert loaded <= covered | apart
@@ -130,12 +130,12 @@ def test_the_source_of_a_policy_is_in_its_digest(policy, file):
 def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
     mine = tuned(tmp_path)
     assert len({digests.of_policy(mine), digests.of_policy(f"{mine}:caution=0.5"), digests.of_policy("mpc")}) == 3
-    from kvabr.abr.policies import Budget, Mpc
+    from kvabr.abr.policies import CheapFirst, Mpc
 
     class Twin(Mpc):
         pass
 
-    assert len({digests.of_class(cls) for cls in (Budget, Mpc, Twin)}) == 3
+    assert len({digests.of_class(cls) for cls in (CheapFirst, Mpc, Twin)}) == 3
     assert len(digests.of_code()) == 64
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.cli.main import main
 from kvabr.data import traces_folder
@@ -39,7 +39,7 @@ def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_st
 
     def build(policy, log, share):
         made = load_policy(policy)()
-        return Session(Ladder(OFFER), deadline, made, share(DualEwma()), config=config or PlayerConfig(), log=log)
+        return Session(Ladder(OFFER), deadline, made, share(HarmonicMean()), config=config or PlayerConfig(), log=log)
 
     sessions = []
     for policy in policies:

@@ -51,7 +51,7 @@ def test_a_bad_default_is_found_out_and_the_gain_holds_where_it_was_not_sought(t
 def test_a_parameter_that_does_nothing_wins_nothing(tmp_path):
     path = tmp_path / "same.py"
     path.write_text(
-        "from kvabr.abr.policies.budget import Budget\n\n\nclass Same(Budget):\n"
+        "from kvabr.abr.policies.mpc import Mpc\n\n\nclass Same(Mpc):\n"
         "    parameters = {'nothing': (0.0, 1.0, 0.5)}\n\n    def __init__(self, *, nothing=0.5):\n        pass\n"
     )
     found = search(tmp_path / "out", f"{path}:Same")

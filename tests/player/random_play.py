@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import (
@@ -198,7 +198,7 @@ def world(dice: random.Random, policy: str, *, groups: int | None = None) -> Wor
         decode_ahead_s=dice.choice([0.0, 0.005]),
     )
     play = Session(
-        Ladder(offer), deadline_s, load_policy(policy)(), DualEwma(), cost=cost, mode=mode or "hole", config=config
+        Ladder(offer), deadline_s, load_policy(policy)(), HarmonicMean(), cost=cost, mode=mode or "hole", config=config
     )
     return World(dice, play)
 

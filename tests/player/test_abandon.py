@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.abr import Ladder, Transfer
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.policy import Decision, Policy
 from kvabr.player.goals.whole import WholeAim
 from kvabr.player.requests import choose_hopeless, choose_late
@@ -80,7 +80,7 @@ class Greedy(Policy):
 def test_a_play_does_not_end_on_the_base_for_the_sake_of_what_cannot_come(drops, monkeypatch):
     monkeypatch.setattr(WholeAim, "drops_upgrades", drops)
     offer = catalog(1, layered=True)
-    play = Session(Ladder(offer), 2.0, Greedy(), DualEwma())
+    play = Session(Ladder(offer), 2.0, Greedy(), HarmonicMean())
     link = Capacity(world("slow", [offer.track("base").bytes[0] * 4.0]), 0.0, 0.02, slow_start=False)
     record = Simulator(play, offer, link, rtt_s=0.02).run()
     assert record.met

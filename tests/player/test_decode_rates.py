@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.builder import new_session
 from kvabr.player.decode_queue import DecodeRates, DecodeShare, family
 from kvabr.player.session_types import Decode, FetchGroup
@@ -74,7 +74,7 @@ def test_a_rate_of_zero_in_a_catalog_means_unknown():
 
 def slow_play(policy, scale, rates, offer):
     """A play on a machine that decodes ``scale`` times slower than the catalog says."""
-    play = new_session(Ladder(offer), 4.0, policy, DualEwma(), decode_rates=rates)
+    play = new_session(Ladder(offer), 4.0, policy, HarmonicMean(), decode_rates=rates)
     assert play.view.decode_s("Int8") == offer.track("Int8").decode_s
     link = Capacity(world("flat", [1e6]), 0.0, 0.05, slow_start=False)
     return play, Simulator(play, offer, link, rtt_s=0.05, decode_scale=scale).run()
@@ -96,7 +96,7 @@ def test_a_play_learns_how_slow_its_machine_is(policy, scale):
 def test_the_backlog_is_that_of_this_machine():
     offer = catalog(4)
     rates = DecodeRates(offer, {"Int4": 0.02})
-    play = new_session(Ladder(offer), 1.0, "fixed:Int4", DualEwma(), decode_rates=rates)
+    play = new_session(Ladder(offer), 1.0, "fixed:Int4", HarmonicMean(), decode_rates=rates)
     play.start(0.0)
     first, second = of(play.actions(), FetchGroup)[:2]
     play.done(first.request, 0.1)
@@ -114,7 +114,7 @@ def test_a_batch_takes_a_latency_and_a_time_per_group():
     assert rates.latency("Int8") == 0.0
     rates.observe("AC-5x", 1.0, 0.001)
     assert rates.seconds("AC-5x") == pytest.approx(0.001)
-    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", DualEwma(), decode_rates=rates).view
+    view = new_session(Ladder(catalog()), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates).view
     assert view.last_decode_s("AC-5x") == pytest.approx(0.021)
     assert view.decode_s("AC-5x") == pytest.approx(0.001)  # one more of a batch
     with pytest.raises(UsageError, match="AC"):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.builder import new_session
 from kvabr.player.goals.live import EdgeChanges, LiveEdge
@@ -32,7 +32,7 @@ EXPECTED = (1.0, 2.0, 3.0, 4.0)
 
 def session(policy="anytime", deadline=6.0, **options):
     ladder = Ladder(catalog(4, layered=True))
-    return Session(ladder, deadline, load_policy(policy)(), DualEwma(), expected_s=EXPECTED, **options)
+    return Session(ladder, deadline, load_policy(policy)(), HarmonicMean(), expected_s=EXPECTED, **options)
 
 
 def test_nothing_is_requested_that_is_not_published():
@@ -229,7 +229,7 @@ def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
 
 def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish():
     cost = PrefillCost.from_rate(1000.0)
-    play = new_session(Ladder(catalog(4)), 60.0, "fixed:Int4", DualEwma(), cost=cost, expected_s=EXPECTED)
+    play = new_session(Ladder(catalog(4)), 60.0, "fixed:Int4", HarmonicMean(), cost=cost, expected_s=EXPECTED)
     play.start()
     play.published(2, 1.0)
     pushed = of(play.actions(), FetchGroup)
@@ -249,7 +249,7 @@ def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish
 def test_a_prefix_ends_where_its_producer_stopped():
     cost = PrefillCost.from_rate(1.0)
     options = {"cost": cost, "goal": PrefixGoal(), "expected_s": EXPECTED}
-    play = new_session(Ladder(catalog(4)), 60.0, "anytime", DualEwma(), **options)
+    play = new_session(Ladder(catalog(4)), 60.0, "anytime", HarmonicMean(), **options)
     play.start()
     play.published(2, 1.0)
     pushed = of(play.actions(), FetchGroup)
@@ -265,6 +265,6 @@ def test_a_prefix_ends_where_its_producer_stopped():
 def test_upgrades_are_for_what_is_complete():
     ladder = Ladder(catalog(4))
     with pytest.raises(UsageError, match="complete"):
-        new_session(ladder, 1.0, "anytime", DualEwma(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
+        new_session(ladder, 1.0, "anytime", HarmonicMean(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
     with pytest.raises(UsageError, match="2 times for 4 groups"):
-        new_session(ladder, 1.0, "anytime", DualEwma(), expected_s=(1.0, 2.0))
+        new_session(ladder, 1.0, "anytime", HarmonicMean(), expected_s=(1.0, 2.0))

@@ -6,7 +6,7 @@ import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimator import Estimator
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import MOST_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
@@ -188,7 +188,7 @@ def ask_all(play):
 
 def requested(offer, rate):
     """Return how many groups `anytime` has requested when the first one is there, if the link has this rate."""
-    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), DualEwma(), config=PlayerConfig(time_price=0.0))
+    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(time_price=0.0))
     play.start(0.0)
     ask_all(play)
     fetches = of(play.actions(), FetchGroup)

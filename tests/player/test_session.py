@@ -1,7 +1,7 @@
 """The state machine by hand: what goes in and what must come out."""
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig
 from tests.catalogs import catalog
@@ -71,7 +71,7 @@ def test_layers_are_asked_for_on_top_of_what_they_refine():
                     return Decision.upgrade(group, "layer-1", "enhance")
             return Decision.wait("all enhanced, or soon")
 
-    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), DualEwma())
+    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), HarmonicMean())
     play.start(0.0)
     todo, now = of(play.actions(), FetchGroup), 0.0
     while todo:

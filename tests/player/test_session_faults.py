@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, FetchGroup, GiveUp, PlayerConfig
@@ -145,7 +145,7 @@ def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_oth
         Ladder(catalog(3, layered=True)),
         5.0,
         load_policy(policy)(),
-        DualEwma(),
+        HarmonicMean(),
         config=PlayerConfig(attempts=2, time_price=0.0),
     )
     asked = fetches_until_quiet(play, lambda fetch: fetch.group == 0, share=100)
@@ -159,7 +159,7 @@ def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_oth
 @pytest.mark.parametrize("policy", ["cheapfirst", "anytime:waste=0.01"])
 def test_damage_on_one_track_leaves_a_group_the_other_tracks(policy):
     offer = catalog(3, layered=True)
-    play = Session(Ladder(offer), 5.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(time_price=0.0))
+    play = Session(Ladder(offer), 5.0, load_policy(policy)(), HarmonicMean(), config=PlayerConfig(time_price=0.0))
     above = {track.name for track in offer.tracks if track.refines is not None}
     asked = fetches_until_quiet(play, lambda fetch: fetch.track in above, share=100)
     tried = Counter((fetch.group, fetch.track) for fetch in asked if fetch.track in above)

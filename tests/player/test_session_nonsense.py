@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.player.session import Session
@@ -44,7 +44,12 @@ def test_a_play_whose_clock_jumps_ends_with_estimates_that_can_be(policy, jump_s
     offer = catalog(6, layered=True)
     rates = DecodeRates(offer)
     play = Session(
-        Ladder(offer), 2.0, load_policy(policy)(), DualEwma(), config=PlayerConfig(chunked=chunked), decode_rates=rates
+        Ladder(offer),
+        2.0,
+        load_policy(policy)(),
+        HarmonicMean(),
+        config=PlayerConfig(chunked=chunked),
+        decode_rates=rates,
     )
     now, events = 0.0, 0
     play.start(now)
@@ -124,12 +129,12 @@ def test_a_division_that_is_none_is_refused():
 
 @pytest.mark.parametrize("fault", ["raises", "text", "nan", "negative"])
 def test_a_broken_estimator_is_named_with_its_place(fault):
-    class Broken(DualEwma):
+    class Broken(HarmonicMean):
         def rate(self):
             if fault == "raises":
                 raise ZeroDivisionError
             return {"text": "fast", "nan": float("nan"), "negative": -1.0}[fault]
 
     play = Session(Ladder(catalog(2)), 1.0, load_policy("cheapfirst")(), Broken())
-    with pytest.raises(PolicyError, match=r"estimator ewma .*test_session_nonsense\.py"):
+    with pytest.raises(PolicyError, match=r"estimator harmonic .*test_session_nonsense\.py"):
         play.start(0.0)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup
 from kvabr.types.errors import PolicyError
@@ -32,7 +32,7 @@ class Scripted(Policy):
 
 
 def begun(*decisions):
-    play = Session(Ladder(OFFER), 10.0, Scripted(*decisions), DualEwma())
+    play = Session(Ladder(OFFER), 10.0, Scripted(*decisions), HarmonicMean())
     play.start(0.0)
     return play, of(play.actions(), FetchGroup)
 
@@ -112,7 +112,7 @@ def test_a_replacement_that_arrives_while_the_old_track_is_decoded_is_not_lost()
 
 
 def test_a_policy_may_not_deliver_what_has_not_arrived():
-    play = Session(Ladder(OFFER), 10.0, Scripted(STACK), DualEwma())
+    play = Session(Ladder(OFFER), 10.0, Scripted(STACK), HarmonicMean())
     play.start(0.0)
     play.guard.policy.decide = lambda _: Decision.deliver("now")
     with pytest.raises(PolicyError, match="wants to deliver while groups are missing"):
@@ -137,7 +137,7 @@ class Replacing(Policy):
 
 
 def decoded_in_order(policy):
-    play = Session(Ladder(catalog(3, layered=True)), 10.0, policy, DualEwma())
+    play = Session(Ladder(catalog(3, layered=True)), 10.0, policy, HarmonicMean())
     play.start(0.0)
     fetches = of(play.actions(), FetchGroup)
     for fetch in reversed(fetches):  # the last arrives first, and keeps the one decoder busy meanwhile
@@ -178,7 +178,7 @@ class Restless(Policy):
 
 
 def test_a_group_that_is_requested_again_and_again_is_decoded_all_the_same():
-    play = Session(Ladder(OFFER), 100.0, Restless(), DualEwma())
+    play = Session(Ladder(OFFER), 100.0, Restless(), HarmonicMean())
     play.start(0.0)
     actions, now = play.actions(), 0.0
     while not of(actions, Decode):

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.errors import PolicyError
 
 
-class Kept(DualEwma):
+class Kept(HarmonicMean):
     def __init__(self):
         super().__init__()
         self.samples = []
@@ -49,7 +49,7 @@ def test_every_sample_is_the_rate_of_the_link_or_a_bound_from_below(rate, lumps)
 
 @pytest.mark.parametrize("rtt_s", [0.02, 0.08])
 def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
-    meter = ThroughputSampler(DualEwma(), 1.0)
+    meter = ThroughputSampler(HarmonicMean(), 1.0)
     meter.first_byte(rtt_s, 0.1)
     rate, now = 1e6, 0.1
     for _ in range(4):  # a window in each round trip
@@ -106,7 +106,7 @@ def test_a_first_byte_and_a_wait_at_the_same_time_are_no_sample():
 
 def test_time_in_which_nothing_is_asked_is_no_silence():
     """As of a source that others are preferred to: what is asked of it then has only begun to be waited for."""
-    asked = DualEwma()
+    asked = HarmonicMean()
     sampler = ThroughputSampler(asked, 4.0)
     sampler.first_byte(0.02, 0.02)
     sampler.received(80_000, 0.1)
@@ -122,12 +122,12 @@ def test_time_in_which_nothing_is_asked_is_no_silence():
 
 @pytest.mark.parametrize("wrong", [lambda: None, lambda: "20 ms", lambda: 1 / 0])
 def test_an_estimator_whose_first_byte_is_nonsense_is_named(wrong):
-    class Odd(DualEwma):
+    class Odd(HarmonicMean):
         def ttfb(self):
             return wrong()
 
     meter = ThroughputSampler(Odd(), 1.0)
     meter.first_byte(0.02, 0.1)
     meter.received(80_000, 0.15)
-    with pytest.raises(PolicyError, match=r"estimator ewma .*test_throughput_sampler\.py"):
+    with pytest.raises(PolicyError, match=r"estimator harmonic .*test_throughput_sampler\.py"):
         meter.settle(0.15, idle=False)

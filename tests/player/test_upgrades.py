@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.policies import BUILTIN
 from kvabr.player.session import Session
 from kvabr.player.session_types import Decode, Deliver, FetchGroup, UpgradeGoal
@@ -22,7 +22,7 @@ RATE = 1e7
 
 def late(tracks=("base",) * 6, until_s=math.inf, policy="anytime", horizon_s=2.0, rate=RATE):
     made = BUILTIN[policy]() if isinstance(policy, str) else policy
-    session = Session(LAYERED, horizon_s, made, DualEwma(), goal=UpgradeGoal(tracks, until_s, rate))
+    session = Session(LAYERED, horizon_s, made, HarmonicMean(), goal=UpgradeGoal(tracks, until_s, rate))
     session.start(0.0)
     return session
 

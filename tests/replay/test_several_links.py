@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.data import default_catalog, traces_folder
 from kvabr.player.builder import new_session
 from kvabr.player.throughput_sampler import SourceSamplers
@@ -35,7 +35,7 @@ def test_a_source_that_was_slow_for_a_moment_is_tried_again(slow, until_s):
 @pytest.mark.parametrize(("rates", "growing"), [((1e6, 8e6), True), ((8e6, 1e6), False)])
 def test_slow_start_of_a_source_that_brings_little_is_not_that_of_the_play(rates, growing):
     """The first source brings the same all the time, the second twice as much in each sample."""
-    samplers = SourceSamplers([DualEwma(), DualEwma()], 4.0, chunked=False)
+    samplers = SourceSamplers([HarmonicMean(), HarmonicMean()], 4.0, chunked=False)
     for source in range(2):
         samplers[source].first_byte(0.02, 0.02)
     for step in range(1, 5):

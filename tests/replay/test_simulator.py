@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
@@ -23,7 +23,7 @@ def simulate(
     offer = catalog(groups, decode=decode)
     made = load_policy(policy)() if isinstance(policy, str) else policy
     config = replace(config or PlayerConfig(), decoders=decoders)
-    session = Session(Ladder(offer), deadline, made, DualEwma(), cost=cost, config=config, log=log)
+    session = Session(Ladder(offer), deadline, made, HarmonicMean(), cost=cost, config=config, log=log)
     link = Capacity(world("flat", [rate]), 0.0, rtt, slow_start=False)
     simulator = Simulator(session, offer, link, rtt_s=rtt, cost=cost, decoders=decoders)
     return simulator.run(), offer, simulator
@@ -57,7 +57,7 @@ def test_a_long_trace_at_a_high_load_takes_no_more_steps(load, start_s):
     offer = catalog(64)
     whole = offer.fp16_bytes
     rates = [float(whole * load * (1 + index % 7)) for index in range(5000)]
-    session = Session(Ladder(offer), 4.0, load_policy("fixed:AC-5x")(), DualEwma())
+    session = Session(Ladder(offer), 4.0, load_policy("fixed:AC-5x")(), HarmonicMean())
     link = CountedLink(world("long", rates, 1.0), start_s, slow_start=False)
     assert Simulator(session, offer, link, rtt_s=0.02).run().met
     assert link.questions < 4 * offer.groups
@@ -171,7 +171,7 @@ def test_bytes_never_exceed_what_the_link_carries():
 
 def test_a_device_decodes_all_that_waits_in_one_batch():
     offer = catalog(8, decode=10.0)
-    session = Session(Ladder(offer), 4.0, load_policy("fixed:Int4")(), DualEwma(), config=PlayerConfig(together=True))
+    session = Session(Ladder(offer), 4.0, load_policy("fixed:Int4")(), HarmonicMean(), config=PlayerConfig(together=True))
     link = Capacity(world("flat", [1e9]), 0.0, 0.05, slow_start=False)
     record = Simulator(session, offer, link, rtt_s=0.05, decode_latency_s=0.1).run()
     each = offer.track("Int4").decode_s

@@ -1,8 +1,8 @@
 """The estimators that come with kvabr; `kvabr_lab.estimators` has rivals."""
 
-from kvabr.abr.estimators.classic import DualEwma, HarmonicMean
+from kvabr.abr.estimators.classic import HarmonicMean
 from kvabr.abr.estimators.tracking import Tracking
 
-BUILTIN = {cls.name: cls for cls in (DualEwma, HarmonicMean, Tracking)}
+BUILTIN = {cls.name: cls for cls in (HarmonicMean, Tracking)}
 
-__all__ = ["BUILTIN", "DualEwma", "HarmonicMean", "Tracking"]
+__all__ = ["BUILTIN", "HarmonicMean", "Tracking"]

@@ -1,8 +1,7 @@
-"""Estimators of video players, and what they share with `tracking`."""
+"""The harmonic mean of video players, and what estimators share with `tracking`."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections import deque
 from typing import ClassVar
@@ -69,42 +68,6 @@ class DecayingMean:
     def value(self) -> float:
         """Return the mean; 0.0 without any values."""
         return self._sum / self.weight if self.weight else 0.0
-
-
-class DualEwma(MergedSamples):
-    """The smaller of a fast and a slow mean (Shaka, dash.js): drops count at once, rises if they last."""
-
-    name: ClassVar[str] = "ewma"
-
-    def __init__(self, fast_share: float = 1 / 16, slow_share: float = 1 / 4, caution: float = 1.0) -> None:
-        """Set the half-lives of the means as shares of the deadline, and the width of the bound.
-
-        It lies ``caution`` weighted standard deviations of the samples below the estimate, at least at a quarter of it.
-        """
-        self._shares, self._caution = (fast_share, slow_share), caution
-        super().__init__()
-
-    def _forget(self) -> None:
-        fast_s, slow_s = (share * self._horizon_s for share in self._shares)
-        self._fast, self._slow, self._square = DecayingMean(fast_s), DecayingMean(slow_s), DecayingMean(slow_s)
-
-    def _take(self, nbytes: float, seconds: float) -> None:
-        rate = nbytes / seconds
-        self._fast.add(rate, seconds)
-        self._slow.add(rate, seconds)
-        self._square.add(rate * rate, seconds)
-
-    def rate(self) -> float:
-        """Return the smaller mean."""
-        return min(self._fast.value(), self._slow.value())
-
-    def lower_bound(self) -> float:
-        """Return the estimate less ``caution`` deviations, at least a quarter of the estimate."""
-        if not self._slow.weight:
-            return 0.0
-        deviation = math.sqrt(max(0.0, self._square.value() - self._slow.value() ** 2))
-        rate = self.rate()
-        return max(0.25 * rate, rate - self._caution * deviation)
 
 
 class HarmonicMean(MergedSamples):

@@ -1,8 +1,9 @@
 """``tracking``: a mean that restarts when the link drops for good, and a bound learned from its own errors.
 
-The rate is that of `ewma` plus change detection: a cumulative sum (Page, 1954) of how far samples fall below the
-expectation, in the samples' own deviations, so that a link that always fluctuates raises no alarm. When it passes a
-threshold, the link has changed, and everything before the change is forgotten.
+The rate is the lesser of a fast and a slow moving mean (as in Shaka and dash.js) plus change detection: a cumulative
+sum (Page, 1954) of how far samples fall below the expectation, in the samples' own deviations, so that a link that
+always fluctuates raises no alarm. When it passes a threshold, the link has changed, and everything before the change is
+forgotten.
 
 The bound is the share of the estimate that the link carried at least, nine times out of ten: at the end of each stretch
 of time, what it delivered is divided by what was expected of it. Until a play has seen enough stretches, the quantiles

@@ -1,13 +1,13 @@
 """The policies that come with kvabr; `kvabr_lab.policies` has rivals to compare them with."""
 
 from kvabr.abr.policies.anytime import Anytime
-from kvabr.abr.policies.budget import Budget, Mpc, RobustMpc
 from kvabr.abr.policies.cheapfirst import CheapFirst
 from kvabr.abr.policies.fixed import Fixed
+from kvabr.abr.policies.mpc import Mpc
 from kvabr.abr.policies.rate import Rate
 
 DEFAULT = "anytime"
 
-BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Mpc, RobustMpc, Budget, CheapFirst, Anytime)}
+BUILTIN = {cls.name: cls for cls in (Fixed, Rate, Mpc, CheapFirst, Anytime)}
 
-__all__ = ["BUILTIN", "DEFAULT", "Anytime", "Budget", "Mpc"]
+__all__ = ["BUILTIN", "DEFAULT", "Anytime", "Mpc"]

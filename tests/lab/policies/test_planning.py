@@ -3,7 +3,7 @@
 import pytest
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import DualEwma
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -112,7 +112,7 @@ def test_cake_takes_the_cheapest_track_that_loses_little_enough():
     asset = catalog(8)
 
     def track(name):
-        seen = Session(Ladder(asset), 4.0, policy := load_policy(name)(), DualEwma())
+        seen = Session(Ladder(asset), 4.0, policy := load_policy(name)(), HarmonicMean())
         seen.start(0.0)
         return policy._track
 

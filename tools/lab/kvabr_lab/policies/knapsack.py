@@ -1,10 +1,8 @@
-"""``budget``, ``mpc`` and ``robustmpc``: spend what the link can still carry where it saves most loss.
+"""``budget`` and ``robustmpc``: spend what the link can still carry where it saves most loss.
 
 Every missing group starts on the cheapest track. Steps up are taken in the order of loss saved per byte until the
 budget is spent. On each group's convex hull this greedy order is within one step of the optimum of the multiple-choice
-knapsack. The MPC policies are RobustMPC on the deadline (Yin et al., SIGCOMM 2015; Puffer's and Pensieve's form of the
-bound): where a video player plans five chunks ahead against its buffer, they plan five groups ahead against their share
-of the remaining time, at the harmonic mean of the recent rates over one plus the largest recent error.
+knapsack. `robustmpc` is RobustMPC on the deadline (Yin et al., SIGCOMM 2015), as `kvabr.abr.policies.mpc`, with layers.
 """
 
 from __future__ import annotations
@@ -22,12 +20,9 @@ class Budget(FrontToBack):
     """Spends the lower bound of the rate over all missing groups; no upgrades."""
 
     name: ClassVar[str] = "budget"
-    horizon: ClassVar[int | None] = None
-    """Number of missing groups in the knapsack; None for all."""
 
     def start(self, view: View) -> None:
-        """Sort the steps by group."""
-        self._steps = _by_group(view.ladder.steps)
+        """Plan nothing yet."""
         self._planned: dict[int, str] = {}
         """Track of every missing group, when it was last worked out."""
         self._planned_for = 0
@@ -37,23 +32,13 @@ class Budget(FrontToBack):
         """Choose the track that the knapsack gives the group."""
         missing = view.missing_groups
         budget = view.budget_bytes(view.lower_bound, view.last_decode_s(view.ladder.cheapest))
-        within = missing if self.horizon is None else missing.firsts(self.horizon)
-        budget *= len(within) / len(missing)
         self._planned_for -= 1
-        if self.horizon is not None or self._planned_for <= 0 or group not in self._planned:
-            steps = view.ladder.steps if self.horizon is None else _steps_of(self._steps, within)
-            self._planned, self._planned_for = spend(view.ladder.options, steps, within, budget), view.keeps
+        if self._planned_for <= 0 or group not in self._planned:
+            planned = spend(view.ladder.options, view.ladder.steps, missing, budget)
+            self._planned, self._planned_for = planned, view.keeps
         track = self._planned[group]
-        reason = f"{budget / 1e6:.2f} MB can still arrive for {len(within)} groups"
+        reason = f"{budget / 1e6:.2f} MB can still arrive for {len(missing)} groups"
         return Decision.fetch(group, track, reason, {name: view.bytes(group, name) for name in view.ladder.names})
-
-
-class Mpc(Budget):
-    """Plan five groups ahead, one track for each, as video players do (RobustMPC); a group is never refined."""
-
-    name: ClassVar[str] = "mpc"
-    estimator: ClassVar[str] = "harmonic"
-    horizon: ClassVar[int | None] = 5
 
 
 class RobustMpc(Policy):
