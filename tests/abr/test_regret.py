@@ -7,6 +7,7 @@ meant to play otherwise must do.
 from __future__ import annotations
 
 import os
+import random
 import tomllib
 from collections import defaultdict
 from functools import cache
@@ -17,6 +18,7 @@ import pytest
 
 from kvabr.replay import readers
 from kvabr.replay.experiment import Experiment, ReplayOptions
+from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
@@ -34,10 +36,24 @@ PLAYS = {
 """Bytes that the link carries within a deadline, as a share of the FP16 cache, and an engine that takes two."""
 
 
+def collapses(seed: int) -> Trace:
+    """A link of packets in bursts, whose level changes by up to four orders of magnitude."""
+    dice = random.Random(seed)
+    times, rates, now, level = [], [], 0.0, 1.0
+    while now < 60:
+        if dice.random() < 0.08:
+            level = 10 ** dice.uniform(-2.5, 1.5)
+        times.append(now)
+        rates.append(0.0 if dice.random() < 0.6 else level * 1e6 * dice.choice((1, 1, 5)))
+        now += dice.choice((0.01, 0.02, 0.1))
+    return Trace(f"collapses {seed}", "collapses", tuple(times), tuple(rates), now)
+
+
 @cache
 def measured() -> dict[str, dict[str, dict[str, float]]]:
     """Return the mean of what plays lose, and the share that meets the deadline, by family and policy."""
     traces = [trace for path in sorted((ROOT / "traces").glob("*.csv")) for trace in readers.read(path)]
+    traces += [collapses(seed) for seed in range(3)]
     runs: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for options in PLAYS.values():
         experiment = Experiment(catalog(GROUPS, layered=True), options)

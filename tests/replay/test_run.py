@@ -156,7 +156,7 @@ def test_a_plain_replay_needs_neither_torch_nor_a_transport():
 def test_the_expected_loss_falls_to_that_of_the_play():
     """What the page draws over time ends with what the play lost, whatever the policy does."""
     options = ReplayOptions(1.0, 0.03, 0.4)
-    layered = matrix(catalog=catalog(8, layered=True), policies=("anytime", "cheapfirst", "robustmpc"), options=options)
+    layered = matrix(catalog=catalog(8, layered=True), policies=("anytime", "cheapfirst", "mpc"), options=options)
     report = replay(replace(layered, timelines=-1), jobs=1)
     done = 0
     for timeline in report.timelines:
