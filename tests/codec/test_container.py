@@ -14,7 +14,6 @@ from kvabr.codec.container import (
     SLICE_BYTES,
     VERSION,
     FrameHeader,
-    ObjectSpan,
     header_bytes,
     object_spans,
     pack,
@@ -114,17 +113,6 @@ def test_a_good_frame_of_something_else_is_foreign(change, words):
         unpack(frame, header)
 
 
-@examples(80)
-@given(st.sampled_from(LEVELS), st.binary(max_size=3000), st.sampled_from(DTYPES))
-def test_no_payload_crashes_a_decoder(track, payload, dtype):
-    out = torch.zeros(SHAPE.shape(20), dtype=dtype)
-    try:
-        codec(track).decode(memoryview(payload), CONTEXT, out)
-    except FormatError:
-        return
-    assert bool(torch.isfinite(out).all())
-
-
 @examples(150)
 @given(st.sampled_from(LEVELS), st.data())
 def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data):
@@ -144,18 +132,11 @@ def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(track, data)
 @pytest.mark.parametrize(
     "change",
     [
-        {"track": "no/slash"},
-        {"spec_digest": b"short"},
-        {"chunk": "cd" * 31},
-        {"chunk": "CD" * 32},
-        {"chunk": "cd " * 32},
-        {"group": -1},
-        {"group": 1 << 32},
-        {"first_token": -1},
-        {"tokens": 0},
+        {"track": "no/slash"}, {"spec_digest": b"short"}, {"chunk": "cd" * 31}, {"chunk": "CD" * 32},
+        {"chunk": "cd " * 32}, {"group": -1}, {"group": 1 << 32}, {"first_token": -1}, {"tokens": 0},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_no_frame_can_hold_is_refused(change):
     with pytest.raises(FormatError):
         pack(b"x", FrameHeader(**(FIELDS | change)))
@@ -198,9 +179,3 @@ def test_what_is_not_of_our_layout_is_sliced():
     size = header_bytes("FP16") + payload_layout("FP16", shape, 128).payload_bytes
     for track, given_size in (("FP16", size + 1), ("Other", 3 * SLICE_BYTES), ("AC-5x", 100)):
         assert object_spans(shape, track, 128, 128, given_size) == slices(128, given_size)
-
-
-def test_slices():
-    assert slices(7, 0) == (ObjectSpan(7, 0, 0),)
-    assert slices(7, SLICE_BYTES) == (ObjectSpan(7, 0, SLICE_BYTES),)
-    assert slices(7, SLICE_BYTES + 1)[1:] == (ObjectSpan(8, SLICE_BYTES, SLICE_BYTES + 1),)

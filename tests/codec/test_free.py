@@ -14,7 +14,7 @@ from kvabr.codec.fit import fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.rope import rope_shape
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
+from kvabr.types.kv import RopeSpec
 from kvabr.types.naming import LAYERS, LEVELS
 from tests.examples import examples
 from tests.kvdata import cache, profile, spec
@@ -97,21 +97,6 @@ def test_every_level_decodes_at_any_position(rope, track, tokens, at, first, str
     error = float((stays - kv).norm() / kv.norm())
     assert error < {"FP4": 0.14, "Int4": 0.13, "AC-5x": 0.3, "AC-L0": 0.6, "AC-L1": 0.3}.get(track, 0.1)
     assert unpack(frames[-1])[0].first_token == first
-
-
-@pytest.mark.parametrize("track", TRACKS)
-def test_a_latent_turns_its_last_dimensions(track):
-    only = LayerClass("latent", (0, 1), 1, 40, 0, "float32", RopeSpec(10000.0, 8, "interleaved", first=32))
-    given = KVSpec("test/latent", "tokenizer", (only,))
-    plain = torch.randn(given.shape(400), generator=torch.Generator().manual_seed(5))
-    side = fit(given, lambda: iter([plain]))
-    kv = plain[:, :, :, :70].clone()
-    context = GroupContext(given, 0, 70, side, free=True)
-    frames = coded(kv, track, context)
-    stays = decoded(frames, track, context, torch.empty_like(kv))
-    moved = decoded(frames, track, context, torch.empty_like(kv), 77_777)
-    assert float((moved - turned(stays, given.rope, 77_777)).abs().amax()) <= 1e-5 * float(kv.abs().amax())
-    assert torch.equal(moved[..., :32], stays[..., :32])
 
 
 def test_no_token_of_a_passage_is_a_sink_of_the_prompt():

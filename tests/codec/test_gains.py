@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvabr.codec import profile as files
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
 from tests import kvdata
 
@@ -58,15 +56,6 @@ def test_values_grow_about_their_mean_and_bytes_stay(group, monkeypatch):
             wanted = (base[layers, 1] - mean[layers]) * GAINS[number]
             grown = torch.isclose(more[layers, 1] - mean[layers], wanted, rtol=1e-4, atol=1e-4).all(dim=(0, 1, 3))
             assert int((~grown).sum()) == aside < 10  # tokens that are stored separately stay as they are
-
-
-def test_the_road_of_a_profile_with_gains():
-    made = with_gains(GAINS)
-    data = made.to_bytes()
-    read = Profile.from_bytes(data)
-    assert isinstance(read, files.ClassProfile)
-    assert read.depths["AC-L0"].gains == GAINS
-    assert read.depths["AC-L1"].gains == ()
 
 
 @pytest.mark.parametrize("gains", [(1.0,), (0.1,) * len(STACKS), (3.0,) * len(STACKS), (float("nan"),) * len(STACKS)])

@@ -40,55 +40,31 @@ FEW = 32
 WGMMA = CAPABILITY == 90
 WRAP = {"WRAPS": WGMMA}
 MODULES = kernels, analysis_kernels, level_kernels, writer_kernels
+ROWS = {"VOTES": True, "COARSE": 0}
 VARIANTS = (
-    ("read_rows", {"REFINES": True, "NEAR": True, "VOTES": True, "COARSE": 0}, 1),
-    ("read_rows", {"REFINES": True, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
-    ("read_rows", {"REFINES": False, "NEAR": False, "VOTES": True, "COARSE": 0}, 1),
-    (
-        "prepare",
-        {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4, "WHOLE": True, "DEPTHS": DEPTHS},
-        _PREPARE.warps,
-    ),
-    (
-        "unstack",
-        {**PRODUCT, **WRAP, "OUTPUTS": _UNSTACK.rows, "TOKENS": _tokens(_UNSTACK, wraps=WGMMA), "RUN": 4},
-        _UNSTACK.warps,
-    ),
+    *(("read_rows", {"REFINES": above, "NEAR": near} | ROWS, 1) for above, near in ((True, True), (True, False))),
+    ("read_rows", {"REFINES": False, "NEAR": False} | ROWS, 1),
+    ("prepare", {"ROWS": _PREPARE.rows, "TOKENS": _PREPARE.tokens, "RUN": 4, "WHOLE": True, "DEPTHS": DEPTHS},
+     _PREPARE.warps),
+    ("unstack", {**PRODUCT, **WRAP, "OUTPUTS": _UNSTACK.rows, "TOKENS": _tokens(_UNSTACK, wraps=WGMMA), "RUN": 4},
+     _UNSTACK.warps),
     # Arguments that are 1 are constants to Triton.
-    (
-        "finish",
-        {"KIND": 1, "BLOCKS": False, "WHOLE": False, "INTERLEAVED": True, **ONES, **PAIRS, **WRAP},
-        _FINISH.warps,
-    ),
+    ("finish", {"KIND": 1, "BLOCKS": False, "WHOLE": False, "INTERLEAVED": True, **ONES, **PAIRS, **WRAP},
+     _FINISH.warps),
     ("finish", {"KIND": 2, **BLOCKS, **USUAL, **PAIRS, **WRAP, "TOKENS": _tokens(_FINISH, wraps=WGMMA)}, _FINISH.warps),
-    (
-        "finish",
-        {"KIND": 2, **BLOCKS, **USUAL, **PAIRS, "PAIRS": FEW, "WRAPS": False, "TOKENS": _tokens(_FINISH, wraps=False)},
-        _FINISH.warps,
-    ),
-    (
-        "centre",
-        {"HALVES": 2, "INTERLEAVED": False, "stride_dim": 1, "CHANNELS": encoder._CHANNELS, **WIDE},
-        encoder._WARPS,
-    ),
+    ("finish", {"KIND": 2, **BLOCKS, **USUAL, **PAIRS, "PAIRS": FEW, "WRAPS": False,
+                "TOKENS": _tokens(_FINISH, wraps=False)}, _FINISH.warps),
+    ("centre", {"HALVES": 2, "INTERLEAVED": False, "stride_dim": 1, "CHANNELS": encoder._CHANNELS, **WIDE},
+     encoder._WARPS),
     ("powers", {"HALVES": 2, **NARROW}, 1),
-    ("to_words", {"SCALES": True, **DEEP, **NARROW}, 4),
-    ("to_words", {"SCALES": False, **DEEP, **NARROW}, 4),
-    *(
-        (
-            "expand",
-            {"LEVEL": level, "HALVES": 2, "KIND": 2, "PARTS": 2, "TOKENS": levels._TOKENS, "DIMS": 128, "RUN": 8}
-            | {"WHOLE": True, "stride_dim": 1},
-            levels._WARPS,
-        )
-        for level in levels.LEVELS.values()
-    ),
+    *(("to_words", {"SCALES": scales, **DEEP, **NARROW}, 4) for scales in (True, False)),
+    *(("expand", {"LEVEL": level, "HALVES": 2, "KIND": 2, "PARTS": 2, "TOKENS": levels._TOKENS, "DIMS": 128, "RUN": 8,
+                  "WHOLE": True, "stride_dim": 1}, levels._WARPS) for level in levels.LEVELS.values()),
     ("quantise", {"REFINES": True, "ROWS": writer._ROWS}, 4),
-    ("write_rows", {"REFINES": True, "NEAR": True, "VOTES": True}, 1),
-    ("write_rows", {"REFINES": False, "NEAR": False, "VOTES": True}, 1),
+    *(("write_rows", {"REFINES": refines, "NEAR": refines, "VOTES": True}, 1) for refines in (True, False)),
     ("collect", {"CHUNKS": writer._CHUNKS, "HEAD": 512}, 4),
     ("product", {"OUTPUTS": encoder._OUTPUTS, **DEEP, **WIDE}, encoder._WARPS),
-)
+)  # fmt: skip
 
 
 SIXTEENS = {"stride", "width", "plane", "padded", "first_place", "stride_head", "most", "own", "rows"}

@@ -70,15 +70,6 @@ def test_payloads_are_those_of_the_processor(make, track, there):
     assert made == wanted
 
 
-def test_a_group_that_fails_does_not_keep_others_from_being_encoded(there):
-    there()
-    shape = SHAPE.group_tokens
-    encoder = FrameEncoder(SHAPE, ["a" * 64, "b" * 64], 2 * shape, ("AC-L0", "AC-L1"), fitted(), MemoryFrames())
-    kv = related(SHAPE, 2 * shape, 6).to(DEVICE)
-    with pytest.raises(FormatError, match="cannot encode"):
-        encoder.encode((kv[:, :, :, : shape + 1],))
-
-
 def test_what_choices_are_made_by_is_the_same(there):
     dice = np.random.default_rng(1)
     rows = torch.from_numpy(dice.normal(0, 3, (40, 30)).astype(np.float32))

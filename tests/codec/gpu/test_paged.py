@@ -87,17 +87,6 @@ def test_kernels_write_the_bits_of_a_contiguous_cache(layout):
     check(own, views, slots, expected(case, coded, 4, dtype))
 
 
-def test_groups_of_many_layers_and_heads_share_a_launch_and_a_cache():
-    case = models.case(23, small=True, depths=1)
-    layers, _, heads, tokens, dim = case.shape()
-    coded = payloads(case)
-    own, views = halves_first(layers, heads, dim, torch.float16)
-    every = slots_of(2, 2 * tokens)
-    jobs = [case.job(coded, STEP, at, torch.empty(case.shape(), device="meta")) for at in (0, tokens)]
-    decoder.decode_to_blocks(jobs, [BlockSlots(views, some) for some in np.split(every, 2)])
-    check(own, views, every, torch.cat([expected(case, coded, at, torch.float16) for at in (0, tokens)], dim=3))
-
-
 def test_nothing_but_the_blocks_is_touched(guarded):
     case = long(22, 40)
     coded = payloads(case)
