@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr import Ladder
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
@@ -55,24 +55,6 @@ def test_a_deadline_between_two_ticks_holds():
     aims_early = session(2, deadline=1.0, config=PlayerConfig(give_up_after=1.013))
     aims_early.start(0.0)
     assert run_out(aims_early)[0] == 1.013
-
-
-def test_a_policy_is_not_asked_when_time_is_up():
-    asked = []
-
-    class Slow(Policy):
-        def decide(self, view):
-            asked.append(view.now)
-            group = view.first_missing()
-            return Decision.wait("all are on their way") if group is None else Decision.fetch(group, "Int4", "missing")
-
-    play = session(2, Slow(), config=AT_ONCE)
-    play.start(0.0)
-    fetch = of(play.actions(), FetchGroup)[0]
-    play.first_byte(fetch.request, 0.1)
-    play.done(fetch.request, 1.0)  # at the deadline: nothing that it could decide matters
-    assert play.over
-    assert max(asked) < 1.0
 
 
 def test_patience_lets_a_play_be_late():

@@ -43,13 +43,6 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     assert value["bad"] == []
 
 
-def test_inspect_reads_a_catalog_alone(toy, capsys):
-    assert kvabr("inspect", toy / "catalog.json") == 0
-    assert "Int4" in capsys.readouterr().out
-    assert kvabr("inspect", toy / "catalog.json", "--check") == 2
-    assert "a catalog alone has no groups" in capsys.readouterr().err
-
-
 def test_inspect_check_names_every_bad_part(toy, capsys):
     frame_path(toy, 1, "Int4").unlink()
     swapped = frame_path(toy, 2, "FP16")

@@ -320,13 +320,6 @@ def test_what_does_not_fit_is_told_by_the_outcome(tmp_path, first, piece, told):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_tokens_than_were_announced_are_refused(tmp_path):
-    steps = Steps(tmp_path)
-    steps.hand(0, 70)
-    steps.production.append(70, run_of(SPEC, steps.kv, 0, 1))
-    assert "tokens 70 to 71 came" in steps.work().why
-
-
 OTHER = """
 import sys
 from pathlib import Path
@@ -389,11 +382,3 @@ def test_a_pace_that_is_none(tmp_path, pace):
     slot = made.begin(TOKENS, pace=[0.0, 1.0, 1.0, 2.0, 3.0])
     assert isinstance(slot, LiveSlot)
     made.close()
-
-
-def test_tracks_at_the_edge_that_cannot_be(tmp_path):
-    side = kvdata.profile(SPEC)
-    with pytest.raises(UsageError, match="refines AC-L0"):
-        LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
-    with pytest.raises(UsageError, match="none of the publisher's"):
-        LivePublisher(publisher(tmp_path), edge=["BF16"])

@@ -52,28 +52,14 @@ def test_digests_may_be_of_another_kind():
 @pytest.mark.parametrize(
     "change",
     [
-        *(
-            {"tracks": (0, change)}
-            for change in (
-                {"name": "../../etc"},
-                {"name": "BF16"},
-                {"bytes": [1]},
-                {"bytes": [-1, 5]},
-                {"loss": [float("nan"), 0]},
-                {"loss": [-1, 0]},
-                {"refines": "nothing"},
-                *({"decode_s": bad} for bad in (-1, float("nan"), float("inf"))),
-            )
-        ),
-        {"tokens": 0},
-        {"tokens": 10**12},
-        {"tokens": "many"},
-        {"position": -1},
-        {"position": 1 << 33},
-        {"position": None},
-        {"chunks": []},
-        {"tracks": []},
-        {"spec": {}},
+        *({"tracks": (0, {"name": bad})} for bad in ("../../etc", "BF16")),
+        *({"tracks": (0, {"bytes": bad})} for bad in ([1], [-1, 5])),
+        *({"tracks": (0, {"loss": bad})} for bad in ([float("nan"), 0], [-1, 0])),
+        *({"tracks": (0, {"decode_s": bad})} for bad in (-1, float("nan"), float("inf"))),
+        {"tracks": (0, {"refines": "nothing"})},
+        *({"tokens": bad} for bad in (0, 10**12, "many")),
+        *({"position": bad} for bad in (-1, 1 << 33, None)),
+        *({"chunks": []}, {"tracks": []}, {"spec": {}}),
         {"prefill": {"constant_s": -1, "per_token_s": 0, "attention_s": 0}},
         {"namespace": {"model": "m", "prompt": "short"}},
     ],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LOOSE, TrackNamespace, akin, safe_name, with_facts
 
@@ -45,11 +43,6 @@ def test_a_plain_name_is_its_own(raw):
 def test_facts_tell_names_apart(name, facts, other, others):
     same = name == other and usual(facts) == usual(others)
     assert (with_facts(name, facts) == with_facts(other, others)) == same
-
-
-def test_what_json_cannot_express_is_no_fact():
-    with pytest.raises(UsageError, match="cannot be put into the name"):
-        with_facts("m", {"override": object()})
 
 
 def test_models_that_were_tuned_further_are_akin():
