@@ -21,7 +21,6 @@ from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
 from kvabr_lab.matrix import build
-from kvabr_lab.sharing import Sharing
 from tests import assets
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
@@ -114,13 +113,6 @@ def test_a_prompt_that_would_lose_too_much_is_computed(deadline_s, met):
     assert played.run["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
     assert played.run["tokens_recomputed"] == prompt.tokens
     assert played.run["regret"] >= -1e-9 or not played.run["feasible"]
-    # So is that of another play on the same link.
-    shared = Experiment(prompt, replace(options, sharing=Sharing(rivals=1))).play(
-        world("steady", [1e6]), 0.0, "anytime"
-    )
-    (rival,) = shared.run["sharing"]["rivals"]
-    assert (rival["loss"], rival["met"]) == (0.0, met)
-    assert rival["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
 
 
 def test_computed_tokens_lose_nothing():
