@@ -139,7 +139,7 @@ def fetches_until_quiet(play, fails, share):
     return asked
 
 
-@pytest.mark.parametrize("policy", ["cheapfirst", "anytime", "mpc"])
+@pytest.mark.parametrize("policy", ["cheapfirst", "anytime"])
 def test_upgrades_of_a_group_that_always_fail_are_bounded_and_do_not_end_the_others(policy):
     play = Session(
         Ladder(catalog(3, layered=True)),
