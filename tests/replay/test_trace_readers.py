@@ -249,9 +249,7 @@ def test_what_is_no_trace_is_refused(put, format_name):
             read(put(text), format_name=format_name)
 
 
-@pytest.mark.parametrize(
-    "text", ["time,mbps\n0,1\n1,fast\n", HEAD + "time_s,bits_per_second\n-1,8\n", "0 1\n0 0 x\n1 y\n"]
-)
+@pytest.mark.parametrize("text", ["time,mbps\n0,1\n1,fast\n", HEAD + ROWS.replace("0,8", "0,x"), "0 1\n0 0 x\n1 y\n"])
 def test_a_bad_line_is_named(put, text):
     with pytest.raises(TraceError, match=r"line [23]"):
         read(put(text), format_name=None if "," in text else "pensieve")
