@@ -121,7 +121,7 @@ def test_spec_round_trip_and_digest():
             for bad in (0, -1, 1e-4, 2000, 10**400, float("nan"), float("inf"), "1", None, True, [1.0])
         ),
         {"rotary_dim": 30, "frequencies": [0.5] * 16},
-        {"rotary_dim": True},
+        {"rotary_dim": True}, {"rotary_dim": 0}, {"rotary_dim": 34}, {"rotary_dim": 31},
         {"first": -1}, {"first": 1}, {"first": True}, {"first": 1.0}, {"rotary_dim": 16, "first": 17},
         {"theta": 0}, {"theta": -1}, {"theta": 1e-300}, {"theta": 10**400}, {"theta": "10000"}, {"theta": True},
         {"phase": 1.0},
