@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvabr.types.errors import UsageError
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import chain, next_digest
+from kvabr.types.passage import Exact, Passage
 
 ONE, OTHER = "1" * 64, "2" * 64
 NAMED = {"model": "m", "tokenizer": "t", "group_tokens": 8}
@@ -67,3 +68,12 @@ def test_a_piece_of_a_prompt_has_the_names_of_the_whole(prompt, cut):
 def test_media_that_cannot_be(media, why):
     with pytest.raises(UsageError, match=why):
         MediaTokens(range(9), media)
+
+
+def test_what_knows_tokens_alone_takes_no_media():
+    prompt = MediaTokens(range(9), [Medium(0, 2, ONE)])
+    for part in (Exact, Passage):
+        with pytest.raises(UsageError):
+            part(prompt)
+    with pytest.raises(UsageError):
+        prompt[::2]
