@@ -59,7 +59,7 @@ def test_digests_may_be_of_another_kind():
         {"tracks": (0, {"refines": "nothing"})},
         *({"tokens": bad} for bad in (0, 10**12, "many")),
         *({"position": bad} for bad in (-1, 1 << 33, None)),
-        *({"chunks": []}, {"tracks": []}, {"spec": {}}),
+        *({"chunks": []}, {"chunks": ["ab" * 32] * 3}, {"tracks": []}, {"spec": {}}),
         {"prefill": {"constant_s": -1, "per_token_s": 0, "attention_s": 0}},
         {"namespace": {"model": "m", "prompt": "short"}},
     ],
