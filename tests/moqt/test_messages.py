@@ -206,3 +206,8 @@ def test_many_messages_at_once():
     assert len(data) <= parser._buffer.touched < 8 * len(data)
     with pytest.raises(SessionFault):
         list(parser.feed(data[:4]))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_flag_that_is_none(draft):
+    assert fault(frame("18", "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
