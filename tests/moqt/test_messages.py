@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvabr.moqt import messages as m
 from kvabr.moqt.codes import SessionCode, SessionFault
 from kvabr.moqt.messages import MAX_MESSAGES, MessageParser, decode, encode
+from kvabr.moqt.parameters import Parameters, Token
 from kvabr.moqt.wire import DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varint
 from tests.examples import examples
 from tests.moqt import strategies
@@ -211,3 +212,19 @@ def test_many_messages_at_once():
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_flag_that_is_none(draft):
     assert fault(frame("18", "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
+
+
+UNWRITABLE = [
+    m.TrackStatus(0, (b"a",), b"t", Parameters(priority=5)),
+    m.SubscribeNamespace(0, (b"a",), Parameters(forward=1)),
+    m.Subscribe(0, (b"a" * 4000,), b"t" * 97),
+    m.Goaway(b"x" * 8193),
+    m.RequestErrorMessage(0x34, 0, ""),
+    m.PublishNamespace(0, (b"a",), Parameters(tokens=(Token(b"x" * 0xFFF0), Token(b"y" * 100)))),
+]
+
+
+@pytest.mark.parametrize("message", UNWRITABLE, ids=lambda message: type(message).__name__)
+def test_what_cannot_be_written(message):
+    with pytest.raises(ValueError, match=r"."):
+        encode(message, DRAFT_20)

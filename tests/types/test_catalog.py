@@ -92,7 +92,9 @@ def test_mutilated_json_is_read_or_refused_but_never_crashes(data):
 
 
 def test_spec_round_trip_and_digest():
-    assert KVSpec.from_json(SPEC.to_json()) == SPEC
+    for rope in (SPEC.rope, RopeSpec(1e4, 16, "half", (0.5,) * 8, 1.5), RopeSpec(1e4, 16, "interleaved", first=8)):
+        made = SPEC.changed(rope=rope)
+        assert KVSpec.from_json(json.loads(json.dumps(made.to_json()))) == made
     others = [
         KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "float16", RopeSpec(10000.0, 16)),
         KVSpec.uniform("test/model", "tokenizer", 4, 2, 32, "bfloat16", RopeSpec(10000.0, 32)),

@@ -95,3 +95,11 @@ ANY = st.builds(PrefillCost, *(st.sampled_from([0.0, 1e-12, 1e-3, 1e50]) for _ i
 def test_whatever_was_timed_has_a_cost(timings, prior):
     found = PrefillCost.fit(timings, prior)
     assert 0 < found.seconds(1000, 1000) < float("inf")
+
+
+@pytest.mark.parametrize("most", [1024, 8192, 1 << 20])
+def test_a_prompt_of_several_calls_costs_about_what_they_cost(most):
+    cost = PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021)
+    for tokens in (128, 5000, 32768):
+        steps = [cost.seconds(at, min(most, tokens - at)) for at in range(0, tokens, most)]
+        assert cost.in_steps(most).seconds(0, tokens) == pytest.approx(sum(steps), rel=0.1)
