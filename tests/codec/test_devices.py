@@ -6,6 +6,7 @@ import torch
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group
+from kvabr.types.errors import FormatError
 from tests.codec.elsewhere import Elsewhere, Reachable, moved
 from tests.kvdata import cache, profile, spec
 
@@ -46,6 +47,17 @@ def test_a_cache_is_encoded_where_it_is(track):
     with Reachable():
         assert codec(track).encode(Elsewhere(kv), context) == wanted
     assert back() == len(wanted)
+
+
+@pytest.mark.parametrize("track", ["BF16", "FP8", "Int4"])
+def test_a_payload_that_is_not_finite_is_refused_there_too(track):
+    context = GroupContext(SHAPE, 0, 5)
+    payload = bytearray(codec(track).encode(cache(SHAPE, 5), context))
+    layout = codec(track).layout(SHAPE, 5)
+    payload[layout.head_bytes : layout.head_bytes + 2] = b"\xff\xff"
+    out = Elsewhere(torch.empty(SHAPE.shape(5)))
+    with Reachable(), pytest.raises(FormatError):
+        codec(track).decode(memoryview(bytes(payload)), context, out)
 
 
 def test_ac_without_triton_is_decoded_here_and_copied(monkeypatch):
