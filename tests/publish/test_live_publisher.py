@@ -382,3 +382,11 @@ def test_a_pace_that_is_none(tmp_path, pace):
     slot = made.begin(TOKENS, pace=[0.0, 1.0, 1.0, 2.0, 3.0])
     assert isinstance(slot, LiveSlot)
     made.close()
+
+
+def test_tracks_at_the_edge_that_cannot_be(tmp_path):
+    side = kvdata.profile(SPEC)
+    with pytest.raises(UsageError, match="refines AC-L0"):
+        LivePublisher(publisher(tmp_path, profile=side), edge=["AC-L1"])
+    with pytest.raises(UsageError, match="none of the publisher's"):
+        LivePublisher(publisher(tmp_path), edge=["BF16"])

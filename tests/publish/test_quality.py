@@ -109,3 +109,11 @@ def test_a_reference_knows_what_the_model_expected_and_what_the_text_cost():
     expected = 1.5 * math.log(2)
     assert Reference(Dice(), None, [2, 0, 0, 1, 2]).calibration() == pytest.approx((expected, expected))
     assert Reference(Dice(), None, [0, 1, 2]).calibration() == pytest.approx((2 * math.log(2), expected))
+
+
+def test_passes_are_bounded_and_announced(setting):
+    seen = []
+    errors = {name: [0.1 + i / 100] * 5 for i, name in enumerate("abcdef")}
+    measure(setting, errors, max_passes=12, progress=lambda *told: seen.append(told))
+    # What is announced at first stays: a stage's total never changes.
+    assert seen == [("measure", done, 6) for done in range(1, 7)] + [("groups", done, 10) for done in range(1, 11)]
