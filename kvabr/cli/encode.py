@@ -27,7 +27,7 @@ from kvabr.types.words import counted
 if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.publish.encoder import PassageBase
-    from kvabr.store.asset import Prompt
+    from kvabr.store.prompt import Prompt
     from kvabr.types.catalog import Catalog
 
 _EPILOG = """\
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
     def check_new(digest: str) -> None:
         """Refuse what is there already before minutes are spent on it; a store names assets by their digests."""
-        if not args.force and store.version(digest) is not None:
+        if not args.force and store.has(digest):
             raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
 
     if args.tokens < 1 or args.continuation < 2:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvabr.publish.encoder import PassageBase
     from kvabr.publish.model import TextModel
     from kvabr.publish.passages import FusionEngine
-    from kvabr.store.asset import Prompt
+    from kvabr.store.prompt import Prompt
     from kvabr.types.passage import PassageNotes
 
 EPILOG = """\

@@ -232,7 +232,7 @@ def _check(asset: Asset) -> list[str]:
 
     bad: list[str] = []
     parts: list[Callable[[], object]] = [lambda: load_profile(asset)]
-    if asset.keeps_prompt and asset.has_prompt():
+    if asset.has_prompt():
         parts.append(asset.prompt)
     for name, track in asset.catalog.published.items():
         parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]

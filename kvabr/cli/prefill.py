@@ -101,9 +101,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import plain, write_result
     from kvabr.engines.transformers.publish import cache_publisher, find_profile
     from kvabr.publish.live_publisher import LivePublisher
-    from kvabr.store.asset_folder import asset_version
     from kvabr.store.files import read_salt
-    from kvabr.store.locations import open_catalog
+    from kvabr.store.locations import open_catalog, open_store
     from kvabr.types.digests import check_kind
     from kvabr.types.naming import chain
 
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     engine, ids = loaded.engine, _prompt(loaded, text, args.tokens)
     spec, profile = engine.spec, find_profile(engine.spec, args.profile)
     name = chain(ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)[-1]
-    if asset_version(args.out / name) is not None:
+    if open_store(args.out).has(name):
         plain(f"this cache is published already: {args.out / name}")
         return 0
     publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)

@@ -56,8 +56,7 @@ from kvabr.link.moqt.options import DialArguments, TransportChoice
 from kvabr.link.quic.backend import Quic
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
-from kvabr.store.locations import open_groups
+from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
@@ -144,12 +143,13 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
-        self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
+            disk = StoreTier(os.fspath(bounds.disk), bounds.disk_bytes, tell)
+        self.store = GroupCache(
+            bounds.memory_bytes, disk, executor=decoders(), on_change=lambda: self.metrics.show_store(self.store)
+        )
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
         for place in () if folder is None else (folder, folder / PROFILES):

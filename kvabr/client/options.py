@@ -132,7 +132,7 @@ class Limits:
     """Encoded groups kept in memory, bytes; 0: none."""
     disk: str | os.PathLike[str] | None = None
     """Folder for encoded groups, which belongs to one client at a time; or the URL of an object store, which many may
-    share (`kvabr.store.objects`). None: memory only."""
+    share (`kvabr.store.group_cache`). None: memory only."""
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
     plays: int = 32

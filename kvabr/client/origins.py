@@ -3,7 +3,7 @@
     moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
-    file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
+    file:///PATH, memory://NAME                  the same objects in a folder, or in this process (tests)
 
 Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
 """
@@ -20,8 +20,9 @@ from kvabr.link.moqt.connect import Connecting, asset_of, connect, parse_namespa
 from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.link.objects.index import StrangeAnswers
-from kvabr.store.objects.bucket import open_objects
-from kvabr.store.objects.url import SCHEMES, WEB, split_asset
+from kvabr.store.local import LocalStore
+from kvabr.store.locations import SCHEMES, open_objects, split_asset
+from kvabr.store.url import WEB
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
 
@@ -37,7 +38,7 @@ def is_object_store(url: str) -> bool:
 def check_url(url: str) -> None:
     """Raise `UsageError` unless something can be played from a URL."""
     if is_object_store(url):
-        _bucket_url(url)
+        _store_url(url)
     else:
         parse_url(url)
 
@@ -61,31 +62,33 @@ def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> 
             f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
             "store come from the environment, and its certificate is checked by the system"
         )
-    return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
+    return StoreDialling(_store_url(url), timeout_s, needed=needed)
 
 
 class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     """Opens a store; entering it gives a `Connection`."""
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
-        """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
-        self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
-        self.peers = (self._bucket.url,)
+        """Take the URL of a store; raise `UsageError` if the package for object stores is missing."""
+        self._store, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
+        if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
+            raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")
+        self.peers = (self._store.url,)
         self._connection: StoreConnection | None = None
         self._strange = StrangeAnswers()
 
     async def __aenter__(self) -> PeerConnection:
-        connection = StoreConnection(self._bucket, self._strange)
+        connection = StoreConnection(self._store, self._strange)
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await connection.open()
             except TimeoutError as error:
-                raise TransportError(f"{self._bucket.url}: no answer within {self._timeout_s:.3g} s") from error
+                raise TransportError(f"{self._store.url}: no answer within {self._timeout_s:.3g} s") from error
         except TransportError as error:
             if self._needed or isinstance(error, UnauthorizedError):
                 await connection.close()
-                if self._bucket.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
+                if self._store.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
                     raise ConnectionLostError(f"{error}; the URL of an origin or relay begins with moqt://") from error
                 raise
             connection.trouble = str(error)
@@ -106,10 +109,11 @@ Dialling = Connecting | StoreDialling
 """Enters a connection; its ``peers`` are the names that the connection may have as `Connection.peer`."""
 
 
-def _bucket_url(url: str) -> str:
-    """Return the URL of a bucket without the name of an asset."""
+def _store_url(url: str) -> str:
+    """Return the URL of a store without the name of an asset."""
     plain = url.partition("#")[0]
     where, prompt = split_asset(plain)
     if prompt is not None:
         raise UsageError(f"{where}: to play one asset, name it behind the store's URL: {where}#kvcache:MODEL/{prompt}")
+    open_objects(plain)  # raises
     return plain

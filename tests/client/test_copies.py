@@ -16,7 +16,7 @@ from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
-from kvabr.store import memory
+from kvabr.store import buffers
 from kvabr.transfer.transfer import ReceiveBuffer
 from tests.client.served import Served
 from tests.client.test_play import close

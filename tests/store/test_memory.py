@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvabr.codec.gpu import staging
-from kvabr.store.memory import BufferPool
+from kvabr.store.buffers import BufferPool
 
 SIZE = 3 << 20
 STEP = 64 << 10

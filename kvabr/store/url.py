@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from kvabr.types.errors import UsageError, did_you_mean
 
-DEFAULT_TENANT = "default"
-LAYOUT = "v1"
-"""First part of every key behind the prefix: the version of `kvabr.store.objects.layout`."""
 CLOUDS = {"s3": "S3", "gs": "GCS", "az": "Azure"}
 """Schemes with a bucket, and what obstore calls their stores."""
 WEB = ("http", "https")
 """Schemes of caches in front of a store, which are only read."""
 SCHEMES = {
-    "s3": {"tenant", "endpoint", "region", "anonymous"},
-    "gs": {"tenant", "endpoint", "anonymous"},
-    "az": {"tenant", "endpoint", "anonymous", "account"},
-    "file": {"tenant", "layout"},
-    "memory": {"tenant"},
-    "http": {"tenant"},
-    "https": {"tenant"},
+    "s3": {"endpoint", "region", "anonymous"},
+    "gs": {"endpoint", "anonymous"},
+    "az": {"endpoint", "anonymous", "account"},
+    "http": set[str](),
+    "https": set[str](),
 }
-"""Schemes of object stores, and the options that their URLs may have. What is here is served, managed and played from;
-`kvabr.store.objects.bucket.OPENED_BY` says by which class if obstore does not speak it."""
+"""Schemes of object stores, and the options that their URLs may have."""
 _MAX_URL = 2048
-_TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9._=@+-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]+")
@@ -42,10 +35,9 @@ class StoreUrl:
 
     scheme: str
     bucket: str
-    """Bucket or container; host and port of a cache; name of a store in memory; absolute path of a folder."""
+    """Bucket or container; host and port of a cache."""
     prefix: str = ""
-    """Comes before every key, without slashes at its ends."""
-    tenant: str = DEFAULT_TENANT
+    """Comes before every name, without slashes at its ends."""
     endpoint: str = ""
     region: str = ""
     account: str = ""
@@ -74,11 +66,6 @@ class StoreUrl:
         if parts.fragment:
             raise UsageError(f"{_shown(url)}: the URL of a store has no part behind a #")
         options = _options(url, parts.scheme, parts.query)
-        tenant, endpoint = options.get("tenant", DEFAULT_TENANT), options.get("endpoint", "")
-        if parts.scheme == "file":
-            if host or options.get("layout") != "objects" or not parts.path.startswith("/"):
-                raise UsageError(f"{_shown(url)}: a folder of objects is file:///PATH?layout=objects")
-            return cls("file", unquote(parts.path).rstrip("/") or "/", tenant=tenant)
         prefix = _prefix(url, parts.path)
         if not (_HOST if parts.scheme in WEB else _BUCKET).fullmatch(host):
             raise UsageError(f"{_shown(url)}: {host[:80]!r} cannot be the name of a bucket or host")
@@ -86,8 +73,7 @@ class StoreUrl:
             parts.scheme,
             host,
             prefix,
-            tenant,
-            endpoint,
+            options.get("endpoint", ""),
             options.get("region", ""),
             options.get("account", ""),
             options.get("anonymous") == "true",
@@ -95,49 +81,25 @@ class StoreUrl:
 
     @property
     def root(self) -> str:
-        """What comes before every key, with a slash at its end."""
-        return "".join(f"{part}/" for part in (self.prefix, LAYOUT, self.tenant) if part)
+        """What comes before every name, with a slash at its end."""
+        return f"{self.prefix}/" if self.prefix else ""
 
     def __str__(self) -> str:
         options = {
-            "layout": "objects" if self.scheme == "file" else "",
-            "tenant": "" if self.tenant == DEFAULT_TENANT else self.tenant,
             "endpoint": self.endpoint,
             "region": self.region,
             "account": self.account,
             "anonymous": "true" if self.anonymous else "",
         }
         query = urlencode({name: value for name, value in options.items() if value}, safe="/:")
-        path = quote(self.bucket) if self.scheme == "file" else f"{self.bucket}/{self.prefix}".rstrip("/")
+        path = f"{self.bucket}/{self.prefix}".rstrip("/")
         return f"{self.scheme}://{path}" + (f"?{query}" if query else "")
-
-    def below(self, name: str) -> str:
-        """Return the URL of something in this store, for messages and for `split_asset`."""
-        if self.scheme == "file":
-            return str(replace(self, bucket=f"{self.bucket.rstrip('/')}/{name}"))
-        return str(replace(self, prefix=f"{self.prefix}/{name}".lstrip("/")))
-
-
-def is_tenant(name: str) -> bool:
-    """Return whether this can be the name of a tenant."""
-    return _TENANT.fullmatch(name) is not None
 
 
 CREDENTIALS = (
     "they come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, "
     "GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY ...) or from the machine's role"
 )
-
-
-def split_asset(url: str) -> tuple[StoreUrl, str | None]:
-    """Parse the URL of a store, or of an asset in it, whose last part is 64 hex digits: its prompt digest."""
-    parsed = StoreUrl.parse(url)
-    field = "bucket" if parsed.scheme == "file" else "prefix"
-    value: str = getattr(parsed, field)
-    before, _, last = value.rpartition("/")
-    if re.fullmatch(r"[0-9a-f]{64}", last) is None:
-        return parsed, None
-    return (replace(parsed, bucket=before or "/") if field == "bucket" else replace(parsed, prefix=before)), last
 
 
 def _options(url: str, scheme: str, query: str) -> dict[str, str]:
@@ -164,12 +126,7 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
 
 
 def _check_options(url: str, options: dict[str, str]) -> None:
-    tenant, endpoint = options.get("tenant", DEFAULT_TENANT), options.get("endpoint", "")
-    if not _TENANT.fullmatch(tenant):
-        raise UsageError(
-            f"{_shown(url)}: tenant {tenant[:80]!r} must have 1 to 63 of a-z, 0-9 and . _ - and begin with a letter or "
-            "digit"
-        )
+    endpoint = options.get("endpoint", "")
     for name in ("region", "account"):
         if options.get(name) and not _NAME.fullmatch(options[name]):
             raise UsageError(f"{_shown(url)}: {name} has up to 64 letters, digits and -")

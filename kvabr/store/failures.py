@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from kvabr.store.objects.url import CREDENTIALS
+from kvabr.store.url import CREDENTIALS
 from kvabr.types.errors import (
     ConnectionLostError,
     ForbiddenError,

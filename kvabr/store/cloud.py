@@ -1,9 +1,7 @@
-"""A bucket: the few requests that kvabr sends to an object store, through obstore.
+"""A store in a bucket, or behind an HTTP cache, through obstore.
 
-Keys are those of `kvabr.store.objects.layout`; the URL's prefix, the version of the layout and the tenant come before
-them. Requests fail with subclasses of `TransportError` (`kvabr.store.objects.failures`), after at most two more tries.
-Each is a coroutine with a twin that blocks (`kvabr.store.objects.protocol.Objects`). For the first byte and between two
-pieces, reads wait 30 seconds; a caller with less time cancels them.
+Requests fail with subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30
+seconds for the first byte and between two pieces; a caller with less time cancels them.
 """
 
 from __future__ import annotations
@@ -14,21 +12,19 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from kvabr.store.objects.blocking import blocked, each
-from kvabr.store.objects.failures import UNREADABLE, Failure, strange
-from kvabr.store.objects.layout import PROBES
-from kvabr.store.objects.obstore_clients import endpoint_of, load_obstore, make_client
-from kvabr.store.objects.protocol import PART_BYTES, Objects, StoredObject
-from kvabr.store.objects.url import WEB, StoreUrl, is_tenant
+from kvabr.store.failures import UNREADABLE, Failure, strange
+from kvabr.store.names import PROBES
+from kvabr.store.obstore_clients import endpoint_of, load_obstore, make_client
+from kvabr.store.store import PART_BYTES, Store, StoredObject
+from kvabr.store.url import WEB, StoreUrl
 from kvabr.types.backoff import scattered
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -44,9 +40,9 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import ClientConfig
 
-    from kvabr.store.objects.obstore_clients import ObstoreClient
+    from kvabr.store.obstore_clients import ObstoreClient
 
-LOG = logging.getLogger("kvabr.store.objects")
+LOG = logging.getLogger("kvabr.store")
 
 _AT_ONCE = 1000
 
@@ -105,21 +101,25 @@ _DELETED_AT_ONCE = 1000
 _PROBERS = 6
 _SIGNED_FOR = timedelta(hours=1)
 IMMUTABLE = "public, max-age=31536000, immutable"
-_CACHE_CONTROL = {"a": "public, max-age=5", "o": "public, max-age=60", "probe": "no-store"}
-"""`Cache-Control` by the first part of a key; `IMMUTABLE` for the others."""
+_CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
+"""`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
 _PROBED: set[str] = set()
 """URLs of stores that were seen to honour conditional writes."""
 _LOCK = threading.Lock()
 
 
-class Bucket(Objects):
-    """The objects of one tenant behind one URL, through obstore."""
+class CloudStore(Store):
+    """A bucket, or a prefix in one; over plain HTTP for reading only."""
 
-    def __init__(self, where: StoreUrl) -> None:
-        """Take a parsed URL; nothing is asked for yet."""
-        self.where = where
-        self.prefix = where.root
-        """Comes before every key."""
+    def __init__(self, url: str) -> None:
+        """Take a URL, see `kvabr.store.url`; nothing is requested yet.
+
+        Raises `UsageError` if it is not that of an object store, or obstore is not installed.
+        """
+        self.parsed = StoreUrl.parse(url)
+        load_obstore()
+        self.url, self.prefix = str(self.parsed), self.parsed.root
+        """The prefix comes before every name."""
         self._stores: dict[int, ObstoreClient] = {}
         """By the seconds that a request may take, 0 for reads."""
         self._sound = False
@@ -128,15 +128,8 @@ class Bucket(Objects):
         """How often the stores were made anew because credentials were refused, and when last."""
         self._lock = threading.Lock()
 
-    @classmethod
-    def open(cls, url: str) -> Bucket:
-        """Return the bucket at a URL; raise `UsageError` if that is none of an object store, or obstore is missing."""
-        where = StoreUrl.parse(url)
-        load_obstore()
-        return cls(where)
-
     def __repr__(self) -> str:
-        return f"<Bucket {self.url}>"
+        return f"<CloudStore {self.url}>"
 
     def renew(self, made: int, failure: Failure) -> bool:
         """Read credentials again that were refused; return whether the request is worth another try.
@@ -160,39 +153,39 @@ class Bucket(Objects):
     # ------------------------------------------------------- reading
 
     async def get(
-        self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float | None = None
+        self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
         async def once() -> memoryview:
-            path, options = self._path(key), _range(start, end)
+            path, options = self._path(name), _range(first, last)
             clock = asyncio.get_running_loop().time
             try:
                 async with asyncio.timeout(wait_s) as timer:
                     result = await _ask("get", self._reader(), path, options=options)
-                    self._check(key, result, start, end, limit)
+                    self._check(name, result, first, last, limit)
                     timer.reschedule(wait_s and clock() + wait_s)
                     if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
-                        return self._whole(key, result, memoryview(await result.bytes_async()))
+                        return self._whole(name, result, memoryview(await result.bytes_async()))
                     parts = []
                     async for part in result.stream(min_chunk_size=PART_BYTES):
                         parts.append(part)
                         timer.reschedule(wait_s and clock() + wait_s)
-                    return self._whole(key, result, memoryview(b"".join(parts)))
+                    return self._whole(name, result, memoryview(b"".join(parts)))
             except TimeoutError as error:
-                raise self.silent(key, wait_s or 0.0) from error
+                raise self.silent(name, wait_s or 0.0) from error
 
-        return await self._tried(key, "cannot be read", once)
+        return await self._tried(name, "cannot be read", once)
 
     async def stream(
-        self, key: str, start: int, end: int, *, part_bytes: int = PART_BYTES
+        self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
     ) -> AsyncGenerator[memoryview, None]:
         tries = _Tries(self, 1)
         while True:
             try:
-                result = await _ask("get", self._reader(), self._path(key), options=_range(start, end))
+                result = await _ask("get", self._reader(), self._path(name), options=_range(first, last))
                 break
             except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
-                tries.failed(key, "cannot be read", error)
-        self._check(key, result, start, end, end - start)
+                tries.failed(name, "cannot be read", error)
+        self._check(name, result, first, last, last - first)
         due = result.range[1] - result.range[0]
         try:
             async for part in result.stream(min_chunk_size=part_bytes):
@@ -201,18 +194,9 @@ class Bucket(Objects):
                     break
                 yield memoryview(part)
         except Exception as error:
-            raise self.failed(key, "cannot be read", error) from error
+            raise self.failed(name, "cannot be read", error) from error
         if due:
-            raise RequestError(f"{self.below(key)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
-
-    async def head(self, key: str) -> StoredObject | None:
-        async def once() -> StoredObject:
-            return self._info(await _ask("head", self._reader(), self._path(key)))
-
-        try:
-            return await self._tried(key, "cannot be looked for", once)
-        except NotFoundError:
-            return None
+            raise RequestError(f"{self.where(name)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
         listing, empty = Listing(partial(self._listing, prefix)), True
@@ -223,17 +207,6 @@ class Bucket(Objects):
         if empty:
             await self._check_answers()
 
-    def of_tenant(self, name: str) -> Bucket:
-        return Bucket(replace(self.where, tenant=name))
-
-    async def tenants(self) -> Sequence[str]:
-        above = self.prefix.removesuffix(f"{self.where.tenant}/")
-        found = await self._tried("", "cannot be listed", lambda: _ask("list_with_delimiter", self._reader(), above))
-        names = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
-        if not names:
-            await self._check_answers()
-        return sorted(filter(is_tenant, names))
-
     @property
     def is_direct(self) -> bool:
         """Whether `address` may be asked: the store needs neither TLS nor a proxy."""
@@ -243,7 +216,7 @@ class Bucket(Objects):
     async def address(self, key: str) -> str:
         """Return the URL of an object on plain HTTP, signed for GETs within an hour if we have credentials."""
         path = self._path(key)
-        if self.where.scheme in WEB or self.where.anonymous:
+        if self.parsed.scheme in WEB or self.parsed.anonymous:
             return f"{self._plain()}/{quote(path)}"
         try:
             return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
@@ -252,7 +225,7 @@ class Bucket(Objects):
 
     def _plain(self) -> str:
         """Return the URL without TLS that keys are below; empty if there is none."""
-        where = self.where
+        where = self.parsed
         if where.scheme == "http":
             return f"http://{where.bucket}"
         endpoint = endpoint_of(where)
@@ -261,52 +234,50 @@ class Bucket(Objects):
 
     # ------------------------------------------------------- writing
 
-    async def put_new(self, key: str, data: bytes | memoryview) -> bool:
-        return await self._tried(key, "cannot be written", lambda: self._put(key, data, "create"))
+    async def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        return await self._tried(name, "cannot be written", lambda: self._put(name, data))
 
-    async def put(self, key: str, data: bytes | memoryview) -> None:
-        await self._tried(key, "cannot be written", lambda: self._put(key, data, "overwrite"))
+    async def delete(self, names: Collection[str]) -> None:
+        every = list(names)
+        for first in range(0, len(every), _DELETED_AT_ONCE):
+            paths = [self._path(name) for name in every[first : first + _DELETED_AT_ONCE]]
+            with suppress(NotFoundError):  # an object that is gone
+                await self._tried(
+                    every[first],
+                    "cannot be deleted",
+                    lambda: _ask("delete", self._writer(0), paths),  # noqa: B023
+                )
 
-    async def delete(self, keys: Sequence[str]) -> None:
-        for first in range(0, len(keys), _DELETED_AT_ONCE):
-            some = keys[first : first + _DELETED_AT_ONCE]
-            try:
-                await self._delete_some(some)
-            except NotFoundError:
-                for key in some:  # a folder stops at the first that is gone
-                    with suppress(NotFoundError):
-                        await self._delete_some([key])
+    async def check_writable(self) -> None:
+        """See `Store.check_writable`; tries create-if-absent, once per process and URL.
 
-    def probe_sync(self) -> None:
-        """See `Objects.probe_sync`; asks once per process and URL.
-
-        kvabr relies on them: of several publishers of one name, exactly one must win.
+        kvabr relies on it: of several publishers of one name, exactly one must win.
         """
         if self.url in _PROBED:
             return
-        if self.where.scheme in WEB:
+        if self.parsed.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
-        blocked(self._check_answers())
-        key, won, kept = "", list[int](), b""
+        await self._check_answers()
+        name, won, kept = "", list[int](), b""
         for _ in range(_TRIES):
-            key = f"{PROBES}{secrets.token_hex(8)}"
-            told = each(_PROBERS, lambda number: self.put_new_sync(key, b"%d" % number), range(_PROBERS))  # noqa: B023
+            name = f"{PROBES}{secrets.token_hex(8)}"
+            told = await asyncio.gather(*(self.put_new(name, b"%d" % number) for number in range(_PROBERS)))
             won = [number for number, written in enumerate(told) if written]
-            kept = bytes(self.get_sync(key, limit=64))
+            kept = bytes(await self.get(name, limit=64))
             if won:
                 break  # if not, the winner's answer was lost, and its second try found what its first had written
         else:
             raise ConnectionLostError(
                 f"{self.url}: does not answer reliably; whether conditional writes work is unknown"
             )
-        if self.put_new_sync(key, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
+        if await self.put_new(name, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
             raise StoreError(
                 f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
                 f"{_PROBERS} writers of one object were told that theirs was written. Publishers would overwrite each "
                 "other; upgrade the store, or use another"
             )
         try:
-            self.delete_sync([key])
+            await self.delete([name])
         except (StoreError, RequestError):
             pass  # a few bytes, which a lifecycle rule removes
         except Exception as error:
@@ -320,25 +291,17 @@ class Bucket(Objects):
     def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
         return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
 
-    async def _put(self, key: str, data: bytes | memoryview, mode: Literal["create", "overwrite"]) -> bool:
+    async def _put(self, key: str, data: bytes | memoryview) -> bool:
+        control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
+        attributes = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
+        how: dict[str, Any] = {"mode": "create", "use_multipart": False, "attributes": attributes}
         try:
-            await _ask("put", self._writer(len(data)), self._path(key), data, **self._how(key, mode))
+            await _ask("put", self._writer(len(data)), self._path(key), data, **how)
         except Exception as error:
-            if mode == "create" and Failure.of(error).kind == "conflict":
+            if Failure.of(error).kind == "conflict":
                 return False
             raise
         return True
-
-    def _how(self, key: str, mode: str) -> dict[str, Any]:
-        how: dict[str, Any] = {"mode": mode, "use_multipart": False}
-        if self.where.scheme != "file":
-            control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
-            how["attributes"] = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
-        return how
-
-    async def _delete_some(self, keys: Sequence[str]) -> None:
-        paths = [self._path(key) for key in keys]
-        await self._tried(keys[0], "cannot be deleted", lambda: _ask("delete", self._writer(0), paths))
 
     # ------------------------------------------------------- checks and failures
 
@@ -373,16 +336,16 @@ class Bucket(Objects):
             size = last  # a date that is none does not matter here; the bytes are checked by who wants them
         wanted = size if end is None else min(end, size)
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
-            told = f"{self.below(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
+            told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
             raise RequestError(told, reason=Reason.WRONG)
         if last - first > limit:
-            told = f"{self.below(key)}: {last - first} bytes, more than the {limit} that this may have"
+            told = f"{self.where(key)}: {last - first} bytes, more than the {limit} that this may have"
             raise RequestError(told, reason=Reason.WRONG)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range
         if len(data) != last - first:
-            told = f"{self.below(key)}: truncated, {len(data)} of {last - first} bytes came"
+            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes came"
             raise RequestError(told, reason=Reason.WRONG)
         return data.toreadonly()
 
@@ -398,14 +361,14 @@ class Bucket(Objects):
     def failed(self, key: str, what: str, error: Exception) -> Exception:
         """Return the error to raise where ``what`` has failed."""
         if isinstance(error, UNREADABLE):
-            return RequestError(f"{self.below(key)}: {what}: the store tells a date or a number that cannot be one")
+            return RequestError(f"{self.where(key)}: {what}: the store tells a date or a number that cannot be one")
         if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
             return error  # ours, or a mistake
-        return Failure.of(error).error(self.below(key), what)
+        return Failure.of(error).error(self.where(key), what)
 
     def _info(self, meta: ObjectMeta) -> StoredObject:
         key = meta["path"].removeprefix("/").removeprefix(self.prefix)
-        return StoredObject(key, meta["size"], meta["e_tag"] or "", meta["last_modified"].timestamp())
+        return StoredObject(key, meta["size"], meta["last_modified"].timestamp())
 
     def _path(self, key: str) -> str:
         return self.prefix + key
@@ -416,7 +379,7 @@ class Bucket(Objects):
         return self._store(0)
 
     def _writer(self, size: int) -> ObstoreClient:
-        if self.where.scheme in WEB:
+        if self.parsed.scheme in WEB:
             raise UsageError(f"{self.url}: an HTTP cache can only be read")
         wanted_s = WAIT_S
         while wanted_s < WAIT_S + size / _WRITE_BYTES_PER_S:
@@ -433,14 +396,14 @@ class Bucket(Objects):
                     limits["timeout"] = f"{most_s}s"
                 else:
                     limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
-                self._stores[most_s] = make_client(self.where, limits, writes=bool(most_s))
+                self._stores[most_s] = make_client(self.parsed, limits)
             return self._stores[most_s]
 
 
 class _Tries:
     """Tries of one request: of what may pass three, and one more with credentials that were read again."""
 
-    def __init__(self, bucket: Bucket, tries: int = _TRIES) -> None:
+    def __init__(self, bucket: CloudStore, tries: int = _TRIES) -> None:
         """Begin a request of a bucket."""
         self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
 
@@ -462,15 +425,6 @@ class _Tries:
             raise told from error
         finally:
             del told, error  # they know this frame: the two would keep each other, and with them a store's connections
-
-
-OPENED_BY: dict[str, Callable[[str], Objects]] = {}
-"""What opens a URL, by its scheme, if obstore does not speak that."""
-
-
-def open_objects(url: str) -> Objects:
-    """Return the objects at a URL; errors as `Bucket.open`."""
-    return OPENED_BY.get(url.partition("://")[0], Bucket.open)(url)
 
 
 def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.failures import Failure
-from kvabr.store.objects.protocol import PART_BYTES, Objects
+from kvabr.store.cloud import CloudStore
+from kvabr.store.failures import Failure
+from kvabr.store.store import PART_BYTES, Store
 from kvabr.types.errors import ConnectionLostError, Reason, RequestError, TransportError, UnauthorizedError
 
 _MOST_HEAD_BYTES = 16 << 10
@@ -46,7 +46,7 @@ class Sink(Protocol):
 class DirectReader:
     """Reads one bucket, for one event loop."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CloudStore) -> None:
         """Connect to nothing yet; see `of`."""
         self._bucket = bucket
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
@@ -56,9 +56,9 @@ class DirectReader:
         """Connections so far."""
 
     @classmethod
-    def of(cls, bucket: Objects) -> DirectReader | None:
+    def of(cls, bucket: Store) -> DirectReader | None:
         """Return a reader of a bucket; None if it cannot be read without TLS, or behind a proxy."""
-        return cls(bucket) if isinstance(bucket, Bucket) and bucket.is_direct else None
+        return cls(bucket) if isinstance(bucket, CloudStore) and bucket.is_direct else None
 
     async def receive(
         self, key: str, begin: int, end: int, sink: Sink, *, part_bytes: int = PART_BYTES, urgent: bool = True
@@ -102,7 +102,7 @@ class DirectReader:
             used = link is not None
             link = link or await self._dial(host, port)
             try:
-                exchange = _Exchange(link, self._bucket.below(key), begin, end)
+                exchange = _Exchange(link, self._bucket.where(key), begin, end)
                 stays = await exchange.run(request, sink, part_bytes)
             except _StaleError as error:
                 link.close()

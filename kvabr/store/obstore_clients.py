@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import configparser
 import os
-import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.store.objects.failures import Failure
-from kvabr.store.objects.url import CLOUDS, WEB, StoreUrl, check_endpoint
-from kvabr.types.errors import ConnectionLostError, StoreError, UsageError
+from kvabr.store.failures import Failure
+from kvabr.store.url import CLOUDS, WEB, StoreUrl, check_endpoint
+from kvabr.types.errors import ConnectionLostError, UsageError
 from kvabr.types.installing import WHERE, extra
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
+    from obstore.store import AzureStore, ClientConfig, GCSStore, HTTPStore, S3Store
 
-    ObstoreClient = AzureStore | GCSStore | HTTPStore | LocalStore | MemoryStore | S3Store
-
-_MEMORY: dict[str, MemoryStore] = {}
-"""Stores of this process by name."""
-_LOCK = threading.Lock()
+    ObstoreClient = AzureStore | GCSStore | HTTPStore | S3Store
 
 
 def load_obstore() -> Any:
@@ -36,18 +31,11 @@ def load_obstore() -> Any:
     return obstore
 
 
-def make_client(where: StoreUrl, limits: ClientConfig, *, writes: bool) -> ObstoreClient:
+def make_client(where: StoreUrl, limits: ClientConfig) -> ObstoreClient:
     """Return obstore's store for a URL."""
     from obstore import store as kinds  # noqa: PLC0415
 
     scheme, bucket, never = where.scheme, where.bucket, {"max_retries": 0}
-    if scheme == "memory":
-        with _LOCK:
-            return _MEMORY.setdefault(bucket, kinds.MemoryStore())
-    if scheme == "file":
-        if not writes and not Path(bucket).is_dir():
-            raise StoreError(f"{where}: no such folder; publish something there first, or correct the URL")
-        return kinds.LocalStore(bucket, mkdir=writes)
     endpoint = endpoint_of(where)
     if endpoint.startswith("http:") or scheme == "http":
         limits["allow_http"] = True

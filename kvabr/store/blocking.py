@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvabr.types.once import once
 
-P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S")
 T = TypeVar("T")
-
-_AT_ONCE = 1000
-"""Items of a listing that are waited for together."""
 
 
 @once
@@ -42,39 +38,9 @@ def blocked(work: Coroutine[Any, Any, T]) -> T:
         del running  # an error knows this frame: the two would keep each other, and with them a store's connections
 
 
-def blocking(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[S, P], T]:
-    """Return the method that blocks where this one is awaited."""
-    name = method.__name__
-
-    def run(self: S, /, *args: P.args, **options: P.kwargs) -> T:
-        result: T = blocked(getattr(self, name)(*args, **options))
-        return result
-
-    run.__doc__ = f"See `{name}`; blocks."
-    return run
-
-
-def blocking_each(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> Callable[Concatenate[S, P], Iterator[T]]:
-    """Return the generator that blocks where this one is awaited."""
-    name = method.__name__
-
-    async def following(found: AsyncIterator[T]) -> list[T]:
-        items = []
-        async for item in found:
-            items.append(item)
-            if len(items) >= _AT_ONCE:
-                break
-        return items
-
-    def run(self: S, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-        found: AsyncIterator[T] = aiter(getattr(self, name)(*args, **options))
-        while items := blocked(following(found)):
-            yield from items
-
-    run.__doc__ = f"See `{name}`; blocks."
-    return run
+def started(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine, and return its outcome to come."""
+    return asyncio.run_coroutine_threadsafe(work, _loop_in(os.getpid()))
 
 
 def each(at_once: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
