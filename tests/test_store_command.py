@@ -8,8 +8,8 @@ import re
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
+from tests.assets import frame_file
 from tests.store.admin.assets import LONG, MODEL, new_place, publish
 
 
@@ -92,7 +92,7 @@ def test_verify_and_copy(place, tmp_path, capsys):
     assert store("verify", target, "--deep") == 0
     assert "nothing is damaged" in capsys.readouterr().out
     name = min(open_store(target).list().versions)
-    frame_path(target / name, 0, "FP16").write_bytes(bytes(200))
+    frame_file(target / name, 0, "FP16").write_bytes(bytes(200))
     assert store("verify", target) == 0
     capsys.readouterr()
     assert store("verify", target, "--deep", "--json", tmp_path / "out.json") == 1

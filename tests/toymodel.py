@@ -139,7 +139,7 @@ def toy_passage(
 ) -> Asset:
     """Publish a passage of the toy model into a folder."""
     made = Prompt(tuple(ids), prompt().continuation)
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         base = toy_base(ids, **notes)
         catalog = publish(ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, time_engine=False)
         writer.commit(catalog)

@@ -215,19 +215,10 @@ class Asset:
         Raises `AssetError` if the frame cannot be read, or its object is too short.
         """
         place = self.place(group, track)
+        if isinstance(self.store, LocalStore):
+            return open_frame(self.store, place)
         with as_asset_errors():
-            if not isinstance(self.store, LocalStore):
-                return LoadedFrame(self._read(place))
-            file = self.store.open(place.name)
-        size, where = os.fstat(file.fileno()).st_size, self.store.where(place.name)
-        if size < place.last:
-            file.close()
-            raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_AGAIN}")
-        frame = FrameFile(where, file, place)
-        if frame.size > LOADED_BYTES:
-            return frame
-        with file:
-            return LoadedFrame(frame.read(0, frame.size))
+            return LoadedFrame(self._read(place))
 
     def frame(self, group: int, track: str) -> memoryview:
         """Return the frame of one group on one track, as they are published, checked against the catalog.
@@ -319,6 +310,21 @@ class Asset:
         named = chain if self.catalog.passage is None else passage_chain
         digests = named(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
         return tuple(digests) == self.catalog.chunks
+
+
+def open_frame(store: LocalStore, place: Place) -> FrameReader:
+    """Open a frame in a folder, or read it if it is small; `AssetError` if it is not all there."""
+    with as_asset_errors():
+        file = store.open(place.name)
+    size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
+    if size < place.last:
+        file.close()
+        raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_AGAIN}")
+    frame = FrameFile(where, file, place)
+    if frame.size > LOADED_BYTES:
+        return frame
+    with file:
+        return LoadedFrame(frame.read(0, frame.size))
 
 
 def object_sizes(store: Store) -> dict[str, int]:

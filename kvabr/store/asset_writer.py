@@ -69,6 +69,8 @@ class AssetWriter:
         self._token_ids: Prompt | None = None
         self._fresh = False
         self._entered = False
+        self.catalog: Catalog | None = None
+        """The catalog as it was written, once it is: with what is taken over from other assets."""
         self.published = False
         """Whether it is this writer's catalog that is in the store; another's may have been first."""
 
@@ -172,7 +174,8 @@ class AssetWriter:
             self.store.flush([pack_name([digest]) for each in self._digests.values() for digest in each.values()])
         if catalog.passage is None:
             pages = self._put_pages(catalog, pages)
-        made = with_pages(self._packed(catalog), pages).dumps().encode()
+        self.catalog = with_pages(self._packed(catalog), pages)
+        made = self.catalog.dumps().encode()
         if self._force:
             self.store.blocked(self.store.delete([catalog_name(prompt)]))
         self.published = self.store.blocked(self.store.put_new(catalog_name(prompt), made))

@@ -60,7 +60,11 @@ def open_regular(
     ``sole`` also refuses a file that has another name, which may be that of a file elsewhere.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=dir_fd)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
+    try:  # the access time of a catalog says when an engine computed its prompt last
+        handle = os.open(path, flags | getattr(os, "O_NOATIME", 0), dir_fd=dir_fd)
+    except PermissionError:  # of another user's file
+        handle = os.open(path, flags, dir_fd=dir_fd)
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode) or (sole and found.st_nlink > 1):
         os.close(handle)

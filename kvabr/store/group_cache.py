@@ -89,7 +89,7 @@ class StoreTier(CacheTier[int]):
         if max_bytes < 0:
             raise UsageError(f"disk_bytes must not be negative, got {max_bytes}")
         super().__init__(ByteLru(max_bytes, lambda size: size, self._evict))
-        store = open_objects(location)
+        store = open_objects(location, encrypted=False)
         self.store: Store = LocalStore(store.folder, sync=False) if isinstance(store, LocalStore) else store
         self._on_failure, self._again_s = on_failure, 0.0
         self._home = HomeProcess(f"the cache of groups in {self.store.url}")

@@ -16,7 +16,7 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from kvabr.store.asset import FrameFile, FrameReader, LoadedFrame, as_asset_errors
+from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
 from kvabr.store.asset_writer import AssetWriter
 from kvabr.store.local import LocalStore
 from kvabr.store.names import LIVE, Place, catalog_name, group_name, profile_name
@@ -36,7 +36,6 @@ from kvabr.types.live import (
 LIVE_NAME = "live"
 _MOST_ENTRIES = 10_000
 """Productions of a store that are looked at."""
-_LOADED_BYTES = 64 << 10
 
 
 class LiveWriter(AssetWriter):
@@ -139,15 +138,7 @@ class LiveFollower:
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
         """Open a frame that a message has named; raises `AssetError`."""
-        place = Place(group_name(digest), 0, size, digest)
-        with as_asset_errors():
-            frame = FrameFile(self.store.where(place.name), self.store.open(place.name), place)
-        if size > _LOADED_BYTES:
-            return frame
-        try:
-            return LoadedFrame(frame.read(0, size))
-        finally:
-            frame.close()
+        return open_frame(self.store, Place(group_name(digest), 0, size, digest))
 
     def profile_bytes(self) -> bytes:
         """Return the codec profile; `AssetError` if it is missing, `FormatError` if it is not the catalog's."""

@@ -5,11 +5,13 @@
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache, for reading only
     memory://NAME                                in this process (`MemoryStore`)
 
-A path or URL whose last part is 64 hex digits is that of one asset.
+A path or URL whose last part is 64 hex digits is that of one asset. If `KEY_FILE` is in the environment, stores that are
+named so are encrypted with the key in that file.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -17,14 +19,17 @@ from urllib.parse import unquote, urlsplit
 from kvabr.store import url
 from kvabr.store.asset import Asset
 from kvabr.store.asset_store import DIGEST, AssetStore
+from kvabr.store.encrypted import EncryptedStore, read_key
 from kvabr.store.local import LocalStore
 from kvabr.store.memory import MemoryStore
 from kvabr.store.store import Store
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
 
-Location = str | Path
-"""A folder, or a URL whose scheme is in `SCHEMES`."""
+Location = str | Path | Store
+"""A folder, a URL whose scheme is in `SCHEMES`, or a store."""
+KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
+"""Environment variables: the file of the key of encrypted stores, and of the key before it, for reading."""
 
 
 def _folder(location: str) -> Store:
@@ -45,24 +50,35 @@ SCHEMES: dict[str, Callable[[str], Store]] = {
 """What opens a URL, by its scheme."""
 
 
-def open_objects(location: Location) -> Store:
-    """Return the store at a path or URL; nothing is requested yet. `UsageError` if there is no such kind of store."""
+def open_objects(location: Location, *, encrypted: bool = True) -> Store:
+    """Return the store at a path or URL; nothing is requested yet.
+
+    ``encrypted``: use the key that the environment names, if any.
+
+    Raises `UsageError` if there is no such kind of store, or the key cannot be read.
+    """
+    if isinstance(location, Store):
+        return location
     scheme, separator, _ = str(location).partition("://")
-    if not separator:
-        return LocalStore(Path(location))
-    if scheme not in SCHEMES:
+    if separator and scheme not in SCHEMES:
         raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
-    return SCHEMES[scheme](str(location))
+    store = SCHEMES[scheme](str(location)) if separator else LocalStore(Path(location))
+    key, previous = os.environ.get(KEY_FILE), os.environ.get(PREVIOUS_KEY_FILE)
+    if not key or not encrypted:
+        return store
+    return EncryptedStore(store, read_key(Path(key)), read_key(Path(previous)) if previous else None)
 
 
 def is_store(location: Location) -> bool:
     """Return whether a location names a store that can be listed: a path, or a URL of a bucket."""
     scheme, separator, _ = str(location).partition("://")
-    return not separator or (scheme in SCHEMES and scheme not in url.WEB)
+    return isinstance(location, Store) or not separator or (scheme in SCHEMES and scheme not in url.WEB)
 
 
-def split_asset(location: Location) -> tuple[str, str | None]:
+def split_asset(location: Location) -> tuple[Location, str | None]:
     """Return the location of a store, and the prompt digest of an asset that the location names in it, or None."""
+    if isinstance(location, Store):
+        return location, None
     before, question, options = str(location).partition("?")
     store, _, last = before.rstrip("/").rpartition("/")
     if DIGEST.fullmatch(last) is None:
@@ -105,7 +121,7 @@ def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
 
     Raises `AssetError` if there is neither, and `FormatError` if the catalog is damaged, or of another version.
     """
-    if "://" not in str(location) and Path(location).is_file():
+    if not isinstance(location, Store) and "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None
     asset = open_asset(location)
     return asset.catalog, asset

@@ -58,6 +58,9 @@ class MemoryStore(Store):
         for name in names:
             self._objects.pop(name, None)
 
+    def where(self, name: str) -> str:
+        return f"{self.url}/{name}" if self.url != "memory://" else self.url + name
+
     def blocked(self, work: Coroutine[Any, Any, T]) -> T:
         """See `Store.blocked`; runs in this thread."""
         return drive(work)

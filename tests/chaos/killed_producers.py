@@ -22,6 +22,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import structlog
+from kvabr.store.live_folder import LIVE, LiveFolderWriter
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
@@ -34,8 +35,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay import Relay
 from kvabr.server.server import Server, Watcher
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.live_folder import LIVE, LiveFolderWriter
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.catalog import Catalog
@@ -115,7 +115,7 @@ class Production:
 def produce(root: str, asset: str, seed: int, runs: Event) -> None:
     """Publish everything; the main function of the process, which says that it runs."""
     runs.set()
-    made, news = Production(seed, FolderAsset.open(Path(asset))), list[PublishedFrames]()
+    made, news = Production(seed, open_asset(Path(asset))), list[PublishedFrames]()
     pauses, live = made.pauses(), made.live
     with LiveFolderWriter(Path(root) / live.catalog.namespace.prompt) as writer:
         time.sleep(next(pauses))

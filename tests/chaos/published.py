@@ -23,11 +23,12 @@ from kvabr.publish.encoder import own_profile
 from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset import CATALOG, PROFILE
 from kvabr.store.asset import Prompt as PromptFile
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.catalog import Catalog
 from kvabr.types.engine import EngineMode
 from kvabr.types.naming import TrackNamespace, chain
 from tests import kvdata
+from tests.assets import frame_file
 from tests.chaos.facts import digest_of
 
 SPEC = kvdata.spec(layers=2, heads=4, dim=64, group_tokens=32)
@@ -128,10 +129,10 @@ def place(prompt: Prompt, version: int, root: Path) -> None:
     """Publish a version below a root, in place of another if there is one, as a publisher does."""
     source = prompt.versions[version]
     catalog = Catalog.read(source / CATALOG)
-    with FolderAssetWriter(root / prompt.name, force=True) as writer:
+    with open_store(root / prompt.name, force=True).writer() as writer:
         for track in catalog.tracks:
             for group in range(catalog.groups):
-                writer.frame(group, track.name, frame_path(source, group, track.name).read_bytes())
+                writer.frame(group, track.name, frame_file(source, group, track.name).read_bytes())
         if catalog.profile is not None:
             writer.profile((source / PROFILE).read_bytes())
         writer.commit(catalog)
@@ -144,7 +145,7 @@ def remove(prompt: Prompt, root: Path) -> None:
 
 def _publish(prompt: Prompt, version: int, path: Path, profile: Profile) -> None:
     tokens = prompt.tokens[: prompt.asset_tokens]
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         frames = FrameEncoder(SPEC, _chunks(tokens), len(tokens), prompt.tracks, profile, writer)
         frames.encode((_cache(prompt.number, version, len(tokens)),))
         groups = SPEC.groups(len(tokens))
@@ -166,7 +167,7 @@ def _chunks(tokens: tuple[int, ...]) -> list[str]:
 
 def _decoded(prompt: int, version: int, path: Path) -> Truth:
     """Decode all that is in a folder."""
-    catalog = FolderAsset.open(path).catalog
+    catalog = open_asset(path).catalog
     data = path / PROFILE
     profile = Profile.from_bytes(data.read_bytes()) if data.exists() else None
     truth: Truth = {}
@@ -175,11 +176,11 @@ def _decoded(prompt: int, version: int, path: Path) -> Truth:
             first, last = SPEC.group_range(group, catalog.tokens)
             below, name = [], codec(track.name).refines
             while name is not None:
-                below.insert(0, payload_of(frame_path(path, group, name).read_bytes()))
+                below.insert(0, payload_of(frame_file(path, group, name).read_bytes()))
                 name = codec(name).refines
             out = torch.full(SPEC.shape(last - first), float("nan"), dtype=SPEC.torch_dtype)
             context = GroupContext(SPEC, first, last - first, profile)
-            frame = frame_path(path, group, track.name).read_bytes()
+            frame = frame_file(path, group, track.name).read_bytes()
             decode_group(frame, track.name, context, chunk, group, out, below)
             assert not torch.isnan(out).any()
             truth[prompt, version, track.name, group] = digest_of(out)

@@ -27,7 +27,7 @@ from kvabr.client.result import Played
 from kvabr.codec.fit import fit
 from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import ServerTls, check, development
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import KvabrError
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
@@ -61,7 +61,7 @@ async def troubled(root: Path, dice: random.Random) -> AsyncIterator[WebServer]:
     """Yield the server of a store with both assets, whose GETs go wrong as the dice say."""
     url = memory_url()
     for name in LENGTHS:
-        put_asset(url, FolderAsset.open(root / name))
+        put_asset(url, open_asset(root / name))
     share = dice.choice(_SHARES)
     async with WebServer(url) as server:
         server.faults.append(lambda _key, _before: _fault(dice) if dice.random() < share else None)

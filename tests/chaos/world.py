@@ -20,7 +20,7 @@ from kvabr.replay.trace import Trace
 from kvabr.server import certificates
 from kvabr.server.certificates import ServerTls
 from kvabr.store.files import sweep
-from kvabr.store.group_store import FolderGroupStore
+from kvabr.store.group_cache import StoreTier
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests.chaos.liar import Liar, Mood
@@ -269,7 +269,7 @@ class World:
         """Open all folders once more, as the next process would."""
         sweep(self.root)
         for groups in (path for name in DISKS for path in self.disk(name).rglob("groups")):
-            asyncio.run(FolderGroupStore(groups, _DISK_BYTES).close())
+            asyncio.run(StoreTier(groups, _DISK_BYTES).close())
         for cache in self.disk("player").rglob("cache"):
             asyncio.run(_open_client(cache))
 

@@ -8,9 +8,9 @@ import itertools
 import re
 from dataclasses import dataclass, field
 
+from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_store
 from kvabr.store.objects import layout
-from kvabr.store.objects.bucket import Bucket
 
 _RANGE = re.compile(rb"bytes=(\d+)-(\d*)")
 _NAMES = itertools.count()
@@ -31,7 +31,7 @@ def put_asset(url, asset):
             writer.profile(asset.profile_bytes())
         writer.commit(asset.catalog)
     key = layout.catalog_key(asset.catalog.namespace.prompt)
-    return layout.StoredCatalog.loads(Bucket.open(url).get_sync(key, limit=1 << 30)).keys
+    return layout.StoredCatalog.loads(CloudStore(url).get_sync(key, limit=1 << 30)).keys
 
 
 @dataclass
@@ -97,7 +97,7 @@ class WebServer:
         key = head.split()[1].decode().partition("/v1/default/")[2]
         fault = self._fault(key)
         try:
-            data = bytes(await Bucket.open(self.source).get(key, limit=1 << 30))
+            data = bytes(await CloudStore(self.source).get(key, limit=1 << 30))
         except Exception:  # noqa: BLE001 - whatever it is, it is not there
             data = None
         first, end, status = 0, 0 if data is None else len(data), 404 if data is None else 200

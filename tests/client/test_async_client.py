@@ -19,7 +19,7 @@ from kvabr.client.runner import PlayRunner
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.files import STALE_S
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.redial import UnreachedConnection
 from kvabr.types.cost import PrefillCost
@@ -311,7 +311,7 @@ async def test_closing_ends_a_play_whose_turn_comes_in_that_moment(origin, short
 async def test_closing_twice_ends_a_play_once():
     """What a play cleans up takes time; who closes the client again meanwhile must not cancel the play's task."""
     runner = PlayRunner(Limits(), metrics := ClientMetrics())
-    peer = ClientPeer("away", UnreachedConnection("away"), TieredGroupStore(MemoryGroupStore(1 << 20)), metrics)
+    peer = ClientPeer("away", UnreachedConnection("away"), GroupCache(1 << 20), metrics)
     begun = asyncio.Event()
 
     async def play_slowly():

@@ -10,7 +10,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.driver import Driver
 from kvabr.client.options import PlayOptions
 from kvabr.player.assembler import Assembler, Layer, Placement
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import FormatError
 from tests.memory_transport import Fault
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -72,7 +72,7 @@ async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
 
 
 def test_of_a_batch_each_group_has_its_own_verdict(root):
-    asset = FolderAsset.open(root / "short")
+    asset = open_asset(root / "short")
     play, frames = Assembler(asset.catalog), [bytes(asset.frame(group, "FP16")) for group in range(5)]
     bad = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
     asked = [(group, [Layer("FP16", bad if group == 1 else frame)]) for group, frame in enumerate(frames)]

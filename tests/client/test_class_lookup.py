@@ -12,7 +12,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached, Played
 from kvabr.publish.frames import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
@@ -34,7 +34,7 @@ def publish(root, name: str, tokens: list[int], spec: KVSpec = SPEC) -> None:
     parts = list(numbers(spec, tokens))
     snapshots = len(tokens) // (spec.classes[1].interval or len(tokens))
     parts[1] = parts[1].repeat(1, 1, 1, snapshots, 1)
-    with FolderAssetStore(root).writer(name) as writer:
+    with open_store(root).writer(name) as writer:
         frames = FrameEncoder(spec, chunks, len(tokens), ["FP16"], None, writer)
         frames.encode(tuple(parts))
         writer.commit(

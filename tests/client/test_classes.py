@@ -17,7 +17,7 @@ from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.relay_catalogs import check_small
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, FormatError, PlayError, UsageError
@@ -59,7 +59,7 @@ def numbers():
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("classes")
     chunks = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
-    with FolderAssetStore(root).writer("asset") as writer:
+    with open_store(root).writer("asset") as writer:
         frames = FrameEncoder(SPEC, chunks, len(TOKENS), TRACKS, None, writer)
         frames.encode(numbers())
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
@@ -188,7 +188,7 @@ def test_a_relay_knows_every_class(catalog):
 
 
 def test_a_frame_of_another_class_is_refused(root, catalog):
-    asset, play = FolderAsset.open(root / "asset"), catalog.to_play
+    asset, play = open_asset(root / "asset"), catalog.to_play
     assembler = Assembler(play)
     for group, unit in enumerate(play.units):
         wrong = next(other for other, one in enumerate(play.units) if one.part != unit.part)
@@ -199,7 +199,7 @@ def test_a_frame_of_another_class_is_refused(root, catalog):
 
 
 def test_swapped_files_are_named(root):
-    asset = FolderAsset.open(root / "asset")
+    asset = open_asset(root / "asset")
     one, other = (root / "asset" / "groups" / f"FP16.{name}" / "00000.kvg" for name in ("state", "state-convolution"))
     data = other.read_bytes()
     other.write_bytes(one.read_bytes())

@@ -23,10 +23,11 @@ from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.data import default_catalog
-from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
+from tests.assets import frame_file
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -104,7 +105,7 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
 def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, short, tmp_path, capsys):
     shutil.copytree(root / "short", tmp_path / "origin")
     for track in ("FP16", "Int8", "Int4"):
-        path = frame_path(tmp_path / "origin", 3, track)
+        path = frame_file(tmp_path / "origin", 3, track)
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     damaged = Served(tmp_path / "origin", tmp_path)
     out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
@@ -290,7 +291,7 @@ def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_a
     encode = ("encode", *prompt_of, "--tokens", 200, "--continuation", 16, "--group-tokens", 64, "--quick")
     assert kvabr(*encode, "--out", asset, "--json", made) == 0
     assert "estimated" in capsys.readouterr().out
-    catalog, prior = FolderAsset.open(asset).catalog, default_catalog()
+    catalog, prior = open_asset(asset).catalog, default_catalog()
     assert catalog.estimated
     assert json.loads(made.read_text())["estimated"] is True
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
@@ -300,7 +301,7 @@ def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_a
         assert track.tails == prior.track(track.name).tails
     assert catalog.mixes == catalog.asked == ()
     assert catalog.prefill is None  # the prior is of another model
-    FolderAsset.open(asset).check_parts()
+    open_asset(asset).check_parts()
     origin = Served(tmp_path / "origin", tmp_path)
     try:
         how = (origin.url, *network(origin), *prompt_of, "--deadline", 300, "--policy", "fixed:Int8")
@@ -319,7 +320,7 @@ def test_losses_that_are_not_measured_are_those_of_the_prior_that_is_named(short
     words = ("encode", "--text", text, "--model", tinymodels.save(tmp_path / "tiny-llama"), "--tokens", 200)
     words = (*words, "--continuation", 16, "--quick", "--prior", prior, "--tracks", "Int8", "--out", asset)
     assert kvabr(*words) == 0
-    loss = FolderAsset.open(asset).catalog.track("Int8").total_loss
+    loss = open_asset(asset).catalog.track("Int8").total_loss
     assert loss == pytest.approx(short.track("Int8").total_loss, rel=1e-3)
 
 
@@ -497,7 +498,7 @@ def test_an_after_that_is_none_is_refused(after, capsys):
 def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     """On the terminal, in the result, in the log; the play goes on with another track."""
     shutil.copytree(root / "short", tmp_path / "assets" / "short")
-    path = frame_path(tmp_path / "assets" / "short", 1, "Int8")
+    path = frame_file(tmp_path / "assets" / "short", 1, "Int8")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.chmod(0o600)

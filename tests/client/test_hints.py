@@ -14,7 +14,7 @@ from kvabr.client.runner import Clock
 from kvabr.data import default_catalog
 from kvabr.player.requests import LEAST_URGENT
 from kvabr.publish.publisher import Publisher
-from kvabr.store.group_store import FolderGroupStore
+from kvabr.store.group_cache import StoreTier
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
 from tests.client.served import LIMIT_S, Served
@@ -162,7 +162,7 @@ def test_what_making_room_takes_does_not_grow_with_what_is_kept():
 
 
 async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path):
-    store = FolderGroupStore(tmp_path / "groups", 1000)
+    store = StoreTier(tmp_path / "groups", 1000)
     digests = [f"{number:064x}" for number in range(2)]
     for digest in digests:
         await store.put(digest, memoryview(bytes(500)))

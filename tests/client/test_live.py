@@ -14,7 +14,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.publication import BytesPublication
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.events import GroupsPublished, SoonerAlone
@@ -77,9 +77,9 @@ def endless(tmp_path_factory):
     """An asset of 330 groups, more than a lookup has names for."""
     spec = replace(SPEC, group_tokens=2)
     made, folder = prompt(660), tmp_path_factory.mktemp("endless") / "asset"
-    with FolderAssetWriter(folder) as writer:
+    with open_store(folder).writer() as writer:
         writer.commit(publish(ToyModel(spec), made, ("Int8", "Int4"), None, writer, time_engine=False))
-    return FolderAsset.open(folder)
+    return open_asset(folder)
 
 
 @virtual

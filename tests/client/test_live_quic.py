@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
@@ -23,7 +24,6 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, Watcher
-from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.events import GroupsPublished

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 
 from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
@@ -17,7 +18,6 @@ from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playa
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, RequestError
 from kvabr.types.live import UNKNOWN, LiveCatalog

@@ -17,7 +17,7 @@ from kvabr.publish.encoder import publish
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, UsageError
 from tests.client.test_play import close
@@ -34,7 +34,7 @@ def published(tmp_path_factory):
     """Two models, in folders that grants can tell apart."""
     root = tmp_path_factory.mktemp("models")
     toy_asset(root / "one", ("Int8",))
-    with FolderAssetWriter(root / "two") as writer:
+    with open_store(root / "two").writer() as writer:
         writer.prompt(made := prompt(70))
         writer.commit(publish(ToyModel(OTHER), made, ("Int8",), None, writer))
     return root
@@ -81,7 +81,7 @@ async def test_a_grant_is_told_of_its_own_models_only(published):
 
 def write(folder, group_tokens, tokens=70):
     made = prompt(tokens)
-    with FolderAssetWriter(folder) as writer:
+    with open_store(folder).writer() as writer:
         writer.prompt(made)
         writer.commit(publish(ToyModel(), made, ("Int8",), None, writer, group_tokens=group_tokens))
 
@@ -125,7 +125,7 @@ async def test_an_asset_that_is_replaced_by_one_of_another_shape(origin, tmp_pat
     async with origin() as link, AsyncClient(link) as client:
         assert close((await client.play(TOKENS, deadline=2.0)).kv)
         small = SPEC.changed(layers=(0,))
-        with FolderAssetWriter(tmp_path / "asset") as writer:
+        with open_store(tmp_path / "asset").writer() as writer:
             writer.prompt(made := prompt(70))
             writer.commit(publish(ToyModel(small), made, ("Int8",), None, writer))
         link.find = partial(PublishedAssets(tmp_path).find, EVERYTHING)

@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass
 
 import pytest
-
-from kvabr.client.async_client import AsyncClient
 from kvabr.store.admin.bucket_admin import BucketAdmin
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.objects.asset_store import ObjectAssetStore
-from kvabr.store.objects.blocking import blocked
 from kvabr.store.objects.bucket import OPENED_BY
 from kvabr.store.objects.protocol import PART_BYTES, Objects
-from kvabr.store.objects.url import SCHEMES, StoreUrl
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.store.blocking import blocked
+from kvabr.store.locations import open_asset
+from kvabr.store.url import SCHEMES, StoreUrl
 from kvabr.types.errors import NotFoundError, RequestError
 from tests.client.served import LIMIT_S
 from tests.client.test_play import close
@@ -98,7 +98,7 @@ def shelf(monkeypatch):
 
 
 async def test_assets_are_published_played_and_managed_there(shelf, root):
-    asset = FolderAsset.open(root / "long")
+    asset = open_asset(root / "long")
 
     def publish():
         with ObjectAssetStore(shelf.url).writer(asset.catalog.namespace.prompt) as writer:

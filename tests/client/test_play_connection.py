@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvabr.client.play_connection import PlayConnection, SharedTransfers
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, NotFoundError
@@ -15,7 +15,7 @@ from tests.client.virtual import virtual
 
 
 def sharing(link):
-    return SharedTransfers(link, TieredGroupStore(MemoryGroupStore(1 << 30)), ClientMetrics())
+    return SharedTransfers(link, GroupCache(1 << 30), ClientMetrics())
 
 
 def joining(shared):

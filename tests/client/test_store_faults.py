@@ -15,8 +15,8 @@ from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.link.objects import connection as store_connection
 from kvabr.link.objects import index as store_index
 from kvabr.link.objects import lanes
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, Reason, RequestError, TransportError
@@ -24,7 +24,7 @@ from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
 from tests.server.relays import until
-from tests.store.objects.publishing import PLAIN, put
+from tests.store.publishing import PLAIN, put
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -35,7 +35,7 @@ COST = PrefillCost(0.001, 0.03)  # a play fetches, and computes what does not co
 def stored(root):
     """URL of a store with one asset of one span, and the span's key."""
     url = memory_url()
-    (key,) = put_asset(url, FolderAsset.open(root / "short"))
+    (key,) = put_asset(url, open_asset(root / "short"))
     return url, key
 
 
@@ -116,7 +116,7 @@ async def test_a_span_that_was_removed_is_computed_and_then_not_found(stored):
     url, key = stored
     async with AsyncClient(url, engine=ToyModel(), options=PlayOptions(prefill_cost=COST)) as client:
         found = await client.find(TOKENS, model=SPEC)
-        await Bucket.open(url).delete([key])
+        await CloudStore(url).delete([key])
         with pytest.raises(PlayError, match="no such object"):
             await client.play_asset(found, deadline=1.0)
         # The pointers to the span are still there; they are not believed any more.
@@ -126,7 +126,7 @@ async def test_a_span_that_was_removed_is_computed_and_then_not_found(stored):
 
 async def test_a_catalog_whose_spans_are_gone_fails_with_a_reason(stored, short):
     url, key = stored
-    await Bucket.open(url).delete([key])
+    await CloudStore(url).delete([key])
     async with AsyncClient(url) as client:
         with pytest.raises(PlayError, match="no such object"):
             await client.play_asset(short.namespace, deadline=2.0)
@@ -161,7 +161,7 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
 
 
 async def keys(url, prefix):
-    async for info in Bucket.open(url).list(prefix):
+    async for info in CloudStore(url).list(prefix):
         yield info.key
 
 
@@ -227,7 +227,7 @@ async def test_more_than_the_limit_is_refused(stored, short):
 
 async def test_offers_and_heads_of_another_version_are_left_alone(stored):
     url, _ = stored
-    bucket = Bucket.open(url)
+    bucket = CloudStore(url)
     await bucket.put("o/1", b'{"schema": "kvabr.offer/9"}')
     await bucket.put("o/2", b"not JSON at all")
     played = await play(url)
@@ -236,7 +236,7 @@ async def test_offers_and_heads_of_another_version_are_left_alone(stored):
 
 async def test_a_damaged_head_is_as_good_as_none(stored):
     url, key = stored
-    bucket = Bucket.open(url)
+    bucket = CloudStore(url)
     data = bytearray(await bucket.get(key, limit=1 << 30))
     data[60] ^= 1
     await bucket.put(key, data)

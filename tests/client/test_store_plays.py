@@ -11,8 +11,8 @@ from kvabr.client.lookup import fetch_catalog, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import NothingCached, Played
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
+from kvabr.store.locations import open_asset
 from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.types.errors import NotFoundError, UsageError
 from kvabr.types.naming import TrackNamespace
@@ -30,7 +30,7 @@ def store(root):
     """URL of a store with the two assets of the toy model."""
     url = memory_url()
     for name in ("short", "long"):
-        put_asset(url, FolderAsset.open(root / name))
+        put_asset(url, open_asset(root / name))
     return url
 
 
@@ -78,7 +78,7 @@ async def test_what_is_published_later_is_found_by_the_same_client(root):
     url = memory_url()
     async with AsyncClient(url) as client:
         assert await client.find(SHORT, model=SPEC) is None
-        put_asset(url, FolderAsset.open(root / "short"))
+        put_asset(url, open_asset(root / "short"))
         connection = await client.connect()
         connection.index._offers_s -= 10  # as if that were ten seconds ago
         assert (await client.find(SHORT, model=SPEC)).catalog.tokens == 70
@@ -96,7 +96,7 @@ async def test_the_catalog_of_a_lookup_is_the_published_one(store, long):
 
 async def test_a_lookup_takes_a_round_and_adjoining_groups_one_get(root):
     url = memory_url()
-    put_asset(url, FolderAsset.open(root / "long"))
+    put_asset(url, open_asset(root / "long"))
     async with WebServer(url) as server, AsyncClient(server.url) as client:
         found = await client.find(LONG, model=SPEC)
         server.asked.clear()
@@ -126,7 +126,7 @@ async def test_a_model_of_several_classes_is_played(tmp_path, spec, more):
     tokens = list(range(330))  # a span of 16 groups, and one of 5 whose last is short
     published(tmp_path, spec, tokens)
     url = memory_url()
-    put_asset(url, FolderAsset.open(tmp_path / spec.model.rpartition("/")[2]))
+    put_asset(url, open_asset(tmp_path / spec.model.rpartition("/")[2]))
     async with AsyncClient(url) as client:
         got = await client.play([*tokens, *range(1000, 1000 + more)], deadline=LIMIT_S, model=spec)
     exact = numbers(spec, tokens)
@@ -139,7 +139,7 @@ async def test_a_model_of_several_classes_is_played(tmp_path, spec, more):
 async def test_less_is_found_of_a_state_than_of_the_other_classes(tmp_path):
     published(tmp_path, HYBRID, list(range(330)))
     url = memory_url()
-    put_asset(url, FolderAsset.open(tmp_path / "hybrid"))
+    put_asset(url, open_asset(tmp_path / "hybrid"))
     async with AsyncClient(url) as client:
         got = await client.play([*range(300), *range(2000, 2020)], deadline=LIMIT_S, model=HYBRID)
     assert isinstance(got, NothingCached)
@@ -181,9 +181,9 @@ def test_wrong_urls_and_options_are_refused_before_anything_is_asked(url, option
 
 async def test_a_folder_of_objects_is_played(tmp_path, root):
     url = f"file://{tmp_path}?layout=objects"
-    put_asset(url, FolderAsset.open(root / "short"))
+    put_asset(url, open_asset(root / "short"))
     assert (await played(url, SHORT)).tokens == 70
-    assert Bucket.open(url).url == url
+    assert CloudStore(url).url == url
 
 
 async def test_groups_of_a_plain_web_server_are_received_in_place(store, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.origins import dialling
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import StoreError, TransportError, UnauthorizedError
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
@@ -30,7 +30,7 @@ def store(seaweed, root):
     """URL of a store in SeaweedFS with the two assets of the toy model."""
     url = seaweed.url()
     for name in ("short", "long"):
-        put_asset(url, FolderAsset.open(root / name))
+        put_asset(url, open_asset(root / name))
     return url
 
 
@@ -101,7 +101,7 @@ async def cached(asset, folder, *faults, slice_size="1m"):
 
 @pytest.mark.process
 async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, root):
-    async with cached(FolderAsset.open(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
+    async with cached(open_asset(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
         asked = []
         for _ in range(2):
             async with AsyncClient(url) as client:
@@ -127,7 +127,7 @@ async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
     def slow(key, _before):
         return Fault(delay_s=SLOW_S) if key.startswith("s/") else None
 
-    async with cached(FolderAsset.open(root / "long"), tmp_path, slow) as (url, store, (span,)):
+    async with cached(open_asset(root / "long"), tmp_path, slow) as (url, store, (span,)):
 
         def read():
             with urllib.request.urlopen(f"{url}/v1/default/{span}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
@@ -140,6 +140,6 @@ async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
 
 async def test_a_cache_that_is_read_is_not_written(tmp_path):
     del tmp_path
-    bucket = Bucket.open("http://127.0.0.1:1")
+    bucket = CloudStore("http://127.0.0.1:1")
     with pytest.raises(Exception, match="can only be read"):
         await bucket.put("s/x", b"")

@@ -12,7 +12,7 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
 from kvabr.types.errors import PlayError, Reason, RequestError, StoreError
 
 pytestmark = pytest.mark.process
@@ -75,13 +75,13 @@ async def test_strange_offers_are_told_once_and_asked_for_once(gateway, caplog):
 @pytest.mark.parametrize("gateway", [bytes(1000)], indirect=True)
 async def test_a_range_that_is_ignored_is_told(gateway):
     with pytest.raises(RequestError) as failed:
-        await Bucket.open(gateway.url).get("s/a/b", 0, 100, limit=1000)
+        await CloudStore(gateway.url).get("s/a/b", 0, 100, limit=1000)
     assert failed.value.reason == Reason.WRONG
 
 
 @pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
 def test_a_web_server_is_no_empty_store(gateway):
-    bucket = Bucket.open(gateway.bucket_url)
+    bucket = CloudStore(gateway.bucket_url)
     for ask in (lambda: list(bucket.list_sync("a/")), bucket.tenants_sync, bucket.probe_sync):
         with pytest.raises((StoreError, RequestError)) as failed:
             ask()

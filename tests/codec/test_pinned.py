@@ -17,8 +17,8 @@ from kvabr.codec.base import GroupContext
 from kvabr.codec.container import object_spans
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.data import CATALOG, default_catalog
-from kvabr.store.asset_folder import frame_path
 from kvabr.types.kv import KVSpec
+from tests.assets import frame_file
 
 PLAIN = {
     "model": "test/model", "tokenizer": "tokenizer", "layers": 2, "kv_heads": 2, "head_dim": 32, "dtype": "float16",
@@ -108,4 +108,4 @@ def test_the_shipped_asset_keeps_its_catalog_and_its_names():
     catalog = default_catalog()
     assert catalog.spec.digest().hex() == "286ea2668d7a44faa6e16935bb3fcf8b"
     assert catalog.dumps() == files("kvabr.data").joinpath(CATALOG).read_text()
-    assert frame_path(Path(), 3, "AC-L0") == Path("groups/AC-L0/00003.kvg")
+    assert frame_file(Path(), 3, "AC-L0") == Path("groups/AC-L0/00003.kvg")

@@ -21,7 +21,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
@@ -50,7 +50,7 @@ def engine() -> ToyModel:
 
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer)
         writer.prompt(PROMPT)
         writer.commit(catalog)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.codec.container import pack, unpack
-from kvabr.store.asset_folder import frame_path
 from kvabr.types.errors import PlayError, TransportError
+from tests.assets import frame_file
 from tests.client.playing import play
 from tests.faults.common import (
     GROUPS,
@@ -117,7 +117,7 @@ async def test_a_catalog_that_vouches_for_frames_of_something_else(root, tls, fi
 
     async def one(what, changes):
         asset = shutil.copytree(root / "one", tmp_path / what / "one")
-        path = frame_path(asset, GOAL, "Int4")
+        path = frame_file(asset, GOAL, "Int4")
         header, payload = unpack(path.read_bytes())
         frame = pack(payload, replace(header, **changes))
         path.write_bytes(frame)

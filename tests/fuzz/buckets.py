@@ -19,13 +19,14 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TypeVar
 
-from kvabr.cli.store_actions import _row, _shared
-from kvabr.client import lookup
-from kvabr.link.objects.index import StoreIndex
 from kvabr.store.admin.bucket_admin import BucketAdmin
 from kvabr.store.admin.protocol import Inventory, total_bytes
 from kvabr.store.objects.layout import catalog_key, offer_key, pointer_key, span_key
 from kvabr.store.objects.spans import encode_pointer
+
+from kvabr.cli.store_actions import _row, _shared
+from kvabr.client import lookup
+from kvabr.link.objects.index import StoreIndex
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import (
     ConnectionLostError,

@@ -21,7 +21,7 @@ from kvabr.client.prefill_timings import read_rows
 from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
-from kvabr.store.asset import Prompt
+from kvabr.store.prompt import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
 from kvabr_lab import results_folder
 from kvabr_lab.causes import CAUSES

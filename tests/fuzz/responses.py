@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from unittest.mock import patch
 
+from kvabr.store.cloud import CloudStore
+from kvabr.store.direct import _MOST_HEAD_BYTES, DirectReader
+from kvabr.store.failures import _KINDS_BY_TYPE, Failure
 from kvabr.store.objects import bucket as bucket_module
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.direct import _MOST_HEAD_BYTES, DirectReader
-from kvabr.store.objects.failures import _KINDS_BY_TYPE, Failure
 from kvabr.types.errors import ConnectionLostError, StoreError, TransportError
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -52,7 +52,7 @@ class _Reader(DirectReader):
     """A reader whose connections are pairs of sockets; a task at the other end answers."""
 
     def __init__(self, answers: Sequence[bytes], cut: int) -> None:
-        super().__init__(Bucket.open("http://store.example/below"))
+        super().__init__(CloudStore("http://store.example/below"))
         self._answers, self._cut = list(answers), cut
         self.peers: list[asyncio.Task[None]] = []
         self.over = 0
@@ -187,7 +187,7 @@ class _Server:
 @cache
 def _server() -> tuple[_Server, Bucket]:
     server = _Server()
-    return server, Bucket.open(server.url)
+    return server, CloudStore(server.url)
 
 
 def _asked(ask: Callable[[Bucket], bool]) -> Callable[[bytes], bool]:

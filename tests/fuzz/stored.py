@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from kvabr.link.objects.index import _parsed_catalog
 from kvabr.store.admin.survey import Manifest
-from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
-from kvabr.store.objects.url import StoreUrl, split_asset
+
+from kvabr.link.objects.index import _parsed_catalog
+from kvabr.store.objects import spans
+from kvabr.store.url import StoreUrl, split_asset
 from kvabr.types.catalog import Catalog, Level
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, KvabrError, UsageError

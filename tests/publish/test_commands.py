@@ -13,12 +13,13 @@ from kvabr.cli.main import main
 from kvabr.engines.transformers import model_loader
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.locations import open_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
 from kvabr.types.tails import TailLoss
 from tests import tinymodels
+from tests.assets import frame_file
 from tests.toymodel import toy_asset
 
 
@@ -38,7 +39,7 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "expected loss of each group", "17 parts: 0 bad"):
         assert words in out
     value = json.loads(report.read_text())
-    catalog = FolderAsset.open(toy).catalog
+    catalog = open_asset(toy).catalog
     assert (value["schema"], value["command"]) == ("kvabr.result/1", "inspect")
     assert [row["track"] for row in value["tracks"]] == ["FP16", "Int8", "Int4"]
     four = value["tracks"][2]
@@ -83,9 +84,9 @@ def test_a_narrow_terminal_shows_every_number(toy, capsys, monkeypatch):
 
 
 def test_inspect_check_names_every_bad_part(toy, capsys):
-    frame_path(toy, 1, "Int4").unlink()
-    swapped = frame_path(toy, 2, "FP16")
-    swapped.write_bytes(frame_path(toy, 0, "FP16").read_bytes())
+    frame_file(toy, 1, "Int4").unlink()
+    swapped = frame_file(toy, 2, "FP16")
+    swapped.write_bytes(frame_file(toy, 0, "FP16").read_bytes())
     (toy / "prompt.json").write_text("{}")
     assert kvabr("inspect", toy, "--check") == 1
     captured = capsys.readouterr()
@@ -139,7 +140,7 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     profile, out = tmp_path / "tiny.safetensors", tmp_path / "asset"
     encode = ("encode", "--text", text, "--tokens", 300, "--continuation", 20, "--model", model, "--out", out)
     assert kvabr(*encode) == 0
-    own = FolderAsset.open(out).catalog
+    own = open_asset(out).catalog
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
     calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
@@ -147,14 +148,14 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
         assert kvabr(*calibrate, *wrong, "--out", profile) == 2
     assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0
-    assert FolderAsset.open(out).catalog.profile != own.profile
+    assert open_asset(out).catalog.profile != own.profile
     assert kvabr("inspect", out, "--check") == 0
-    assert FolderAsset.open(out).catalog.spec.model.startswith("tiny-")
+    assert open_asset(out).catalog.spec.model.startswith("tiny-")
     # The profile of this model is not one of SmolLM2's shape, and a text file is none at all.
     capsys.readouterr()
     assert kvabr(*encode, "--profile", text, "--force") == 1
     assert "profile" in capsys.readouterr().err
-    assert FolderAsset.open(out).catalog.tokens == 300
+    assert open_asset(out).catalog.tokens == 300
     report = tmp_path / "bench.json"
     bench = ("bench", "quality", "--model", model, "--tokens", 140, "--continuation", 20, "--json", report)
     assert kvabr(*bench, "--text", text, text, "--tracks", "Int4", "FP8") == 0
@@ -186,7 +187,7 @@ def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
     base = ("encode", "--text", text, "--tokens", 140, "--continuation", 20, "--model", model, "--tracks", "Int4")
     assert kvabr(*base, "--out", tmp_path / "plain") == 0
     assert kvabr(*base, "--out", tmp_path / "salted", "--salt-file", salt) == 0
-    plain, salted = FolderAsset.open(tmp_path / "plain"), FolderAsset.open(tmp_path / "salted")
+    plain, salted = open_asset(tmp_path / "plain"), open_asset(tmp_path / "salted")
     assert salted.prompt().tokens == plain.prompt().tokens
     spec = salted.catalog.spec
     assert list(salted.catalog.chunks) == chain(
@@ -282,11 +283,11 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     made = {}
     for name, more in (("mean", ("--contexts", 2)), ("alone", ("--alone",)), ("behind", ("--behind", before))):
         assert kvabr(*words, *more, "--force") == 0
-        made[name] = catalog = FolderAsset.open(out).catalog
+        made[name] = catalog = open_asset(out).catalog
         assert (catalog.passage.base, catalog.tokens, catalog.groups) == (name, 150, 2)
         assert [share for share, _ in catalog.passage.fusion] == [0.0, 0.05, 0.15, 0.3]
         assert len(catalog.passage.order) == 150
-        assert FolderAsset.open(out).prompt().tokens
+        assert open_asset(out).prompt().tokens
     assert made["mean"].passage.contexts == 2
     # Its name is that of its tokens, whatever its cache was computed behind.
     assert len({catalog.namespace for catalog in made.values()}) == 1
@@ -354,7 +355,7 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert all(loss > 0 for _, loss in found.losses)
     words = ("encode", "--passage", "--text", text, "--tokens", 150, "--fusion", file, "--tracks", "FP16")
     assert kvabr(*words, "--model", model, "--out", tmp_path / "o") == 0
-    notes = FolderAsset.open(tmp_path / "o").catalog.passage
+    notes = open_asset(tmp_path / "o").catalog.passage
     assert (notes.base, notes.contexts, notes.fusion) == ("mean", 4, found.losses)
     assert notes.fusion_loss(0.0) == found.losses[0][1]
     # Another number of contexts, and another model.
@@ -381,7 +382,7 @@ def test_so_are_those_of_passages_that_are_no_means(tmp_path, monkeypatch, base,
     assert (found.base, found.contexts) == (base, 0)
     words = ("encode", "--passage", "--text", text, "--tokens", 60, "--fusion", "f.json", "--tracks", "FP16", *how)
     assert kvabr(*words, "--model", model, "--out", "o") == 0
-    notes = FolderAsset.open(tmp_path / "o").catalog.passage
+    notes = open_asset(tmp_path / "o").catalog.passage
     assert (notes.base, notes.contexts, notes.fusion) == (base, 0, found.losses)
 
 
@@ -432,7 +433,7 @@ def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path, capsys
         out = tmp_path / f"of-{tokens}"
         words = ("encode", "--passage", "--text", text, "--tokens", tokens, "--continuation", 24, "--model", model)
         assert kvabr(*words, "--contexts", 2, "--tracks", "FP16", "Int4", "--out", out) == 0
-        catalog = FolderAsset.open(out).catalog
+        catalog = open_asset(out).catalog
         assert (catalog.tokens, catalog.groups, len(catalog.passage.order)) == (tokens, 1, tokens)
         assert len(catalog.passage.fusion) == 4
         assert "what joining it costs, nats per token" in capsys.readouterr().out

@@ -14,8 +14,8 @@ from kvabr.publish import encoding_threads
 from kvabr.publish import publisher as publisher_module
 from kvabr.publish.encoding_threads import EncodingBudget, calm_down, encoding_thread, hurry
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import UsageError
 from tests import kvdata
 from tests.publish.test_live_publisher import PACE, SPEC, TOKENS, Steps, cache, name_of, publisher, run_of
@@ -188,7 +188,7 @@ def test_a_cache_moves_to_the_patient_thread_and_back(tmp_path, monkeypatch):
         usual.run()
     assert waiting() == (0, 0)
     assert outcomes[0].verdict == "published", outcomes[0].why
-    FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()
+    open_asset(tmp_path / name_of(SPEC)).check_parts()
 
 
 def test_what_waits_for_the_patient_thread_is_taken_from_it_at_the_end(tmp_path):

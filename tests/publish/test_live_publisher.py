@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvabr.store.live_folder import LiveFolder
 
 from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher, Slot
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
-from kvabr.store.live_folder import LiveFolder
+from kvabr.store.locations import open_asset
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.live import UNKNOWN, LiveEnd, PublishedFrames
@@ -87,7 +87,7 @@ def published(root, spec=SPEC, **options):
     made.reserve(TOKENS).fill(cache(spec), done.append)
     made.close()
     assert done[0].verdict == "published", done[0].why
-    return FolderAsset.open(root / name_of(spec))
+    return open_asset(root / name_of(spec))
 
 
 def name_of(spec, tokens=TOKENS):
@@ -107,7 +107,7 @@ def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(
     assert over.wait(LIMIT_S)
     made.close()
     assert (outcomes[0].verdict, outcomes[0].tokens) == ("published", 70)
-    asset = FolderAsset.open(tmp_path / slot.chunks[-1])
+    asset = open_asset(tmp_path / slot.chunks[-1])
     asset.check_parts()
     assert outcomes[0].bytes == sum(track.total_bytes for track in asset.catalog.tracks)
     assert sorted(path.name for path in tmp_path.iterdir()) == [slot.chunks[-1]]
@@ -143,7 +143,7 @@ def test_the_news_name_what_is_there(tmp_path):
     assert [type(message) for message in news] == [PublishedFrames] * 10 + [LiveEnd]
     assert [message.group for message in news[4:-1]] == [2, 3, 4, 2, 3, 4]
     assert news[-1].reason == ""
-    asset = FolderAsset.open(tmp_path / name_of(SPEC))
+    asset = open_asset(tmp_path / name_of(SPEC))
     for message in news[:-1]:
         for name, (size, digest) in message.frames.items():
             track = asset.catalog.track(name)
@@ -162,7 +162,7 @@ def test_the_asset_is_the_same_however_its_cache_comes(tmp_path, spec, ends):
     steps.production.end()
     assert steps.work().verdict == "published", steps.production.outcome
     assert (
-        FolderAsset.open(tmp_path / "live" / name_of(spec)).catalog
+        open_asset(tmp_path / "live" / name_of(spec)).catalog
         == published(tmp_path / "once", spec, **options).catalog
     )
 
@@ -181,7 +181,7 @@ def test_tracks_that_are_not_for_the_edge_are_made_at_the_end(tmp_path):
         assert [sorted(message.frames) for message in news] == [["AC-L0"]] * 5 + [[*LAYERS[1:]]] * 5
     assert steps.production.outcome.left_out == 0
     whole = published(tmp_path / "once", profile=side).catalog
-    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    assert open_asset(tmp_path / "live" / name_of(SPEC)).catalog == whole
     assert [track.name for track in whole.tracks] == ["FP16", "Int8", "Int4", *LAYERS]
 
 
@@ -210,7 +210,7 @@ def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
     assert end.reason == ""
     assert steps.production.outcome.left_out == 1 + 1 + 3 + 3 + 3
     whole = published(tmp_path / "once", profile=side).catalog
-    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    assert open_asset(tmp_path / "live" / name_of(SPEC)).catalog == whole
 
 
 def test_news_say_when_the_rest_should_follow(tmp_path):
@@ -238,7 +238,7 @@ def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_pat
     steps.production.end()
     assert steps.work().verdict == "published"
     whole = published(tmp_path / "once", profile=side).catalog
-    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    assert open_asset(tmp_path / "live" / name_of(SPEC)).catalog == whole
 
 
 def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_path):
@@ -252,7 +252,7 @@ def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_
     with LiveFolder(path) as follower:
         assert steps.work().tokens == 32
         assert [type(message) for message in follower.read()] == [PublishedFrames] * 2 + [LiveEnd]
-    catalog = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
+    catalog = open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
     assert {*LAYERS} < catalog.by_name.keys()
 
 
@@ -278,7 +278,7 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason,
     assert (outcome.verdict, outcome.tokens) == ("failed", 32)
     assert told in outcome.why
     assert end == LiveEnd(end.key, outcome.why)
-    asset = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32]))
+    asset = open_asset(tmp_path / name_of(SPEC, TOKENS[:32]))
     asset.check_parts()
     assert asset.catalog.tokens == 32
     assert asset.catalog.namespace.prompt == name_of(SPEC, TOKENS[:32])
@@ -304,12 +304,12 @@ def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
     first.hand(0, 40)
     first.production.fail("one")
     first.work()
-    before = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version
+    before = open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).version
     again = Steps(tmp_path)
     again.hand(0, 40)
     again.production.fail("two")
     assert again.work().tokens == 0
-    assert FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
+    assert open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -329,7 +329,7 @@ def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path):
     steps.hand(60, 70)  # the engine goes on
     steps.production.end()
     assert not steps.production.has_work()
-    FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).check_parts()
+    open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).check_parts()
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_two_producers_of_one_prompt_in_two_processes(tmp_path):
     slot.groups(0, cache(SPEC))
     slot.end()
     made.close()
-    FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()
+    open_asset(tmp_path / name_of(SPEC)).check_parts()
 
 
 def test_closing_ends_what_still_grows(tmp_path):
@@ -425,7 +425,7 @@ def test_an_end_that_is_given_up_leaves_what_was_offered(tmp_path):
     steps.production.fail("interrupted")
     outcome = steps.work()
     assert (outcome.verdict, outcome.why, outcome.tokens) == ("failed", "interrupted", 70)
-    catalog = FolderAsset.open(tmp_path / name_of(SPEC)).catalog
+    catalog = open_asset(tmp_path / name_of(SPEC)).catalog
     assert [track.name for track in catalog.tracks] == ["Int4"]
 
 

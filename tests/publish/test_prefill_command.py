@@ -10,8 +10,8 @@ from kvabr.cli.main import main
 from kvabr.engines.transformers import publish
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
+from kvabr.store.locations import open_asset
 from kvabr.types.cost import PrefillCost
 from tests import tinymodels
 from tests.toymodel import toy_asset
@@ -37,11 +37,11 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     assert kvabr(*words) == 0
     said = capsys.readouterr().out
     (path,) = out.iterdir()
-    catalog = FolderAsset.open(path).catalog
+    catalog = open_asset(path).catalog
     assert (f"can be played from now on: {catalog.spec.model}/{path.name}" in said) == live
     assert f"asset: {path} (300 tokens" in said
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
-    FolderAsset.open(path).check_parts()
+    open_asset(path).check_parts()
     value = json.loads(report.read_text())
     assert (value["schema"], value["command"]) == ("kvabr.result/1", "prefill")
     assert (value["asset"], value["tokens"], value["verdict"]) == (str(path), 300, "published")

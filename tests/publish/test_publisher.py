@@ -21,7 +21,7 @@ from kvabr.publish.offer import expected_losses
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile, with_heads
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.telemetry.kv_events.told import prompt_of
 from kvabr.types.errors import AssetError, ForeignError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
@@ -56,7 +56,7 @@ def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
     assert outcome.verdict == "published"
     assert PublishedAssets(tmp_path).assets[0].catalog.tokens == 48
     name = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
-    asset = FolderAsset.open(tmp_path / name)
+    asset = open_asset(tmp_path / name)
     assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
     assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
     assembler = Assembler(asset.catalog, dtype=torch.float32)
@@ -295,7 +295,7 @@ def test_a_shorter_asset_stays_if_the_longer_one_is_gone_or_if_it_was_measured_s
         shutil.rmtree(tmp_path / names[3])
     else:
         place = tmp_path / names[1] / "catalog.json"
-        place.write_text(replace(FolderAsset.open(place.parent).catalog, estimated=False, loss_method="").dumps())
+        place.write_text(replace(open_asset(place.parent).catalog, estimated=False, loss_method="").dumps())
     now[0] = 1e6
     turn(made, [*range(100, 116)], kv[:, :, :, :16].contiguous())
     assert (tmp_path / names[1]).exists()

@@ -10,8 +10,8 @@ from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.published_lookup import SoundAssets
 from kvabr.publish.publisher import Publisher, Slot
-from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
+from tests.assets import frame_file
 from tests.needs import ORDINARY_USER, may_read_everything
 from tests.toymodel import SPEC, ToyModel, prompt
 
@@ -36,7 +36,7 @@ def publish(place, **options):
 
 def damage_frame(root):
     name = next(iter(open_store(root).list().versions))
-    path = frame_path(root / name, 1, "FP16")
+    path = frame_file(root / name, 1, "FP16")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
@@ -44,7 +44,7 @@ def damage_frame(root):
 
 def lose_frame(root):
     name = next(iter(open_store(root).list().versions))
-    frame_path(root / name, 1, "FP16").unlink()
+    frame_file(root / name, 1, "FP16").unlink()
 
 
 def damage_catalog(root):

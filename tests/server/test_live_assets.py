@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import structlog
+from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
 from structlog.testing import capture_logs
 
 from kvabr.moqt.codes import RequestCode
@@ -18,7 +19,6 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import PROFILE
-from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 
 import pytest
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.server.live_assets import LiveAssets
-from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.live import LiveEnd, PublishedFrames
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until

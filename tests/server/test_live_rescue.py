@@ -11,18 +11,18 @@ from contextlib import contextmanager
 
 import pytest
 import structlog
+from kvabr.store.live_folder import EDGE, LiveFolderWriter, new_key
 from structlog.testing import capture_logs
 
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.live_assets import LiveAssets
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import CATALOG, PROMPT
-from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.store.live_folder import EDGE, LiveFolderWriter, new_key
+from kvabr.store.locations import open_asset
 from kvabr.types.catalog import Catalog
 from kvabr.types.live import LiveEnd
 from kvabr.types.naming import EDGE_TRACK
-from tests.assets import live_folders, whole
+from tests.assets import frame_file, live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
 from tests.server.live import decoder, live_origin
@@ -52,7 +52,7 @@ async def settled(root, log=QUIET):
 
 
 def check(path, groups):
-    asset = FolderAsset.open(path)
+    asset = open_asset(path)
     asset.check_parts()
     assert asset.catalog == final(groups)
     assert sorted(inner.name for inner in path.iterdir()) == [CATALOG, "groups"]
@@ -128,8 +128,8 @@ async def test_what_the_producer_wrote_besides_is_not_kept(root):
 async def test_frames_that_never_reached_the_disk_shorten_it(root):
     def lose(writer):
         folder = writer._open_partial()
-        frame_path(folder, 2, "FP16").write_bytes(b"")
-        changed = frame_path(folder, 1, "Int4")
+        frame_file(folder, 2, "FP16").write_bytes(b"")
+        changed = frame_file(folder, 1, "Int4")
         changed.write_bytes(bytes(changed.stat().st_size))
 
     with killed(root / "asset", 3, after=lose):

@@ -14,11 +14,11 @@ from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
 from kvabr.publish.frames import FrameEncoder
 from kvabr.server.publication import BytesPublication, LevelPublication
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError
 from kvabr.types.naming import TrackNamespace, chain
-from tests.assets import make_asset, open_files
+from tests.assets import frame_file, make_asset, open_files
 from tests.kvdata import cache, spec
 
 TRACKS = ("FP16", "FP8", "Int8", "FP4", "Int4")
@@ -31,18 +31,18 @@ def pristine(tmp_path_factory):
     kv = cache(shape, tokens)
     chunks = chain(range(tokens), model=shape.model, tokenizer=shape.tokenizer)
     path = tmp_path_factory.mktemp("wide") / "asset"
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         frames = FrameEncoder(shape, chunks, tokens, TRACKS, None, writer)
         frames.encode((kv,))
         tracks = [Track(name, tuple(frames.bytes[name]), (0.1, 0.1), tuple(frames.digests[name])) for name in TRACKS]
         writer.commit(Catalog(TrackNamespace(shape.model, chunks[-1]), shape, tokens, tuple(chunks), tuple(tracks)))
-    return FolderAsset.open(path)
+    return open_asset(path)
 
 
 @pytest.fixture
 def asset(pristine, tmp_path):
     shutil.copytree(pristine.path, tmp_path / "copy")
-    return FolderAsset.open(tmp_path / "copy")
+    return open_asset(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("track", TRACKS)
@@ -55,7 +55,7 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
         found = level.open(group)
         assert level.size(group) == found.size == offer.bytes[group]
         frame = b"".join(found.read(span.begin, span.end) for span in found.objects)
-        assert frame == frame_path(pristine.path, group, track).read_bytes()
+        assert frame == frame_file(pristine.path, group, track).read_bytes()
         assert found.digest == hashlib.sha256(frame).hexdigest()
         first, last = shape.group_range(group, pristine.catalog.tokens)
         ids = [span.object_id for span in found.objects]
@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_short_while_it_is_sent(asset):
     """Were it mapped into memory, reading it would end the process."""
     found = LevelPublication(asset, "FP16").open(0)
     assert found.read(0, 1000)
-    os.truncate(frame_path(asset.path, 0, "FP16"), 5000)
+    os.truncate(frame_file(asset.path, 0, "FP16"), 5000)
     assert len(found.read(1000, 5000)) == 4000
     with pytest.raises(AssetError, match="has become shorter than 5001 bytes"):
         found.read(1000, 5001)
@@ -106,7 +106,7 @@ def test_what_is_not_there(asset):
 
 def test_a_file_that_is_gone_or_was_changed(asset):
     level = LevelPublication(asset, "Int4")
-    path = frame_path(asset.path, 1, "Int4")
+    path = frame_file(asset.path, 1, "Int4")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(AssetError, match="its catalog says"):
         level.open(1)
@@ -123,7 +123,7 @@ def test_a_file_that_is_gone_or_was_changed(asset):
 def test_a_link_is_not_followed(asset, tmp_path, place):
     """Not even one that took a good file's place after the asset was looked at."""
     level = LevelPublication(asset, "Int4")
-    path = frame_path(asset.path, 1, "Int4")
+    path = frame_file(asset.path, 1, "Int4")
     path = path if place == "frame" else path.parent
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")

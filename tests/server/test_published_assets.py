@@ -19,11 +19,10 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset import CATALOG
-from kvabr.store.asset_folder import frame_path
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, RequestError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
-from tests.assets import digests, make_asset, whole
+from tests.assets import digests, frame_file, make_asset, whole
 from tests.toymodel import toy_asset
 
 
@@ -143,7 +142,7 @@ def test_frames_that_vanish_are_an_error_of_the_group_alone(root):
     asset = make_asset(root / "a", range(8))
     library = PublishedAssets(root)
     publication = library.find(EVERYTHING, asset.catalog.namespace, "FP16")
-    frame_path(root / "a", 0, "FP16").unlink()
+    frame_file(root / "a", 0, "FP16").unlink()
     with pytest.raises(AssetError, match="cannot be read"):
         publication.open(0)
     assert publication.open(1)
@@ -179,9 +178,9 @@ def edit(path, before, after):
         (lambda a: edit(a / CATALOG, f'"prompt": "{digests(range(8))[1]}', f'"prompt": "{"0" * 64}'), "last prompt"),
         (lambda a: flip(a / "profile.safetensors"), "SHA-256 differs"),
         (lambda a: (a / "profile.safetensors").unlink(), "profile.safetensors: missing"),
-        (lambda a: frame_path(a, 1, "Int4").unlink(), "Int4/00001.kvg: missing"),
-        (lambda a: frame_path(a, 1, "Int4").write_bytes(b"short"), "has 5 bytes"),
-        (lambda a: link(frame_path(a, 1, "Int4")), "no ordinary file"),
+        (lambda a: frame_file(a, 1, "Int4").unlink(), "Int4/00001.kvg: missing"),
+        (lambda a: frame_file(a, 1, "Int4").write_bytes(b"short"), "has 5 bytes"),
+        (lambda a: link(frame_file(a, 1, "Int4")), "no ordinary file"),
         (lambda a: link(a / "groups" / "Int4"), "is a link"),
         (lambda a: link(a / "groups"), "is a link"),
         (lambda a: link(a / CATALOG), "cannot be read"),
@@ -232,8 +231,8 @@ def test_a_slow_copy_is_taken_up_when_it_is_whole(root):
     # The same prompt twice: the newer one answers.
     os.utime(copy / CATALOG, ns=(2**62, 2**62))
     library.refresh()
-    flip(frame_path(copy, 0, "FP16"))
-    assert read(library, asset.catalog.namespace, "FP16") == frame_path(copy, 0, "FP16").read_bytes()
+    flip(frame_file(copy, 0, "FP16"))
+    assert read(library, asset.catalog.namespace, "FP16") == frame_file(copy, 0, "FP16").read_bytes()
 
 
 def test_the_longest_prefix_is_found_and_of_several_the_newest(root):

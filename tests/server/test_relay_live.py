@@ -9,15 +9,14 @@ import json
 import shutil
 
 import pytest
+from kvabr.store.live_folder import LiveFolderWriter, new_key
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_live
 from kvabr.server.grants import Grant, Grants
-from kvabr.store.asset_folder import frame_path
-from kvabr.store.live_folder import LiveFolderWriter, new_key
 from kvabr.types.live import LiveEnd
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
-from tests.assets import live_folders
+from tests.assets import frame_file, live_folders
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
 from tests.server.relays import relay_before, sent
@@ -191,7 +190,7 @@ async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, t
             take = asset.take
 
             def spoil(message):
-                path = frame_path(asset.folder.path, 0, "FP16")
+                path = frame_file(asset.folder.path, 0, "FP16")
                 path.write_bytes(bytes(path.stat().st_size))
                 take(message)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.origins import dialling
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from tests.assets import digests, spec
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url, put_asset
@@ -19,7 +19,7 @@ from tests.toymodel import SPEC, prompt, toy_asset
 
 async def test_a_prompt_and_a_name_are_played_through_it(tmp_path, tls):
     toy_asset(tmp_path / "asset", ("FP16", "Int4"))
-    url, asset = memory_url(), FolderAsset.open(tmp_path / "asset")
+    url, asset = memory_url(), open_asset(tmp_path / "asset")
     put_asset(url, asset)
     tokens = prompt(70).tokens
     async with (

@@ -26,10 +26,9 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
-from kvabr.store.asset_folder import frame_path
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
 from kvabr.types.errors import ConnectionLostError, TransportError, UsageError
-from tests.assets import make_asset
+from tests.assets import frame_file, make_asset
 from tests.client.stored import memory_url, put_asset
 
 pytestmark = pytest.mark.process
@@ -281,7 +280,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     library, metrics = PublishedAssets(root), Metrics()
     watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
     track = asset.catalog.tracks[0].name
-    frame = frame_path(asset.path, 0, track)
+    frame = frame_file(asset.path, 0, track)
     frame.write_bytes(frame.read_bytes()[:-1] + bytes([frame.read_bytes()[-1] ^ 1]))
     with structlog.testing.capture_logs() as events:
         for times, damaged in enumerate((0, 1, 1), 1):
@@ -300,7 +299,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 async def test_and_so_it_is_in_a_bucket(root, fault):
     url, folder = memory_url(), PublishedAssets(root).assets[0]
-    key, bucket = put_asset(url, folder)[0], Bucket.open(url)
+    key, bucket = put_asset(url, folder)[0], CloudStore(url)
     library, metrics = PublishedAssets(url), Metrics()
     watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
     track = asset.catalog.tracks[0].name

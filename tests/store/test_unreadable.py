@@ -8,9 +8,9 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import frame_path
 from kvabr.store.locations import open_store
 from kvabr.types.errors import AssetError
+from tests.assets import frame_file
 from tests.client.served import LOG
 from tests.needs import ORDINARY_USER, may_read_everything
 from tests.store.admin.assets import publish
@@ -96,7 +96,7 @@ def test_names_that_are_no_utf_8_are_managed_as_others(root, names, tmp_path):
 
 
 def test_a_repair_removes_what_lacks_a_part_and_a_deep_one_what_is_damaged(root, names, capsys):
-    frame = frame_path(root / names[0], 0, "FP16")
+    frame = frame_file(root / names[0], 0, "FP16")
     content = frame.read_bytes()
     frame.write_bytes(bytes(len(content)))
     assert store("verify", root, "--repair") == 0
@@ -106,7 +106,7 @@ def test_a_repair_removes_what_lacks_a_part_and_a_deep_one_what_is_damaged(root,
     assert len(open_store(root).list().versions) == 2
     assert store("verify", root, "--deep", "--repair") == 0
     assert set(open_store(root).list().versions) == {names[1]}
-    frame_path(root / names[1], 0, "FP16").unlink()
+    frame_file(root / names[1], 0, "FP16").unlink()
     assert store("verify", root, "--repair") == 0
     assert not open_store(root).list().versions
 
@@ -115,6 +115,6 @@ def test_a_copy_replaces_what_lacks_a_part(root, names, tmp_path):
     target = tmp_path / "copy"
     assert store("copy", root, target) == 0
     name = min(open_store(target).list().versions)
-    frame_path(target / name, 0, "FP16").unlink()
+    frame_file(target / name, 0, "FP16").unlink()
     assert store("copy", root, target) == 0
     assert store("verify", target, "--deep") == 0

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar
 
 import pytest
+from kvabr.link.objects.span_search import found_prefix
+from kvabr.store.objects.layout import StoreOffer
 from msgspec import Meta
 
-from kvabr.link.objects.span_search import found_prefix
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.store.objects import spans
-from kvabr.store.objects.layout import StoreOffer
 from kvabr.types.catalog import Catalog, CommonFacts, Level, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, VersionError
@@ -22,7 +22,7 @@ from kvabr.types.passage import Exact, Passage, PassageNotes
 from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, decode, read, to_json
 from kvabr.types.tails import TailLoss
 from tests.catalogs import SPEC, catalog
-from tests.store.objects.publishing import cache_of
+from tests.store.publishing import cache_of
 
 # ------------------------------------------------------- a field is added in one place
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from kvabr.store.objects.layout import StoreOffer
 
 from kvabr.data import default_catalog
-from kvabr.store.objects.layout import StoreOffer
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
 from kvabr.types.tails import TailLoss, losses_behind, share_behind, tails_behind

@@ -14,7 +14,7 @@ from kvabr.engines.transformers import engine as engines
 from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
 from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import ModelError
 from tests.client.virtual import virtual
@@ -49,7 +49,7 @@ class Watched(TransformersEngine):
 @pytest.fixture
 def asset(root: Path) -> FolderAsset:
     (folder,) = [path.parent for path in root.rglob("catalog.json")]
-    return FolderAsset.open(folder)
+    return open_asset(folder)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.windows import KeptWindows
 from kvabr.publish.frames import FrameEncoder
-from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.store.locations import open_store
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
@@ -53,7 +53,7 @@ def numbers(tokens=160, seed=0):
 
 def publish(root):
     chunks = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
-    with FolderAssetStore(root).writer(chunks[-1]) as writer:
+    with open_store(root).writer(chunks[-1]) as writer:
         frames = FrameEncoder(SPEC, chunks, len(TOKENS), TRACKS, None, writer)
         frames.encode(numbers())
         losses = {"FP16": [1e-6] * len(frames.units), "Int4": [0.01] * len(frames.units)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-
 from kvabr.link.objects.span_search import SpanSearch
 from kvabr.store.objects.spans import SpanHead, SpanTrack
 

@@ -16,8 +16,8 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
+from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_store
-from kvabr.store.objects.bucket import Bucket
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError
 from kvabr.types.events import RequestDone
@@ -49,7 +49,7 @@ class Rule:
     """Deletes all spans of a store once a play of it has received a group."""
 
     def __init__(self, url):
-        self._bucket = Bucket.open(url)
+        self._bucket = CloudStore(url)
         self.deleted = []
 
     def __call__(self, event):
@@ -114,7 +114,7 @@ async def test_a_play_without_another_way_reports_what_is_missing_in_time(seawee
 async def test_what_a_rule_removed_is_published_again_once_it_is_computed(seaweed):
     url = seaweed.url()
     assert await asyncio.to_thread(publish, url)
-    bucket = Bucket.open(url)
+    bucket = CloudStore(url)
     await bucket.delete([found.key for found in bucket.list_sync("s/")])
     until_s = time.monotonic() + LIMIT_S
     while not await asyncio.to_thread(publish, url):  # an answer that takes longer counts the next time

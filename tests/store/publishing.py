@@ -6,6 +6,7 @@ import torch
 
 from kvabr.publish.frames import FrameEncoder
 from kvabr.store.asset import Asset
+from kvabr.store.asset_store import AssetStore
 from kvabr.store.locations import open_store
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec, LayerClass
@@ -26,8 +27,8 @@ def cache_of(spec: KVSpec, tokens: list[int]):
 
 
 def put(store, spec: KVSpec, tokens: list[int], *, loss: float = 0.1, tracks=TRACKS, estimated=False, **options):
-    """Publish the cache of some tokens; return the catalog as encoded, and the writer."""
-    store = open_store(store) if isinstance(store, str) else store
+    """Publish the cache of some tokens; return the catalog as it was written, and the writer."""
+    store = store if isinstance(store, AssetStore) else open_store(store, create=True)
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     with store.writer(chunks[-1], **options) as writer:
         frames = FrameEncoder(spec, chunks, len(tokens), tracks, None, writer)
@@ -35,7 +36,7 @@ def put(store, spec: KVSpec, tokens: list[int], *, loss: float = 0.1, tracks=TRA
         losses = {track: (loss,) * len(frames.units) for track in tracks}
         catalog = frames.catalog(losses, dict.fromkeys(tracks, 0.0), estimated=estimated)
         writer.commit(catalog)
-    return catalog, writer
+    return writer.catalog, writer
 
 
 def check(asset: Asset) -> Catalog:

@@ -13,13 +13,13 @@ from kvabr.publish.encoder import publish
 from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.asset_index import AssetIndex
+from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_asset, open_store
-from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import AssetError, UsageError
 from tests import tinymodels
 from tests.client.classes import HYBRID
 from tests.client.served import Served
-from tests.store.objects.publishing import check, put
+from tests.store.publishing import check, put
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TRACKS = ("FP16", "Int8", "AC-5x")
@@ -93,12 +93,12 @@ def test_an_index_sees_what_comes_goes_and_is_damaged(store_url):
         second.namespace.prompt,
     }
     asset = next(one for one in index.assets if one.catalog == second)
-    Bucket.open(store_url).delete_sync([f"a/{second.namespace.prompt}"])
+    CloudStore(store_url).delete_sync([f"a/{second.namespace.prompt}"])
     assert index.refresh()
     assert len(index.assets) == 1
     index.renew(asset)
-    Bucket.open(store_url).put_sync(f"a/{'0' * 64}", b"junk")
-    Bucket.open(store_url).put_sync("a/junk", b"junk")
+    CloudStore(store_url).put_sync(f"a/{'0' * 64}", b"junk")
+    CloudStore(store_url).put_sync("a/junk", b"junk")
     assert not index.refresh()
     assert (len(index.assets), index.damaged) == (1, 1)
 

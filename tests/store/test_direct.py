@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.direct import DirectReader
+from kvabr.store.cloud import CloudStore
+from kvabr.store.direct import DirectReader
 from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, UnauthorizedError
 
 pytestmark = pytest.mark.process
@@ -52,7 +52,7 @@ class Peer:
     async def __aenter__(self):
         self.server = await asyncio.start_server(self.talk, "127.0.0.1", 0)
         port = self.server.sockets[0].getsockname()[1]
-        self.reader = DirectReader.of(Bucket.open(f"http://127.0.0.1:{port}/below"))
+        self.reader = DirectReader.of(CloudStore(f"http://127.0.0.1:{port}/below"))
         return self
 
     async def __aexit__(self, *_):
@@ -124,7 +124,7 @@ async def test_connections_are_opened_ahead():
         await asyncio.gather(*(peer.reader.receive("k", 7, 16, sink) for sink in sinks))
         await peer.reader.warm(5)
         assert peer.connections == peer.reader.dialled == 5
-    reader = DirectReader.of(Bucket.open("http://127.0.0.1:1/nobody"))
+    reader = DirectReader.of(CloudStore("http://127.0.0.1:1/nobody"))
     await reader.warm(2)  # says nothing: who asks for something is told
     assert not any(reader._idle.values())
 
@@ -271,18 +271,18 @@ async def test_cancelling_ends_the_request():
     ],
 )
 def test_other_stores_have_no_reader(url):
-    assert DirectReader.of(Bucket.open(url)) is None
+    assert DirectReader.of(CloudStore(url)) is None
 
 
 @pytest.mark.parametrize(("passed_by", "direct"), [("", False), ("127.0.0.1", True)])
 def test_a_proxy_is_left_to_obstore(monkeypatch, passed_by, direct):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", passed_by)
-    assert (DirectReader.of(Bucket.open("http://127.0.0.1:8080/x")) is not None) == direct
+    assert (DirectReader.of(CloudStore("http://127.0.0.1:8080/x")) is not None) == direct
 
 
 async def test_a_private_store_takes_signed_requests(seaweed):
-    bucket = Bucket.open(seaweed.url("signed"))
+    bucket = CloudStore(seaweed.url("signed"))
     await bucket.put_new("s/a", DATA)
     reader = DirectReader.of(bucket)
     sink = Memory()

@@ -23,9 +23,9 @@ from kvabr.cli.main import main
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_store
 from kvabr.store.objects import bucket as bucket_module
-from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import (
     AssetError,
     ConnectionLostError,
@@ -37,8 +37,8 @@ from kvabr.types.errors import (
     UsageError,
 )
 from tests.client.few_descriptors import PLAYS
-from tests.store.objects.flaky import ERROR, FlakyStore
-from tests.store.objects.publishing import PLAIN, cache_of, check, put
+from tests.store.flaky import ERROR, FlakyStore
+from tests.store.publishing import PLAIN, cache_of, check, put
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +79,7 @@ def every(count, status, code=b"SlowDown"):
 
 async def test_a_store_that_is_overloaded_for_a_moment_is_asked_again(flaky):
     server = flaky(every(3, 503))
-    bucket = Bucket.open(server.url)
+    bucket = CloudStore(server.url)
     assert await bucket.put_new("s/a", b"0123")
     assert bytes(await bucket.get("s/a", limit=9)) == b"0123"
     assert bucket.head_sync("s/a").size == 4
@@ -89,7 +89,7 @@ async def test_a_store_that_is_overloaded_for_a_moment_is_asked_again(flaky):
 @pytest.mark.parametrize("status", [503, 429, 500])
 async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
     server = flaky(every(0, status))
-    bucket = Bucket.open(server.url)
+    bucket = CloudStore(server.url)
     with pytest.raises(RequestError, match=f"overloaded \\({status} SlowDown\\)") as caught:
         await bucket.get("s/a", limit=9)
     assert caught.value.retry_after_s
@@ -106,7 +106,7 @@ async def test_a_storm_of_refusals_ends_after_three_tries(flaky, status):
 @pytest.mark.parametrize("year", [0, 22026])
 async def test_a_date_that_is_none_does_not_keep_an_object_from_being_read_or_others_from_being_listed(flaky, year):
     server = flaky()
-    bucket = Bucket.open(server.url)
+    bucket = CloudStore(server.url)
     for name in "abcde":
         await bucket.put_new(f"s/{name}", b"0123")
     server.years["s/b"] = server.years["s/d"] = year
@@ -174,7 +174,7 @@ def test_a_store_without_conditional_writes_is_found_out_before_anything_is_publ
         put(server.url, PLAIN, [1, 2, 3])
     assert all("/probe/" in key for key in server.objects)
     with pytest.raises(StoreError, match="upgrade the store"):
-        Bucket.open(server.url).probe_sync()
+        CloudStore(server.url).probe_sync()
 
 
 def test_a_store_that_knows_no_conditions_is_named(flaky):
@@ -206,7 +206,7 @@ async def test_answers_that_are_cut_short_or_of_another_range_are_refused(flaky)
         return False
 
     server = flaky(trouble)
-    bucket = Bucket.open(server.url)
+    bucket = CloudStore(server.url)
     await bucket.put_new("s/a", bytes(1000))
     wrong = [
         {"status": 206, "body": bytes(50), "length": "100", "Content_Range": "bytes 0-99/1000"},  # cut short
@@ -233,7 +233,7 @@ async def test_a_store_that_says_nothing_is_not_waited_for(flaky, monkeypatch):
         return False
 
     with pytest.raises(ConnectionLostError, match="did not answer"):
-        await Bucket.open(flaky(silent).url).get("s/a", limit=1)
+        await CloudStore(flaky(silent).url).get("s/a", limit=1)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ async def test_a_store_that_says_nothing_is_not_waited_for(flaky, monkeypatch):
 def test_refusals_are_told_in_words(flaky, status, code, kind, match):
     server = flaky(every(0, status, code))
     with pytest.raises(kind, match=match) as caught:
-        Bucket.open(server.url).get_sync("s/a", limit=1)
+        CloudStore(server.url).get_sync("s/a", limit=1)
     assert type(caught.value) is kind
     assert len(server.requests) == (2 if "expired" in match else 1)  # then with credentials that were read again
 
@@ -262,13 +262,13 @@ def test_refusals_are_told_in_words(flaky, status, code, kind, match):
 )
 def test_why_a_store_cannot_be_reached_is_told(endpoint, cause):
     with pytest.raises(ConnectionLostError, match=f"cannot be reached \\({cause}\\)"):
-        Bucket.open(f"s3://bucket/x?endpoint={endpoint}").get_sync("s/a", limit=1)
+        CloudStore(f"s3://bucket/x?endpoint={endpoint}").get_sync("s/a", limit=1)
 
 
 def test_an_endpoint_without_tls_is_told(flaky):
     url = flaky().url.replace("http:", "https:")
     with pytest.raises(ConnectionLostError, match="does not speak TLS"):
-        Bucket.open(url).get_sync("s/a", limit=1)
+        CloudStore(url).get_sync("s/a", limit=1)
 
 
 def test_a_lost_answer_is_no_lost_race(flaky):
@@ -284,14 +284,14 @@ def test_a_lost_answer_is_no_lost_race(flaky):
         return False
 
     server = flaky(trouble)
-    Bucket.open(server.url).probe_sync()
+    CloudStore(server.url).probe_sync()
     assert len({key for method, key in server.requests if method == "PUT"}) == 2
 
 
 def test_what_the_system_says_of_a_folder_of_objects_is_told(tmp_path):
     (tmp_path / "v1").write_bytes(b"no folder")
     with pytest.raises(TransportError, match=r"cannot be written \((Not a directory|File exists)\)"):
-        Bucket.open(f"file://{tmp_path}?layout=objects").put_sync("s/a", b"x")
+        CloudStore(f"file://{tmp_path}?layout=objects").put_sync("s/a", b"x")
 
 
 @pytest.mark.parametrize("what", ["get", "list", "probe"])
@@ -307,7 +307,7 @@ def test_ctrl_c_does_not_wait_for_a_silent_store(flaky, monkeypatch, what):
                 break
         return True
 
-    bucket = Bucket.open(flaky(silent).url)
+    bucket = CloudStore(flaky(silent).url)
     ask = {"get": lambda: bucket.get_sync("s/a", limit=1), "list": lambda: list(bucket.list_sync("s/"))}
     ctrl_c = threading.Thread(target=lambda: seen.wait(600) and os.kill(os.getpid(), signal.SIGINT))
     ctrl_c.start()
@@ -322,8 +322,8 @@ def test_ctrl_c_does_not_wait_for_a_silent_store(flaky, monkeypatch, what):
 
 async def test_an_http_cache_is_read_and_not_written(flaky):
     server = flaky()
-    await Bucket.open(server.url).put_new("s/a", b"0123456789")
-    cache = Bucket.open(server.web_url)
+    await CloudStore(server.url).put_new("s/a", b"0123456789")
+    cache = CloudStore(server.web_url)
     assert bytes(await cache.get("s/a", limit=10)) == b"0123456789"
     assert bytes(await cache.get("s/a", 2, 4, limit=2)) == b"23"
     assert b"".join([part async for part in cache.stream("s/a", 5, 10)]) == b"56789"
@@ -387,7 +387,7 @@ def test_credentials_that_were_replaced_are_read_again(two_keys, monkeypatch):
     server, give, accept = two_keys
     tokens = list(range(20))
     name = put(server.url, PLAIN, tokens)[0].namespace.prompt
-    bucket, assets, store = Bucket.open(server.url), PublishedAssets(server.url), open_store(server.url)
+    bucket, assets, store = CloudStore(server.url), PublishedAssets(server.url), open_store(server.url)
     with Client(server.url, model=PLAIN, limits=Limits(memory_bytes=0)) as client:
         assert client.play(tokens, deadline=60.0).tokens == 20
         for number, key in enumerate(("new", "newer")):
@@ -411,7 +411,7 @@ def test_credentials_that_were_replaced_are_read_again(two_keys, monkeypatch):
 async def test_all_that_was_asked_for_with_old_credentials_is_asked_for_again(two_keys):
     server, give, accept = two_keys
     put(server.url, PLAIN, list(range(20)))
-    bucket = Bucket.open(server.url)
+    bucket = CloudStore(server.url)
     await bucket.get("o/0", limit=1 << 20)
     give("new")
     accept("new")
