@@ -86,15 +86,15 @@ async def test_no_descriptor_is_left_open(store):
 
 @contextlib.asynccontextmanager
 async def cached(asset, folder, *faults, slice_size="1m"):
-    """URL of nginx, as documented, before a store with an asset, that store, and the keys of the asset's spans."""
+    """URL of nginx, as documented, before a store with an asset, that store, and the names of the objects with its frames."""
     if NGINX is None:
         pytest.skip("nginx is not installed: apt-get install nginx")
     source = memory_url()
-    spans = put_asset(source, asset)
+    objects = put_asset(source, asset)
     async with WebServer(source, list(faults)) as store:
         nginx = Nginx(folder / "nginx", store.url.removeprefix("http://"), slice_size=slice_size)
         try:
-            yield nginx.url, store, spans
+            yield nginx.url, store, objects
         finally:
             nginx.stop()
 
@@ -114,8 +114,8 @@ async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, r
                     while await download.read():
                         pass
                     assert download.has_digest(track.digests[group])
-            asked.append([get for get in store.asked if get[0].startswith("s/")])
-        # The second time the cache had every slice of the span; the store was asked for no byte twice.
+            asked.append([get for get in store.asked if get[0].startswith("g/")])
+        # The second time the cache had every slice; the store was asked for no byte twice.
         assert asked[0] == asked[1]
         assert len(set(asked[0])) == len(asked[0]) > 1
 
@@ -125,21 +125,21 @@ async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
     """nginx lets those who wait for an answer ask themselves after a while: that would bury a store which is slow."""
 
     def slow(key, _before):
-        return Fault(delay_s=SLOW_S) if key.startswith("s/") else None
+        return Fault(delay_s=SLOW_S) if key.startswith("g/") else None
 
-    async with cached(open_asset(root / "long"), tmp_path, slow) as (url, store, (span,)):
+    async with cached(open_asset(root / "long"), tmp_path, slow) as (url, store, (name, *_)):
 
         def read():
-            with urllib.request.urlopen(f"{url}/v1/default/{span}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
+            with urllib.request.urlopen(f"{url}/{name}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
                 return answer.read()
 
         bodies = await asyncio.gather(*(asyncio.to_thread(read) for _ in range(8)))
         assert len(set(bodies)) == 1
-        assert [key for key, *_ in store.asked] == [span]
+        assert [key for key, *_ in store.asked] == [name]
 
 
 async def test_a_cache_that_is_read_is_not_written(tmp_path):
     del tmp_path
     bucket = CloudStore("http://127.0.0.1:1")
     with pytest.raises(Exception, match="can only be read"):
-        await bucket.put("s/x", b"")
+        await bucket.put_new("g/x", b"")
