@@ -34,7 +34,7 @@ from kvabr.store.names import (
 )
 from kvabr.store.pages import MAX_PAGE_BYTES, Page, pages_of, with_pages
 from kvabr.store.prompt import Prompt
-from kvabr.store.store import Store
+from kvabr.store.store import Store, exists
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError, UsageError
 from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
@@ -152,6 +152,9 @@ class AssetWriter:
         prompt = catalog.namespace.prompt
         if self._prompt not in (None, prompt) and not self._live:
             raise UsageError(f"this is the writer of {self._prompt}, not of {prompt}")
+        with as_asset_errors():
+            if self._prompt is None and not self._force and self.store.blocked(exists(self.store, catalog_name(prompt))):
+                raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
         for track, number in list(self._open):
             self._write_pack(track, number)
         with as_asset_errors():
@@ -280,10 +283,17 @@ class AssetWriter:
         if page.kind != self._kind or page.chunks != tuple(chunks) or not page.whole:
             return None
         packs = {track.name: page.pack_of(track.name) for track in page.tracks}
-        if number and packs != self._packs:
+        if (number and packs != self._packs) or not self._exists(page):
             return None
         self._packs = packs
         return page
+
+    def _exists(self, page: Page) -> bool:
+        """Return whether the frames of a page are there: a lifecycle rule may have removed them a little sooner."""
+        try:
+            return self.store.blocked(exists(self.store, min(page.base_objects)))
+        except TransportError:
+            return False
 
     def _write_pack(self, track: str, number: int) -> None:
         waiting = self._open.pop((track, number))

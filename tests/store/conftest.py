@@ -30,3 +30,11 @@ def small_place(request, tmp_path):
     if request.param == "encrypted":
         return EncryptedStore(MemoryStore(), secrets.token_bytes(32))
     return f"memory://test-{secrets.token_hex(6)}" if request.param == "memory" else str(tmp_path / "objects")
+
+
+@pytest.fixture(params=["memory", "folder", pytest.param("s3", marks=pytest.mark.process)])
+def store_url(request, tmp_path):
+    """The URL of an empty store."""
+    if request.param == "s3":
+        return request.getfixturevalue("seaweed").url()
+    return f"memory://test-{secrets.token_hex(6)}" if request.param == "memory" else f"file://{tmp_path}/objects"

@@ -94,7 +94,7 @@ async def test_a_range_is_received_in_place_and_its_connection_used_again(step):
             assert sink.buffer == DATA[BEGIN : BEGIN + size]
             assert sum(sink.counts) == size
         assert peer.connections == peer.reader.dialled == 1
-        assert peer.heads[0].startswith(b"GET /below/v1/default/s/o/key HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert peer.heads[0].startswith(b"GET /below/s/o/key HTTP/1.1\r\nHost: 127.0.0.1:")
 
 
 async def test_several_at_once_have_a_connection_each():
@@ -202,7 +202,7 @@ async def test_another_answer_is_refused(what):
     async with Peer(WRONG[what], most=1) as peer:
         sink = Memory()
         with pytest.raises(
-            RequestError, match=r"below: .*s/key: (the store's answer is wrong|cannot be read)"
+            RequestError, match=r"below/.*s/key: (the store's answer is wrong|cannot be read)"
         ) as caught:
             await peer.reader.receive("s/key", BEGIN, END, sink)
         assert str(caught.value).isprintable()  # of the peer's own text nothing is told
@@ -266,7 +266,6 @@ async def test_cancelling_ends_the_request():
         "https://127.0.0.1/x",
         "s3://bucket/x",
         "s3://bucket?endpoint=https://127.0.0.1",
-        "memory://direct",
         "gs://bucket",
     ],
 )

@@ -10,8 +10,8 @@ import random
 import pytest
 
 from kvabr.store.group_cache import GroupCache, StoreTier
-from kvabr.store.names import group_name
 from kvabr.store.lru import ByteLru
+from kvabr.store.names import group_name
 from kvabr.types.digests import digest_of
 from kvabr.types.errors import AssetError, StoreError, UsageError
 
