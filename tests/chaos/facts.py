@@ -39,7 +39,6 @@ class Order:
     """Of the engine."""
     policy: str | None = None
     """None: the default."""
-    patience: float = 1.0
     fresh: bool = False
     """Whether the play has a client of its own, which must connect first and keeps no groups."""
     own_tensor: bool = False
@@ -83,8 +82,6 @@ class Report:
     """From the call to its return, on the player's clock."""
     bound_s: float
     """When it should have returned."""
-    starved_s: float = 0.0
-    """Seconds around the bound in which the player's process was ready to run and did not."""
     cache: CacheFacts | None = None
     later: CacheFacts | None = None
     """The same memory a while after it was handed over, or after its upgrades."""

@@ -9,13 +9,12 @@ from kvabr.types.catalog import RECOMPUTED
 from tests.chaos.facts import GRACE_S, CacheFacts, GroupFacts, Order, Report
 from tests.chaos.published import SPEC, G, Library
 
-Kind = Literal["hole", "wrong", "late", "overtime", "starved", "hang", "crash"]
+Kind = Literal["hole", "wrong", "late", "hang", "crash"]
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that must not be; or a play that was late for want of a processor (``starved``) or, within what an
-    engine may take after the deadline, because of its engine (``overtime``)."""
+    """Something that must not be; or a play that was late, which may be for want of a processor."""
 
     kind: Kind
     text: str
@@ -23,7 +22,7 @@ class Failure:
 
 def judge(report: Report, order: Order, library: Library) -> list[Failure]:
     """Return what is wrong with a play; nothing, as a rule."""
-    found = [*_ended(report, order), *_missing(report)]
+    found = [*_ended(report), *_missing(report)]
     if report.cache is not None:
         found += _cache(report.cache, order, library)
     if report.later is not None and report.upgraded:
@@ -38,19 +37,15 @@ def judge(report: Report, order: Order, library: Library) -> list[Failure]:
     return found
 
 
-def _ended(report: Report, order: Order) -> list[Failure]:
+def _ended(report: Report) -> list[Failure]:
     if report.outcome == "hang":
         return [Failure("hang", f"no end after {report.elapsed_s:.1f} s")]
     if report.outcome == "crash":
         return [Failure("crash", report.error)]
-    excess_s = report.elapsed_s - report.bound_s - GRACE_S
-    if excess_s <= 0:
-        over_s = report.elapsed_s - order.deadline_s * order.patience - GRACE_S
-        starved = report.starved_s >= over_s
-        return [] if order.engine != "good" or over_s <= 0 or starved else [Failure("overtime", report.outcome)]
+    if report.elapsed_s <= report.bound_s + GRACE_S:
+        return []
     text = f"{report.outcome} after {report.elapsed_s:.3f} s, due after {report.bound_s:.3f} s {report.error}"
-    text += f" (starved for {report.starved_s:.3f} s)"
-    return [Failure("starved" if report.starved_s >= excess_s else "late", text)]
+    return [Failure("late", text)]
 
 
 def _missing(report: Report) -> list[Failure]:

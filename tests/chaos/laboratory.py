@@ -99,12 +99,11 @@ class Laboratory:
         numbers = count()
         todo: list[tuple[float, int, Fault | Undo]] = [(f.at_s, next(numbers), f) for f in made.faults]
         heapq.heapify(todo)
-        kinds = tuple(fault.kind for fault in made.faults)
-        killed = "kill player" in kinds
+        killed = any(fault.kind == "kill player" for fault in made.faults)
         while todo:
             at_s, _, act = heapq.heappop(todo)
             while (left := begin_s + at_s - time.monotonic()) > 0:
-                self._collect(made.seed, kinds, waiting, min(left, 0.02), killed=killed)
+                self._collect(made.seed, waiting, min(left, 0.02), killed=killed)
             try:
                 if not isinstance(act, Fault):
                     act()
@@ -114,16 +113,14 @@ class Laboratory:
                 self.tally.note(made.seed, "crash", f"the laboratory itself: {act}: {error!r}")
         end_s = time.monotonic() + _PATIENCE * self._options.hang_s
         while any(waiting.values()) and time.monotonic() < end_s:
-            self._collect(made.seed, kinds, waiting, 0.02, killed=killed)
+            self._collect(made.seed, waiting, 0.02, killed=killed)
         self._give_up(made.seed, waiting)
         world.heal()
         self._recover(made.seed)
         self._look(made.seed)
         self.tally.rounds += 1
 
-    def _collect(
-        self, seed: int, kinds: tuple[str, ...], waiting: dict[int, dict[int, Order]], within_s: float, *, killed: bool
-    ) -> None:
+    def _collect(self, seed: int, waiting: dict[int, dict[int, Order]], within_s: float, *, killed: bool) -> None:
         """Wait a moment for reports, and judge them."""
         players = {number: self._world.players[number] for number, orders in waiting.items() if orders}
         for number, player in players.items():
@@ -131,7 +128,7 @@ class Laboratory:
                 if killed and number == len(waiting) - 1:
                     self.tally.lost += len(waiting[number])
                 else:
-                    self.tally.note(seed, "crash", f"player {number} died", kinds)
+                    self.tally.note(seed, "crash", f"player {number} died")
                 waiting[number].clear()
                 return
         if not players:
@@ -140,13 +137,13 @@ class Laboratory:
             of, what = player.told()
             number = self._world.players.index(player)
             if isinstance(what, str):
-                self.tally.note(of, "crash", what, kinds)
+                self.tally.note(of, "crash", what)
             elif of == seed and what.number in waiting[number]:
-                self._judge(seed, kinds, what, waiting[number].pop(what.number))
+                self._judge(seed, what, waiting[number].pop(what.number))
 
-    def _judge(self, seed: int, kinds: tuple[str, ...], report: Report, order: Order) -> None:
+    def _judge(self, seed: int, report: Report, order: Order) -> None:
         failures = judge(report, order, self._library)
-        self.tally.play(seed, kinds, report, order, [replace(f, text=f"{f.text}\n    {order}") for f in failures])
+        self.tally.play(seed, report, order, [replace(f, text=f"{f.text}\n    {order}") for f in failures])
 
     def _give_up(self, seed: int, waiting: dict[int, dict[int, Order]]) -> None:
         """A player that does not answer is frozen: all of its plays hang."""

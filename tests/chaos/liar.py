@@ -8,7 +8,6 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,24 +29,12 @@ from tests.hostile import DOCUMENTS
 _JUNK_BYTES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Mood:
-    """What the liar lies about from now on, and how often."""
-
-    seed: int = 0
-    groups: tuple[str, ...] = ()
-    """Of `tests.faults.lies.LIES`."""
-    catalogs: tuple[str, ...] = ()
-    """Of `CATALOGS`."""
-    share: float = 0.0
-
-    @classmethod
-    def of(cls, seed: int) -> Mood:
-        """Draw one."""
-        dice = random.Random(f"mood {seed}")
-        groups = tuple(dice.sample(sorted(LIES), dice.choice((0, 1, 1, 2))))
-        catalogs = tuple(dice.sample(sorted(CATALOGS), dice.choice((0, 0, 1, 2))))
-        return cls(seed, groups, catalogs, dice.choice((0.1, 0.3, 1.0)))
+def mood(seed: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
+    """Draw how often the liar lies, and about what: groups (`tests.faults.lies.LIES`) and catalogs (`CATALOGS`)."""
+    dice = random.Random(f"mood {seed}")
+    groups = tuple(dice.sample(sorted(LIES), dice.choice((0, 1, 1, 2))))
+    catalogs = tuple(dice.sample(sorted(CATALOGS), dice.choice((0, 0, 1, 2))))
+    return dice.choice((0.1, 0.3, 1.0)), groups, catalogs
 
 
 class Liar(Child):
@@ -56,9 +43,9 @@ class Liar(Child):
     def __init__(self, root: Path, tls: ServerTls) -> None:
         super().__init__("liar", _main, root, tls)
 
-    def lie(self, mood: Mood) -> None:
+    def lie(self, seed: int) -> None:
         """Change what it lies about."""
-        self.send(mood)
+        self.send(seed)
 
 
 def _main(pipe: Connection, root: Path, tls: ServerTls) -> None:
@@ -88,25 +75,25 @@ async def _serve(pipe: Connection, root: Path, tls: ServerTls) -> None:
 class _State:
     """What the liar lies about."""
 
-    def __init__(self) -> None:
-        self.feel(Mood())
+    share, groups, catalogs, dice = 0.0, (), (), random.Random(0)
 
-    def feel(self, mood: Mood) -> None:
-        self._mood, self._dice = mood, random.Random(f"lies {mood.seed}")
+    def feel(self, seed: int) -> None:
+        self.share, self.groups, self.catalogs = mood(seed)
+        self.dice = random.Random(f"lies {seed}")
 
     def _lies(self, kinds: tuple[str, ...]) -> str | None:
-        return self._dice.choice(kinds) if kinds and self._dice.random() < self._mood.share else None
+        return self.dice.choice(kinds) if kinds and self.dice.random() < self.share else None
 
     def group(self) -> Callable[[Answer], None] | None:
         """The lie to tell about a group, if any."""
-        kind = self._lies(self._mood.groups)
+        kind = self._lies(self.groups)
         return None if kind is None else LIES[kind]
 
     def catalog(self, track: str, found: Publication | None) -> Publication | None:
         """Replace a catalog, or not."""
         if found is None or not (track == CATALOG_TRACK or track.startswith(PREFIX_TRACK)):
             return found
-        kind = self._lies(self._mood.catalogs)
+        kind = self._lies(self.catalogs)
         return found if kind is None else BytesPublication(CATALOGS[kind](whole(found.open(0))))
 
 

@@ -115,8 +115,6 @@ def _order(dice: random.Random, number: int, prompts: int) -> Order:
     if dice.random() < 0.2:
         single = [track for track in tracks if not track.startswith("AC-L")]
         changes["policy"] = dice.choice(("cheapfirst", "budget", f"fixed:{dice.choice(single)}"))
-    if dice.random() < 0.1:
-        changes["patience"] = 1.5
     if dice.random() < 0.08:
         changes["cancel_s"] = dice.uniform(0.0, 0.5)
     return Order(

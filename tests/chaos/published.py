@@ -94,7 +94,7 @@ class Library:
 
     prompts: tuple[Prompt, ...]
     profile: Path
-    """The codec profile of all of them, which some players have and others must fetch."""
+    """The codec profile of all of them."""
     truth: Truth = field(default_factory=dict)
     catalogs: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Prompt and version by the SHA-256 of the catalog."""

@@ -6,7 +6,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.facts import Order, Report
@@ -14,13 +14,11 @@ from tests.chaos.judge import Failure
 from tests.chaos.nodes import Sample
 from tests.chaos.published import G
 
-_LATEST = 100
 WARM_UP = 10
 """Rounds of a process's life that its memory is not compared with."""
 _OUTCOMES = ("complete", "incomplete", "prefix", "nothing", "refused", "error", "cancelled")
-BAD = ("hole", "wrong", "late", "hang", "crash", "stuck")
+BAD = ("hole", "wrong", "hang", "crash", "stuck")
 """What must not be; ``stuck``: nothing can be played although all faults are over."""
-_EXCUSED = ("starved", "overtime")
 _GROWTH, _SLACK = 1.05, 8 << 20
 """Memory is flat if it has not grown by more than this factor and these bytes."""
 _SLACK_FILES, _SLACK_THREADS = 16, 4
@@ -36,44 +34,30 @@ class Tally:
     """Plays whose player was killed."""
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
-    by_fault: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     errors: Counter[str] = field(default_factory=Counter)
     seen: list[tuple[int, str, str]] = field(default_factory=list)
     """Seed, kind and text of every failure."""
     recovered_s: list[float] = field(default_factory=list)
     """Seconds until a play was complete after all faults of a round were over."""
-    latest: list[tuple[float, int, str]] = field(default_factory=list)
-    """Of plays that had the processor, those that returned latest after their bound: seconds, seed and report."""
     lives: dict[str, list[list[Sample]]] = field(default_factory=lambda: defaultdict(list))
     """Samples of each process, one list for each of its lives."""
     partial: int = 0
     """Half-written files and folders that were left."""
 
-    def play(self, seed: int, faults: Iterable[str], report: Report, order: Order, failures: Iterable[Failure]) -> None:
+    def play(self, seed: int, report: Report, order: Order, failures: Iterable[Failure]) -> None:
         """Count a play."""
         self.plays += 1
-        found = list(failures)
-        names = set(faults) or {"none"}
-        for counter in (self.outcomes, *(self.by_fault[name] for name in names)):
-            counter[report.outcome] += 1
-            counter["plays"] += 1
+        self.outcomes[report.outcome] += 1
         if report.outcome == "nothing" and order.tokens >= G:
-            for counter in (self.outcomes, *(self.by_fault[name] for name in names)):
-                counter["unfound"] += 1
+            self.outcomes["unfound"] += 1
         if report.outcome == "error":
             self.errors[re.sub(r"(?<=prefix\.)\S+(?=,)|[0-9a-f]{16,}|[0-9.]+", "#", report.error)[:300]] += 1
-        for failure in found:
-            self.note(seed, failure.kind, failure.text, names)
-        if not any(failure.kind in _EXCUSED for failure in found):
-            said = replace(report, cache=None, later=None, bases=())
-            late_s = report.elapsed_s - report.bound_s
-            self.latest = sorted([*self.latest, (late_s, seed, f"{said} {order}")], reverse=True)[:_LATEST]
+        for failure in failures:
+            self.note(seed, failure.kind, failure.text)
 
-    def note(self, seed: int, kind: str, text: str, faults: Iterable[str] = ()) -> None:
+    def note(self, seed: int, kind: str, text: str) -> None:
         """Count a failure."""
         self.failures[kind] += 1
-        for name in faults:
-            self.by_fault[name][kind] += 1
         self.seen.append((seed, kind, text))
 
     def sample(self, name: str, pid: int, sample: Sample | None, pids: dict[str, int]) -> None:
@@ -87,7 +71,7 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """How many failures there are that must not be; late plays count."""
+        """How many failures there are that must not be; late plays do not count."""
         return sum(self.failures[kind] for kind in BAD)
 
     def growing(self) -> list[str]:
@@ -109,8 +93,8 @@ class Tally:
         """Return plain JSON values."""
         return {
             "plays": self.plays, "rounds": self.rounds, "lost": self.lost, "outcomes": self.outcomes,
-            "failures": self.failures, "by_fault": self.by_fault, "errors": self.errors,
-            "seen": self.seen, "recovered_s": self.recovered_s, "latest": self.latest,
+            "failures": self.failures, "errors": self.errors,
+            "seen": self.seen, "recovered_s": self.recovered_s,
             "partial": self.partial, "growing": self.growing(),
             "memory": {name: [[one.rss for one in life] for life in lives] for name, lives in self.lives.items()},
         }  # fmt: skip
@@ -121,13 +105,8 @@ class Tally:
             f"{self.plays:,} plays in {self.rounds:,} rounds; {self.lost:,} more were lost with a killed player",
             "",
         ]
-        wide = max(map(len, [*self.by_fault, "all"]))
-        columns = ("plays", *_OUTCOMES, "unfound", *BAD[:-1], *_EXCUSED)
-        lines.append(f"{'fault':{wide}} " + " ".join(f"{name:>{max(6, len(name))}}" for name in columns))
-        rows = [("all", self.outcomes + self.failures), *sorted(self.by_fault.items())]
-        for name, counts in rows:
-            shown = counts if name != "all" else counts | Counter(plays=self.plays)
-            lines.append(f"{name:{wide}} " + " ".join(f"{shown[key]:>{max(6, len(key))},}" for key in columns))
+        counts = self.outcomes + self.failures
+        lines.append(", ".join(f"{counts[name]:,} {name}" for name in (*_OUTCOMES, "unfound", "late", *BAD)))
         lines += ["", "process    lives rounds        RSS MiB          files        threads"]
         for name, lives in sorted(self.lives.items()):
             longest = max(lives, key=len)
@@ -144,9 +123,6 @@ class Tally:
         if recovered:
             half, last = statistics.median(recovered), recovered[-1]
             lines += ["", f"after the faults a play was complete within {half:.2f} s (median), {last:.2f} s (longest)"]
-        if self.latest:
-            latest = ", ".join(f"{1000 * late_s:.0f}" for late_s, *_ in self.latest[:8])
-            lines.append(f"the latest plays returned after their bound by {latest} ms")
         if self.errors:
             lines += ["errors of kvabr:", *(f"{count:6,} {text}" for text, count in self.errors.most_common(12))]
         lines.append(f"half-written files left: {self.partial}; growing: {', '.join(self.growing()) or 'nothing'}")

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,7 +22,7 @@ from kvabr.store.files import sweep
 from kvabr.store.group_cache import StoreTier
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
-from tests.chaos.liar import Liar, Mood
+from tests.chaos.liar import Liar
 from tests.chaos.nodes import Node, free_port, replace_text, write_grants
 from tests.chaos.plan import LINKS, Fault, Link, Round
 from tests.chaos.player import Player, Seat
@@ -54,7 +53,6 @@ class World:
         self.players: list[Player] = []
         self.nodes: dict[str, Node] = {}
         self.links: dict[str, Shaper] = {}
-        self._mounted: dict[str, bool] = {}
         self._placed: dict[int, int] = {}
         """Version of each prompt that is published now."""
 
@@ -81,7 +79,7 @@ class World:
         self.fingerprint = certificates.check(tls).fingerprint
         write_grants(self._grants, PLAYER_TOKEN, RELAY_TOKEN)
         for name in DISKS:
-            self._disk(name)
+            self.disk(name).mkdir()
         common = ("--cert", str(tls.certfile), "--key", str(tls.keyfile), "--drain", "1")
         self._node("origin", "serve", str(self.root), "--grants", str(self._grants), *common)
         self.links["up"] = self._stack.enter_context(Shaper(self.nodes["origin"].address))
@@ -117,7 +115,7 @@ class World:
         folder = self.disk("player") / str(number)
         seat = Seat(
             f"moqt://{host}:{port}/", PLAYER_TOKEN, self.fingerprint, folder, self.published.prompts,
-            None if number else self.published.profile, self._hang_s, self.folder / f"player-{number}.log",
+            self._hang_s, self.folder / f"player-{number}.log",
         )  # fmt: skip
         return Player(seat)
 
@@ -235,7 +233,7 @@ class World:
         return lambda: self._put(prompt, dice.randrange(len(prompt.versions)))
 
     def _lie(self, link: str, fault: Fault) -> Undo:
-        self.liar.lie(Mood.of(fault.seed))
+        self.liar.lie(fault.seed)
         return self._lead(link, self.liar.greeting)
 
     def _route(self, name: str, _: Fault) -> Undo:
@@ -277,27 +275,8 @@ class World:
         """The folder of a small disk."""
         return self.folder / f"disk-{name}"
 
-    def _disk(self, name: str) -> None:
-        path = self.disk(name)
-        path.mkdir()
-        words = ("mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "kvabr-chaos", str(path))
-        allowed = os.geteuid() == 0
-        self._mounted[name] = allowed and not subprocess.run(words, capture_output=True, check=False).returncode  # noqa: S603  # ours
-        if self._mounted[name]:
-            self._stack.callback(subprocess.run, ("umount", "--lazy", str(path)), check=False)
-
     def _fill(self, name: str, _: Fault) -> Undo:
-        if not self._mounted[name]:
-            return self._forbid(name)
-        ballast = self.disk(name) / "ballast"
-        with suppress(OSError), ballast.open("wb") as file:
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        return lambda: ballast.unlink(missing_ok=True)
-
-    def _forbid(self, name: str) -> Undo:
-        """Where no disk can be made: let processes write nothing into files, which fails like a full disk."""
+        """Let processes write nothing into files, which fails like a full disk."""
         pids = [player.pid for player in self.players] if name == "player" else [self.nodes[name].pid]
 
         def limit(most: int) -> None:

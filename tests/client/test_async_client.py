@@ -10,20 +10,18 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from kvabr.client import play as play_module
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play import computes_blindly
-from kvabr.client.runner import PlayRunner
+from kvabr.client.play_connection import PlayConnection, SharedTransfers
 from kvabr.client.shared_bandwidth import KnownLink
-from kvabr.player.decode_queue import DecodeShare
 from kvabr.store.files import STALE_S
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
-from kvabr.transfer.redial import UnreachedConnection
+from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import BusyError, PlayError, UsageError
+from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -56,25 +54,6 @@ async def test_plays_of_one_prompt_make_one_download(origin, long):
 
 
 @virtual
-async def test_plays_at_once_reckon_with_their_part_of_the_decoders(origin, monkeypatch):
-    alone, beside = [], []
-
-    class Watched(DecodeShare):
-        def seconds(self, track):
-            seen.append(super().seconds(track) / self._rates.seconds(track))
-            return super().seconds(track)
-
-    monkeypatch.setattr(play_module, "DecodeShare", Watched)
-    async with origin(rate=1e5) as link, AsyncClient() as client:
-        seen = beside
-        await asyncio.gather(*(play(client, TOKENS, peer=link, deadline=2.0 + n, spec=SPEC) for n in range(4)))
-        seen = alone
-        await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
-    assert max(beside) == 4
-    assert set(alone) == {1}
-
-
-@virtual
 async def test_what_came_before_comes_from_memory(origin, short):
     async with origin(rate=short.track("Int8").total_bytes) as link, AsyncClient() as client:
         first = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC)
@@ -89,16 +68,6 @@ async def test_what_came_before_comes_from_memory(origin, short):
         short.track(name).bytes[group] for group, name in enumerate(first.coverage)
     )
     assert client.metrics.value("kvabr_client_bytes_total", source="memory") > 0
-
-
-@virtual
-async def test_a_longer_prompt_takes_what_it_shares(origin, long):
-    """The asset of a prompt that begins alike: every client finds the same groups for the prefix."""
-    async with origin(folder="long", rate=long.fp16_bytes) as link, AsyncClient() as client:
-        await play(client, LONG[:96], peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
-        await play(client, LONG, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int4")
-        assert client.metrics.value("kvabr_client_groups_total", source="network") == long.groups
-        assert client.metrics.value("kvabr_client_groups_total", source="memory") == 6
 
 
 @virtual
@@ -145,34 +114,6 @@ async def test_a_late_play_is_not_left_behind_for_ever(origin, short):
 
 
 @virtual
-async def test_an_aborted_request_leaves_nothing_behind(origin, short):
-    async with origin(rate=short.fp16_bytes / 2) as link, AsyncClient() as client:
-        gone = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
-        await asyncio.sleep(0.3)
-        assert link.downloads > 0
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        await asyncio.sleep(0)
-        assert link.downloads == 0
-        assert client.metrics.value("kvabr_client_plays_total", result="aborted") == 1
-        assert client.metrics.value("kvabr_client_plays_in_flight") == 0
-
-
-@virtual
-async def test_an_aborted_request_takes_nothing_from_others(origin, short):
-    async with origin(rate=short.fp16_bytes / 2) as link, AsyncClient() as client:
-        gone = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
-        stays = soon(play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC))
-        await asyncio.sleep(0.3)
-        gone.cancel()
-        played = await stays
-        assert all(count == 1 for count in link._asked.values())
-    assert played.met
-    assert close(played.kv)
-
-
-@virtual
 async def test_a_damaged_group_is_not_kept(origin, short):
     def faults(ask):
         return Fault(corrupt_at=100) if ask.group == 1 and ask.attempt == 0 else None
@@ -193,17 +134,6 @@ async def test_memory_stays_within_its_bound(origin, short, long):
             assert (await play(client, tokens, peer=link, deadline=2.0, spec=SPEC, policy=policy)).met
             assert 0 < client.store.total_bytes <= bound
         assert client.metrics.value("kvabr_client_store_evicted_total", tier="memory") > 0
-
-
-@virtual
-async def test_a_folder_serves_the_next_process(origin, tmp_path):
-    limits = Limits(memory_bytes=0, disk=str(tmp_path))
-    for _ in range(2):
-        async with origin() as link, AsyncClient(limits=limits) as client:
-            played = await play(client, TOKENS, peer=link, deadline=2.0, spec=SPEC, policy="fixed:Int8")
-            assert close(played.kv)
-    assert client.metrics.value("kvabr_client_groups_total", source="disk") == 5
-    assert client.metrics.value("kvabr_client_groups_total", source="network") == 0
 
 
 @virtual
@@ -240,6 +170,7 @@ async def test_too_many_plays_wait_or_are_refused(origin, short):
     assert one.ttft_s < two.ttft_s
     assert two.lookup_s > one.ttft_s  # what it waited counts
     assert client.metrics.value("kvabr_client_plays_total", result="refused") == 1
+    assert client.metrics.value("kvabr_client_refused_total", reason="full") == 1
 
 
 @virtual
@@ -308,35 +239,6 @@ async def test_closing_ends_a_play_whose_turn_comes_in_that_moment(origin, short
 
 
 @virtual
-async def test_closing_twice_ends_a_play_once():
-    """What a play cleans up takes time; who closes the client again meanwhile must not cancel the play's task."""
-    runner = PlayRunner(Limits(), metrics := ClientMetrics())
-    peer = ClientPeer("away", UnreachedConnection("away"), GroupCache(1 << 20), metrics)
-    begun = asyncio.Event()
-
-    async def play_slowly():
-        async with runner.play([peer], 60.0, PlayOptions()):
-            begun.set()
-            try:
-                await asyncio.sleep(30.0)
-            finally:
-                await asyncio.sleep(1.0)
-
-    async def serve():
-        with pytest.raises(PlayError, match="closed"):
-            await play_slowly()
-        return asyncio.current_task().cancelling()
-
-    serving = soon(serve())
-    await begun.wait()
-    closing = soon(runner.close())
-    await asyncio.sleep(0.5)
-    await runner.close()
-    await closing
-    assert await serving == 0
-
-
-@virtual
 async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
     class Dialling(AbstractAsyncContextManager):
         peers = ("slow to close",)
@@ -355,22 +257,6 @@ async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
         await asyncio.sleep(0.5)
         await client.connect(other)
         await closing
-
-
-@virtual
-async def test_upgrades_after_the_deadline_keep_their_connection(origin, short):
-    async with origin(rate=short.track("Int4").total_bytes * 3) as link, AsyncClient() as client:
-        played = await play(client, TOKENS, peer=link, deadline=0.5, spec=SPEC, after=5.0)
-        before = played.upgrades.loss
-
-        def between_steps(first, last, write):
-            write()
-            return True
-
-        played.upgrades.into(between_steps)
-        await played.upgrades.wait()
-        assert played.upgrades.loss < before
-        assert client.metrics.value("kvabr_client_plays_in_flight") == 0
 
 
 async def test_arguments_that_make_no_sense():
@@ -440,14 +326,63 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
         assert not computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, client._history.link(link.peer))
 
 
-@virtual
-async def test_an_engine_that_fails_before_a_lookup_leaves_it_to_the_network(origin, short):
-    class Broken(ToyModel):
-        def prefill(self, tokens, before=None):
-            raise RuntimeError("no memory")
+def sharing(link):
+    return SharedTransfers(link, GroupCache(1 << 30), ClientMetrics())
 
-    async with origin(rate=short.track("Int4").total_bytes * 4) as link, AsyncClient(link) as client:
-        played = await play(client, TOKENS, peer=link, deadline=4.0, engine=Broken(), prefill_cost=COST)
-        assert "recomputed" not in played.coverage
-        assert played.met
-        assert counted_plays(client) == {"met": 1}
+
+def joining(shared):
+    return PlayConnection(shared, lambda _, priority: priority)
+
+
+@virtual
+async def test_closing_tells_the_readers(origin, short):
+    async with origin(rate=100.0) as link:
+        shared = sharing(link)
+        async with joining(shared) as play:
+            reading = asyncio.create_task(read_all(play.fetch(short.namespace, "Int8", 0, limit=10_000)))
+            await asyncio.sleep(5)
+            await shared.close()
+            with pytest.raises(ConnectionLostError, match="closed"):
+                await reading
+
+
+@virtual
+async def test_one_who_joins_late_gets_all_of_it(origin, short):
+    size, where = short.track("FP16").bytes[0], (short.namespace, "FP16")
+    async with origin(rate=size) as link:
+        shared = sharing(link)
+        one, two = joining(shared), joining(shared)
+        for play in (one, two):
+            play.identify(*where, short.track("FP16").digests)
+        early = one.fetch(*where, 0, limit=size)
+        begin = await early.read()
+        late = two.fetch(*where, 0, limit=size)
+        whole = await read_all(late)
+        assert await read_all(early) == whole
+        assert begin == whole[: len(begin)]
+        assert late.stats.limit == "network"  # the end of it came over the network
+        assert link.requests == 1
+        # The first part of it did not.
+        assert len(whole) == size == late.stats.received
+        await shared.close()
+
+
+@virtual
+async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(origin, short):
+    track, where = short.track("Int8"), (short.namespace, "Int8")
+    async with origin() as link:
+        shared = sharing(link)
+        play = joining(shared)
+        play.identify(*where, track.digests)
+        whole = await read_all(play.fetch(*where, 0, limit=track.bytes[0]))
+        assert await read_all(play.fetch(*where, 0, limit=track.bytes[0])) == whole
+        assert link.requests == 1
+        await read_all(play.fetch(*where, 0, limit=track.bytes[0] + 10))
+        assert link.requests == 2
+        # A group that is another's digest: nothing is kept under it.
+        play.identify(*where, track.digests[::-1])
+        await read_all(play.fetch(*where, 1, limit=track.bytes[1]))
+        await read_all(play.fetch(*where, 1, limit=track.bytes[1]))  # behind the check of the first
+        assert shared.metrics.value("kvabr_client_downloads_total", result="damaged") >= 1
+        assert list(play.cached_groups(*where)) == [4]
+        await shared.close()

@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import kvabr
 from kvabr.client.blocking import Client
 from kvabr.client.options import Limits, PlayOptions
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher
 from kvabr.types.errors import PlayError, UsageError
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
-from tests.toymodel import SPEC, prompt
+from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS, LONG = prompt(70).tokens, prompt(160).tokens
 INT4 = PlayOptions(policy="fixed:Int4")
@@ -67,3 +70,26 @@ def test_a_closed_one_says_so():
     for call in (client.play, client.submit):
         with pytest.raises(UsageError, match="closed"):
             call(TOKENS, deadline=1.0)
+
+
+def seen(digest):
+    return kvabr.MediaTokens(TOKENS, [kvabr.Medium(20, 16, digest * 64)])
+
+
+def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
+    made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
+    made.reserve(seen("a")).fill(ToyModel().prefill(TOKENS), lambda _: None)
+    made.close()
+    served = Served(tmp_path / "assets", tmp_path)
+    options = kvabr.PlayOptions(policy="fixed:FP16")
+    try:
+        with kvabr.Client(served.url, fingerprint=served.fingerprint, options=options, quic="aioquic") as client:
+            for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
+                assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
+            for play in (client.play, client.play_asset):
+                name = () if play == client.play else (kvabr.TrackNamespace(SPEC.model, "0" * 64),)
+                given = {"tokens": seen("a"), "engine": ToyModel(), "deadline": 1.0}
+                with pytest.raises(kvabr.UsageError, match="some of these stand for media"):
+                    play(*name, **given)
+    finally:
+        served.close()

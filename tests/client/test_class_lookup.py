@@ -10,14 +10,11 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import NothingCached, Played
-from kvabr.publish.frames import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec, LayerClass
-from kvabr.types.naming import chain
 from kvabr.types.units import Span
-from tests.client.classes import Computer, link, numbers
+from tests.client.classes import Computer, link, published
 from tests.client.virtual import virtual
 
 SPEC = KVSpec(
@@ -27,19 +24,6 @@ SPEC = KVSpec(
     4,
 )
 """With a snapshot at the end of each asset alone."""
-
-
-def publish(root, name: str, tokens: list[int], spec: KVSpec = SPEC) -> None:
-    chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    parts = list(numbers(spec, tokens))
-    snapshots = len(tokens) // (spec.classes[1].interval or len(tokens))
-    parts[1] = parts[1].repeat(1, 1, 1, snapshots, 1)
-    with open_store(root).writer(name) as writer:
-        frames = FrameEncoder(spec, chunks, len(tokens), ["FP16"], None, writer)
-        frames.encode(tuple(parts))
-        writer.commit(
-            frames.catalog({"FP16": [0.0] * len(frames.units)}, {"FP16": 0.0}, loss_method="made up", source="test")
-        )
 
 
 async def found(root, tokens: list[int]) -> int:
@@ -55,7 +39,7 @@ async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_p
     """As of two turns of a chat, the first of which is answered again."""
     turns = {"one": list(range(16)), "two": list(range(40))}
     for name, tokens in sorted(turns.items(), reverse=order == "longer first"):
-        publish(tmp_path, name, tokens)
+        published(tmp_path / name, SPEC, tokens)
     assert await found(tmp_path, [*range(16), 99, 98]) == 16
     # The longer one shares more, and nothing of it can be played.
     assert await found(tmp_path, [*range(30), 99]) == 16
@@ -66,7 +50,7 @@ async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_p
 @pytest.mark.parametrize("computes", [False, True])
 @virtual
 async def test_a_prompt_of_which_no_snapshot_is_cached_says_so(tmp_path, computes):
-    publish(tmp_path, "one", list(range(16)))
+    published(tmp_path / "one", SPEC, list(range(16)))
     prompt, engine = [*range(12), 99], Computer(SPEC) if computes else None
     options = PlayOptions(prefill_cost=PrefillCost.from_rate(50.0))
     async with (
@@ -88,7 +72,7 @@ async def test_a_prompt_of_which_no_snapshot_is_cached_says_so(tmp_path, compute
 async def test_snapshots_and_group_sizes_are_a_publishers_choice(tmp_path):
     """An engine finds and plays what has groups of another size, and snapshots where it keeps none itself."""
     often = replace(SPEC, group_tokens=8, classes=(SPEC.classes[0], replace(SPEC.classes[1], interval=8)))
-    publish(tmp_path, "often", list(range(40)), often)
+    published(tmp_path / "often", often, list(range(40)))
     options = PlayOptions(prefill_cost=PrefillCost.from_rate(1.0))
     async with (
         link(PublishedAssets(tmp_path)) as connection,
@@ -102,20 +86,11 @@ async def test_snapshots_and_group_sizes_are_a_publishers_choice(tmp_path):
 
 
 @virtual
-async def test_more_snapshots_are_worth_more_than_a_newer_asset(tmp_path):
-    often = replace(SPEC, classes=(SPEC.classes[0], replace(SPEC.classes[1], interval=8)))
-    publish(tmp_path, "often", list(range(40)), often)
-    publish(tmp_path, "late", [*range(36), *range(60, 68)])
-    assert await found(tmp_path, [*range(30), 99]) == 24
-    assert await found(tmp_path, [*range(36), *range(60, 68), 99]) == 44
-
-
-@virtual
 async def test_a_second_round_trip_never_makes_it_worse(tmp_path):
     """A long prompt's first lookup names only some of its groups, the second those near the end of what was found."""
     prompt = list(range(4 * 330))
-    publish(tmp_path, "short", prompt[:80])
-    publish(tmp_path, "long", [*prompt[:-8], *range(8)])
+    published(tmp_path / "short", SPEC, prompt[:80])
+    published(tmp_path / "long", SPEC, [*prompt[:-8], *range(8)])
     assert await found(tmp_path, prompt) == 80
-    publish(tmp_path, "longer", prompt[:84])
+    published(tmp_path / "longer", SPEC, prompt[:84])
     assert await found(tmp_path, prompt) == 84

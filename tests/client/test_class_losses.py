@@ -153,10 +153,3 @@ def test_whatever_is_lost_what_is_handed_over_is_exact_and_complete(spec, tokens
 
     with tempfile.TemporaryDirectory() as folder:
         plays(Path(folder))
-
-
-@pytest.mark.parametrize("window", [1, 3, 4, 5])
-def test_windows_smaller_than_a_group_need_one_or_two(window):
-    spec = KVSpec("m", "t", (LayerClass("window", (0,), 1, 2, 2, "float16", window=window),), 4)
-    assert len(wanted(spec, 12)) == (2 if window == 5 else 1)
-    assert len(wanted(spec, 13)) == (1 if window == 1 else 2)

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections import Counter
 
 import pytest
-import torch
 
 from kvabr.client import play
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.driver import Driver
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
+from kvabr.player.assembler import Assembler
+from kvabr.store import buffers
 from kvabr.transfer.transfer import ReceiveBuffer
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
+from tests.memory_transport import Fault
 from tests.toymodel import SPEC, prompt
 
 TOKENS = prompt(70).tokens
@@ -68,14 +72,6 @@ class Counts:
 
 
 @virtual
-async def test_one_play(origin, short, monkeypatch):
-    counts = Counts(monkeypatch)
-    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
-        assert close((await client.play(TOKENS, deadline=2.0)).kv, error=1e-5)
-    counts.check(short.track("FP16"), 1)
-
-
-@virtual
 async def test_plays_that_share_downloads_and_plays_from_memory(origin, short, monkeypatch):
     counts = Counts(monkeypatch)
     async with origin(rate=short.fp16_bytes) as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
@@ -84,42 +80,16 @@ async def test_plays_that_share_downloads_and_plays_from_memory(origin, short, m
     counts.check(short.track("FP16"), 5)
 
 
-@virtual
-async def test_without_a_store(origin, short, monkeypatch):
-    counts = Counts(monkeypatch)
-    limits = Limits(memory_bytes=0)
-    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
-        assert close((await client.play(TOKENS, deadline=2.0)).kv, error=1e-5)
-    counts.check(short.track("FP16"), 1)
-
-
-@pytest.mark.parametrize("quic", ["aioquic", "qh3"])
-async def test_over_quic(root, short, tmp_path, monkeypatch, quic):
-    if quic == "qh3":
-        pytest.importorskip("qh3", reason="qh3 is not installed: tools/setup-venv")
-    served = Served(root / "short", tmp_path, quic=quic)
+async def test_over_quic(root, short, tmp_path, monkeypatch):
+    served = Served(root / "short", tmp_path)
     counts = Counts(monkeypatch)
     try:
-        trust = {"fingerprint": served.fingerprint, "quic": quic}
+        trust = {"fingerprint": served.fingerprint, "quic": "aioquic"}
         async with AsyncClient(served.url, **trust, model=SPEC, options=OPTIONS) as client:
             assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
     finally:
         served.close()
     counts.check(short.track("FP16"), 1)
-
-
-@virtual
-async def test_groups_are_decoded_into_the_cache_itself(origin, monkeypatch):
-    places, decode = [], paged.decode_payload
-
-    def decoding(*arguments):
-        places.extend(each.untyped_storage().data_ptr() for each in arguments if isinstance(each, torch.Tensor))
-        return decode(*arguments)
-
-    monkeypatch.setattr(paged, "decode_payload", decoding)
-    async with origin() as link, AsyncClient(link, model=SPEC, options=OPTIONS) as client:
-        played = await client.play(TOKENS, deadline=2.0)
-    assert places == [played.kv.untyped_storage().data_ptr()] * len(played.coverage)
 
 
 async def test_from_a_folder_a_group_is_hashed_once_a_play_and_takes_no_new_memory(
@@ -143,3 +113,42 @@ async def test_from_a_folder_a_group_is_hashed_once_a_play_and_takes_no_new_memo
     assert [pool.fresh_bytes for pool in (buffers.GROUPS, buffers.CACHES)] == fresh
     assert counts.copied == 0
     assert [counts.hashed[digest] for digest in track.digests] == [1] * len(track.digests)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Have every play decode in batches; return how many groups each had."""
+    sizes, put_many, decode, came = [], Assembler.put_many, Driver._decode, threading.Event()
+
+    def counted(self, asked):
+        sizes.append(len(asked))
+        if len(sizes) == 1:
+            assert came.wait(30)
+        return put_many(self, asked)
+
+    def coming(self, action):
+        decode(self, action)
+        if not self._reads:
+            came.set()
+
+    monkeypatch.setattr(Driver, "_decode", coming)
+    monkeypatch.setattr(Assembler, "together", True)
+    monkeypatch.setattr(Assembler, "put_many", counted)
+    return sizes
+
+
+async def test_a_bad_frame_in_a_batch_is_fetched_again_alone(origin, batches):
+    asked = []
+
+    def faults(ask):
+        asked.extend([ask] if (ask.track, ask.group) == ("FP16", 2) else [])
+        return Fault(corrupt_at=2000) if len(asked) == 1 and asked[0] is ask else None
+
+    async with (
+        origin(rate=1e9, faults=faults) as link,
+        AsyncClient(link, model=SPEC, options=PlayOptions(policy="fixed:FP16")) as client,
+    ):
+        played = await client.play(TOKENS, deadline=120.0)
+    assert close(played.kv, error=1e-5)
+    assert [damage[0] for damage in played.record.damaged] == [2]
+    assert max(batches) > 1

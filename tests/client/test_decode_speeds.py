@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from kvabr.client import decode_speeds
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure, on_one_core
+from kvabr.client.decode_speeds import DecodeSpeeds, ModelKey, complete, measure
 from kvabr.client.machine_file import MAX_MODELS, SCHEMA, digest, this_machine
 from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.catalog import Catalog
@@ -97,23 +96,6 @@ def test_a_measurement_is_there_in_the_next_process(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir() if each.suffix != ".lock"] == [path.name]
 
 
-def test_the_file_replaces_what_the_catalog_says(tmp_path: Path) -> None:
-    speeds = DecodeSpeeds(written(tmp_path / "rates.json"))
-    assert not speeds.lacks(catalog())
-    for offer in (catalog(), unmeasured(catalog())):
-        assert speeds.rates(offer).seconds("Int8") == pytest.approx(128 * 2e-4)
-    assert speeds.rates(catalog()).seconds("FP16") == 0.001
-
-
-def test_plays_share_what_they_observe() -> None:
-    speeds = DecodeSpeeds()
-    for _ in range(2):
-        speeds.rates(catalog()).observe("Int8", 1.0, 0.016)
-    assert speeds.rates(catalog()).seconds("Int8") == pytest.approx(0.016)
-    assert speeds.rates(catalog(decode=2.0)).seconds("Int8") == 0.004
-    assert not speeds.lacks(catalog())  # nowhere to keep it
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("host", "another"), ("processor", "a slower one"), ("kvabr", "0.0.1"), ("torch", "1.0"), ("threads", 4096)],
@@ -126,11 +108,6 @@ def test_another_machine_or_version_is_measured_anew(tmp_path: Path, name: str, 
     speeds.measure(catalog(2), None)
     assert json.loads(path.read_text())["machine"] == this_machine()
     assert not DecodeSpeeds(path).lacks(catalog())
-
-
-def test_another_code_path_is_measured_anew(tmp_path: Path) -> None:
-    key = replace(ModelKey.of(catalog()), path="slower")
-    assert DecodeSpeeds(written(tmp_path / "rates.json", {str(key): PER_TOKEN})).lacks(catalog())
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1e-4, math.nan, math.inf, 1e6, 0, True, "fast", None, []])
@@ -157,13 +134,6 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     assert DecodeSpeeds(written(path, models | {"one::more": PER_TOKEN})).lacks(catalog())
 
 
-def test_a_wrong_code_path_fails_only_what_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVABR_CODER", "quantum")
-    speeds = DecodeSpeeds(tmp_path / "rates.json")
-    speeds.measure(catalog(2), None)
-    assert speeds.rates(catalog()).seconds("Int8") > 0
-
-
 @virtual
 async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: Path) -> None:
     file = tmp_path / "decode-rates.json"
@@ -174,30 +144,6 @@ async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: 
         assert file.exists()
     (measured,) = json.loads(file.read_text())["decode_rates"].values()
     assert set(measured) <= {"FP16", "Int8", "Int4"}
-
-
-def test_a_thread_on_one_core_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_speeds, "_one_core", threading.local())
-    found: dict[str, int] = {}
-
-    def look(name: str) -> None:
-        found[name] = torch.get_num_threads()
-
-    def decode() -> None:
-        on_one_core()
-        look("decoder")
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for work, name in ((decode, ""), (look, "later")):
-            thread = threading.Thread(target=work, args=(name,) if name else ())
-            thread.start()
-            thread.join()
-        look("here")
-    finally:
-        torch.set_num_threads(before)
-    assert found == {"decoder": 1, "later": 3, "here": 3}
 
 
 def test_a_device_of_batches_has_a_latency_and_a_time_per_group(tmp_path: Path) -> None:

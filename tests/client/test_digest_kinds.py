@@ -15,10 +15,8 @@ from kvabr.codec.group import decode_group
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types import digests
-from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, PlayError
-from tests.assets import frame_file
 from tests.client.playing import play
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
@@ -37,17 +35,6 @@ def asset(tmp_path):
 def connect(asset):
     library = PublishedAssets(asset.path)
     return lambda: MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02))
-
-
-def test_an_asset_of_another_kind(asset):
-    catalog = asset.catalog
-    assert catalog.digest_kind == "blake3"
-    assert Catalog.loads(catalog.dumps()) == catalog
-    assert catalog.track("Int4").digests[2] == digests.digest_of(asset.frame(2, "Int4"), "blake3")
-    path = frame_file(asset.path, 2, "Int4")
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(FormatError, match="damaged, its BLAKE3 is not"):
-        asset.frame(2, "Int4")
 
 
 @virtual

@@ -16,9 +16,8 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.engine_costs import COSTS_FILE, EngineCosts, costs_at, engine_key
 from kvabr.client.machine_file import SCHEMA, digest, this_machine
-from kvabr.client.prefill_timings import MOST, PrefillTimings, guess, guess_of
+from kvabr.client.prefill_timings import MOST, PrefillTimings, guess_of
 from kvabr.types.cost import PrefillCost
-from tests import kvdata
 from tests.client.playing import play
 from tests.toymodel import ToyModel, prompt
 
@@ -38,13 +37,6 @@ def taught(noise: float = 0.03, seed: int = 1, rounds: int = 3) -> PrefillTiming
         for shape in SIZES:
             timings.note(*shape, float(TRUE.seconds(*shape) * dice.normal(1, noise)))
     return timings
-
-
-def test_the_first_computation_corrects_a_guess() -> None:
-    timings = PrefillTimings(GUESS)
-    assert learnt(timings) < 0.5
-    timings.note(0, 2010, TRUE.seconds(0, 2010))
-    assert learnt(timings) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -90,18 +82,6 @@ def test_until_something_was_timed_a_publisher_is_believed_if_that_may_be() -> N
     before = learnt(timings)
     timings.cost(GUESS.scaled(20))
     assert learnt(timings) == pytest.approx(before, rel=0.05)
-
-
-def test_guesses_are_of_the_right_size() -> None:
-    big = kvdata.spec(32, 8, 128)
-    card = guess(big, "cuda", 8_000_000_000)
-    assert card.seconds(0, 2048) == pytest.approx(0.062, rel=1.0)
-    assert card.seconds(0, 128) == pytest.approx(0.02)
-    assert guess(big, "cuda").seconds(0, 2048) == pytest.approx(card.seconds(0, 2048), rel=0.1)
-    assert guess(big).seconds(0, 2048) > 100 * card.seconds(0, 2048)
-    engine = ToyModel()
-    engine.weights, engine.device = 8_000_000_000, torch.device("cuda")  # type: ignore[attr-defined]
-    assert guess_of(engine).floor_s > 0
 
 
 class Timed(ToyModel):

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from kvabr.transfer.work import decoders
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError
 from tests.client.playing import play
@@ -90,8 +89,3 @@ async def test_an_engine_that_hangs_ends_the_play_within_bounds(origin):
             with pytest.raises(ModelError, match="did not end within"):
                 await play(link, range(50), deadline=1.0, engine=Stuck(), prefill_cost=COST, patience=2.0)
             assert loop.time() - start < 2.6
-
-
-def test_the_threads_that_decode_are_few():
-    assert decoders() is decoders()
-    assert decoders()._max_workers <= 4

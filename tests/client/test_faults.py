@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -76,22 +75,6 @@ async def test_a_publisher_that_is_busy_is_asked_again_for_the_same_track(origin
     assert sum(line.name == "failed" and "0x9" in line.reason for line in lines) == 8
 
 
-@virtual
-async def test_a_refusal_that_asks_for_time_gets_it(origin):
-    asked = {}
-
-    def busy(ask):
-        if level(ask):
-            times = asked.setdefault(ask.group, [])
-            times.append(asyncio.get_running_loop().time())
-            return Fault(refuse=0x9, retry_after_s=0.2) if len(times) == 1 else None
-        return None
-
-    played, _ = await played_with(origin, busy)
-    assert played.met
-    assert all(times[1] - times[0] >= 0.2 for times in asked.values())
-
-
 def answering(short, change):
     """Find as the library does, but with another catalog."""
 
@@ -134,20 +117,17 @@ def unknown_codec(catalog):
         (unknown_codec, "can be decoded here"),
     ],
 )
-def test_a_catalog_that_cannot_be_is_refused(origin, short, change, message):
-    @virtual
-    async def check():
-        async with origin() as link:
-            link.find = answering(short, change)(link.find)
-            with pytest.raises(PlayError, match=message):
-                await play(link, TOKENS, deadline=2.0, spec=SPEC)
-            played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
-            assert set(played.coverage) == {"recomputed"}
-            if "mixed" not in message:
-                with pytest.raises(FormatError, match=message):
-                    await play_asset(link, short.namespace, deadline=2.0)
-
-    check()
+@virtual
+async def test_a_catalog_that_cannot_be_is_refused(origin, short, change, message):
+    async with origin() as link:
+        link.find = answering(short, change)(link.find)
+        with pytest.raises(PlayError, match=message):
+            await play(link, TOKENS, deadline=2.0, spec=SPEC)
+        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
+        assert set(played.coverage) == {"recomputed"}
+        if "mixed" not in message:
+            with pytest.raises(FormatError, match=message):
+                await play_asset(link, short.namespace, deadline=2.0)
 
 
 @virtual

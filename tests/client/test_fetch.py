@@ -183,13 +183,6 @@ def test_a_peer_that_cannot_be_used_is_told_once_with_the_way_out(served, short,
         assert error.count(words) == 1
 
 
-def test_an_asset_named_twice_and_a_bad_url(served, short, capsys):
-    assert kvabr("fetch", f"{served.url}#kvcache:{name(short)}", "--name", name(short)) == 2
-    assert "twice" in capsys.readouterr().err
-    assert kvabr("fetch", "ftp://h/", "--name", name(short)) == 2
-    assert "moqt://" in capsys.readouterr().err
-
-
 RESTLESS = """
 from kvabr.abr import Decision, Policy
 
@@ -311,19 +304,6 @@ def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_a
     assert [group["track"] for group in json.loads(result.read_text())["groups"]] == ["Int8"] * 4
 
 
-@pytest.mark.model
-def test_losses_that_are_not_measured_are_those_of_the_prior_that_is_named(short, tmp_path):
-    text, asset = tmp_path / "text", tmp_path / "asset"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 8)
-    prior = tmp_path / "prior.json"
-    prior.write_text(short.dumps())
-    words = ("encode", "--text", text, "--model", tinymodels.save(tmp_path / "tiny-llama"), "--tokens", 200)
-    words = (*words, "--continuation", 16, "--quick", "--prior", prior, "--tracks", "Int8", "--out", asset)
-    assert kvabr(*words) == 0
-    loss = open_asset(asset).catalog.track("Int8").total_loss
-    assert loss == pytest.approx(short.track("Int8").total_loss, rel=1e-3)
-
-
 # -------------------------------------------------------------------- overlay
 
 
@@ -379,21 +359,6 @@ def test_what_the_overlay_shows(shots, parts):
     assert [part for part in parts if part not in text] == []
 
 
-def test_what_the_overlay_says_in_lines():
-    text = shown(shot(undecoded=6), terminal=False, trouble=LOST)
-    assert LOST in text
-    assert "6 to be decoded" in text
-    growing = Overlay("live", Console(file=io.StringIO())).line(shot(edge=4, tracks=("FP16", "Int4", *[None] * 4)))
-    assert "2 of 6 groups in place, 4 published, " in growing
-
-
-def test_a_long_prompt_fits_and_its_worst_groups_show():
-    text = shown(shot(tracks=("Int4",) * 4321 + (None,) + ("Int4",) * 678, transfers={}), width=40)
-    strip = [line for line in text.splitlines() if "█" in line and "Int4" not in line]
-    assert 0 < len(strip) <= 6 * 3
-    assert any("·" in line for line in strip)
-
-
 def test_lines_instead_where_there_is_no_terminal():
     screen = io.StringIO()
     with Overlay("plain", Console(file=screen)) as overlay:
@@ -407,18 +372,6 @@ def test_lines_instead_where_there_is_no_terminal():
     assert "rate not known yet" not in lines[-1], "it was known before"
     assert "rate not known yet, slack" in Overlay("new", Console(file=screen)).line(shot(rate=0.0))
     assert "\x1b" not in screen.getvalue()
-
-
-def test_lines_say_at_once_that_a_connection_is_lost_and_is_back():
-    screen, troubles = io.StringIO(), iter([None, "no answer (1st try)", "no answer (2nd try)", None, None])
-    now = [next(troubles)]
-    with Overlay("plain", Console(file=screen, width=200), lambda: now[0]) as overlay:
-        for step in range(5):
-            overlay.show(shot(step / 10))
-            now[0] = next(troubles, None)
-    lines = screen.getvalue().splitlines()
-    assert [line.partition("s:")[0] for line in lines] == ["0.00 ", "0.10 ", "0.30 "]
-    assert "1st try" in lines[1]
 
 
 def test_save_is_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -488,13 +441,6 @@ def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served
     assert (tmp_path / "cache" / "kvabr" / "peers.json").is_file()
 
 
-@pytest.mark.parametrize("after", ["0", "-1", "nan", "soon"])
-def test_an_after_that_is_none_is_refused(after, capsys):
-    with pytest.raises(SystemExit):
-        kvabr("fetch", "moqt://localhost:1/", "--name", f"m/{'0' * 64}", f"--after={after}")
-    assert "--after" in capsys.readouterr().err
-
-
 def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     """On the terminal, in the result, in the log; the play goes on with another track."""
     shutil.copytree(root / "short", tmp_path / "assets" / "short")
@@ -545,12 +491,6 @@ async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, t
         with pytest.warns(RuntimeWarning, match="codec profile is not kept: "):
             await client.fetch_profile(long)
         assert client.metrics.value("kvabr_client_unkept_total", what="profile") == 1
-
-
-def test_the_url_of_a_web_server_that_is_none_says_how_those_of_origins_begin(short, capsys):
-    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
-    assert kvabr("fetch", "https://127.0.0.1:9/", "--name", name(short)) == 1
-    assert "the URL of an origin or relay begins with moqt://" in capsys.readouterr().err
 
 
 def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short, tmp_path, capsys):

@@ -10,11 +10,8 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits, PlayOptions
-from kvabr.client.runner import Clock
 from kvabr.data import default_catalog
-from kvabr.player.requests import LEAST_URGENT
 from kvabr.publish.publisher import Publisher
-from kvabr.store.group_cache import StoreTier
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
 from tests.client.served import LIMIT_S, Served
@@ -69,55 +66,12 @@ async def test_a_hint_takes_no_turn_of_a_play(origin, long, short):
 
 
 @virtual
-async def test_a_hint_that_is_due_sooner_than_a_play_leaves_it_the_link(origin):
-    client = AsyncClient(origin(), model=SPEC)
-    runner, peers = client._runner, client.origins
-    async with (
-        runner._connected(peers, Clock(1.0), ahead=True) as hint,
-        runner._connected(peers, Clock(60.0), ahead=False) as play,
-    ):
-        assert runner._under_way() == 1
-        needed = [runner._place(hint, priority) for priority in range(LEAST_URGENT)]
-        assert needed == sorted(needed)
-        assert runner._place(play, LEAST_URGENT - 1) < needed[0] < needed[-1] < LEAST_URGENT
-        assert runner._place(hint, LEAST_URGENT) == 255
-        await asyncio.sleep(90.0)  # late plays, too
-        assert runner._place(play, LEAST_URGENT - 1) < runner._place(hint, 0)
-    await client.close()
-
-
-@virtual
 async def test_what_a_hint_asks_for_is_kept_before_other_groups(origin, long):
     async with origin(1e8, folder="long") as link:
         client = AsyncClient(link, model=SPEC)
         await client.hint_asset(long.namespace, within_s=10.0, keep_s=100.0, options=PlayOptions(policy="fixed:FP16"))
         assert client.store.memory.kept_bytes == long.track("FP16").total_bytes
         await client.close()
-
-
-def test_kept_entries_stay_until_their_time_is_over():
-    now = [0.0]
-    gone = []
-    lru = ByteLru(6, lambda _: 1, lambda key, _: gone.append(key), clock=lambda: now[0])
-    for key in "abcdef":
-        lru.add(key, key)
-    lru.keep("xba", 10.0)
-    lru.add("g", "g")
-    assert gone == ["c"]
-    lru.keep("d", 5.0)
-    for key in "hijk":
-        lru.add(key, key)
-    assert all(key in lru for key in "abd")
-    now[0] = 6.0
-    for key in "lmno":
-        lru.add(key, key)
-    assert "d" in gone
-    assert "b" in lru
-    now[0] = 11.0
-    for key in "pqrstuv":
-        lru.add(key, key)
-    assert "b" in gone
-    assert (lru.currsize, lru.kept_bytes) == (6, 0)
 
 
 def test_what_was_asked_for_first_is_kept_no_longer_beyond_half():
@@ -137,43 +91,6 @@ def test_what_was_asked_for_first_is_kept_no_longer_beyond_half():
     assert lru.kept_bytes == 3
     lru.clear()
     assert lru.kept_bytes == 0
-
-
-def test_what_making_room_takes_does_not_grow_with_what_is_kept():
-    read = 0
-
-    class Counted(str):
-        __slots__ = ()
-
-        def __hash__(self):
-            nonlocal read
-            read += 1
-            return str.__hash__(self)
-
-    lru = ByteLru(1000, lambda _: 1)
-    for each in range(1000):
-        lru.add(Counted(each), each)
-    lru.keep(list(lru), 1e18)
-    read = 0
-    for each in range(10):
-        lru.add(f"new {each}", each)
-    assert len(lru) == 1000
-    assert read < 100
-
-
-async def test_nothing_is_kept_in_a_folder_while_its_thread_makes_room(tmp_path):
-    store = StoreTier(tmp_path / "groups", 1000)
-    digests = [f"{number:064x}" for number in range(2)]
-    for digest in digests:
-        await store.put(digest, memoryview(bytes(500)))
-    with store._lock:  # as its thread holds it
-        keeping = asyncio.create_task(asyncio.to_thread(store.keep, digests[:1], 1e18))
-        done, _ = await asyncio.wait({keeping}, timeout=0.05)
-        assert not done
-    await keeping
-    await store.put(f"{2:064x}", memoryview(bytes(500)))
-    assert store.present(digests) == {digests[0]}
-    await store.close()
 
 
 @pytest.mark.process

@@ -25,7 +25,7 @@ from kvabr.types.errors import ForeignError, PlayError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.client.classes import Computer, numbers
 from tests.client.virtual import virtual
-from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+from tests.memory_transport import MemoryConnection, MemoryLink
 
 LATENT = LayerClass("latent", (0, 1, 2), 1, 576, 0, "bfloat16")
 """512 dims of the compressed keys and values, 64 that are rotated; one head."""
@@ -124,13 +124,6 @@ def test_a_quantised_cache_is_published_as_it_is_and_smaller(tmp_path, name):
 
 
 @virtual
-async def test_an_engine_without_scales_gets_the_numbers(tmp_path):
-    played = await play(published(tmp_path, MLA_FP8), MLA_FP8, track="Raw", dtype=torch.float32)
-    scales = torch.tensor(SCALES)[:, None, None, None, None]
-    assert torch.equal(played.kv, cache_of(MLA_FP8)[0].float() * scales)
-
-
-@virtual
 async def test_a_cache_with_other_scales_is_refused(tmp_path):
     library = published(tmp_path, MLA_FP8)
     other = MLA_FP8.changed(scales=(1.0,))
@@ -161,25 +154,6 @@ def test_the_assembler_takes_its_own_codes_or_numbers_and_no_others(tmp_path):
     assembler.put_computed(2, 3, numbers)
     assert same(assembler.take(), exact)
     assert same(out, exact)
-
-
-@pytest.mark.parametrize("name", ["mla fp8", "sparse fp8"])
-@virtual
-async def test_a_prefix_of_a_quantised_cache_is_handed_over_in_whole_blocks(tmp_path, name):
-    """As for vLLM, which computes the rest: the last group does not come."""
-    spec = SPECS[name]
-    library = published(tmp_path, spec)
-
-    def faults(ask):
-        return Fault(refuse=0x10) if ask.group == 2 else None
-
-    link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e7, 0.02), faults=faults)
-    async with link as connection, AsyncClient(connection, options=PlayOptions(policy="fixed:Raw")) as client:
-        found = await client.find(TOKENS, model=spec, any_dtype=True)
-        played = await client.play_prefix(found, deadline=2.0, cost=PrefillCost.from_rate(1.0), block=16)
-    assert (played.first, played.tokens, set(played.coverage)) == (0, 64, {"Raw"})
-    for kv, exact in zip(played.parts, cache_of(spec), strict=True):
-        assert same(kv.contiguous(), exact[:, :, :, :64].contiguous())
 
 
 @pytest.mark.parametrize("out", [False, True])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.engine_hook import StepGate
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.publication import BytesPublication
 from kvabr.store.locations import open_asset, open_store
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, UsageError
-from kvabr.types.events import GroupsPublished, SoonerAlone
+from kvabr.types.errors import FormatError
+from kvabr.types.events import GroupsPublished, ProducerStopped, RequestSent, SoonerAlone
+from kvabr.types.live import LiveEnd
 from tests.client.classes import HYBRID, SLIDING, WINDOWS, published
 from tests.client.classes import link as linked
 from tests.client.live import GROUPS, TOKENS, Producer, origin, play, right, working
@@ -27,35 +28,70 @@ from tests.toymodel import SPEC, ToyModel, prompt
 
 SLOW = PrefillCost.from_rate(1.0)
 """An engine that is of no help."""
+QUICK = {"prefill_cost": PrefillCost.from_rate(100.0), "gpu_price": float("inf")}
+LAYERS = ("FP16", "Int8")
+"""What may follow the base, which is Int4."""
+
+
+@dataclass
+class End:
+    """What came of a play: its cache, or what there is of one; when it ended, what it told, and what it asked for."""
+
+    result: Any = None
+    error: str = ""
+    missing: tuple = ()
+    took_s: float = 0.0
+    events: list = field(default_factory=list)
+    sent: list = field(default_factory=list)
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def asked(self, wanted):
+        return [group for track, group in self.sent if track == wanted]
+
+
+async def played(producer, *steps, link=None, **how):
+    """Play while a producer does what ``steps`` say: calls, and seconds to wait."""
+    end, loop = End(), asyncio.get_running_loop()
+    note = lambda ask: end.sent.append((ask.track, ask.group))  # noqa: E731
+    async with origin(producer, faults=note, **(link or {})) as connection:
+        begun_s = loop.time()
+        task = asyncio.ensure_future(play(connection, log=end.events.append, **how))
+        task.add_done_callback(lambda _: setattr(end, "took_s", loop.time() - begun_s))
+        for step in steps:
+            await (step if asyncio.iscoroutine(step) else asyncio.sleep(0 if callable(step) else step))
+            if callable(step):
+                step()
+        try:
+            end.result = await task
+        except IncompleteError as error:
+            end.result, end.error, end.missing = error.prefix, str(error), error.missing
+    assert end.result is None or isinstance(end.result, NothingCached) or right(end.result, producer.asset)
+    return end
 
 
 @virtual
-async def test_groups_come_as_they_are_published(producer, asset):
-    events = []
-    async with origin(producer) as link, working(producer, 1.0):
-        played = await play(link, log=events.append)
-    assert played.tokens == 160
-    assert right(played, asset)
-    assert played.met
+async def test_groups_come_as_they_are_published(producer):
+    end = await played(producer, producer.run(1.0))
+    found = end.result
+    assert (found.tokens, found.met) == (160, True)
     # The last group is published after ten seconds, and its base needs no request; then the play ends soon.
-    assert 10 < played.ttft_s < 10.5
-    assert played.coverage[:-1] == ("FP16",) * 9
-    edges = [event.edge for event in events if isinstance(event, GroupsPublished)]
-    assert edges == list(range(1, 11))
-    assert played.live.published == 10
-    assert 9.9 < played.live.complete_s < 10.1
-    assert played.live.stopped is played.live.sooner_alone_s is None
+    assert 10 < found.ttft_s < 10.5
+    assert found.coverage[:-1] == ("FP16",) * 9
+    assert [event.edge for event in end.of(GroupsPublished)] == list(range(1, 11))
+    assert found.live.published == 10
+    assert 9.9 < found.live.complete_s < 10.1
+    assert found.live.stopped is found.live.sooner_alone_s is None
 
 
 @pytest.mark.parametrize("before", [0, 1, 5, 9, 10])
 @virtual
-async def test_a_play_may_join_at_any_time(producer, before, asset):
+async def test_a_play_may_join_at_any_time(producer, before):
     producer.publish(before)
-    async with origin(producer) as link, working(producer, 1.0):
-        played = await play(link)
-    assert right(played, asset)
-    assert played.live.published == 10
-    assert played.ttft_s < GROUPS - before + 1
+    found = (await played(producer, producer.run(1.0))).result
+    assert (found.tokens, found.live.published) == (160, 10)
+    assert found.ttft_s < GROUPS - before + 1
 
 
 @virtual
@@ -78,7 +114,7 @@ def endless(tmp_path_factory):
     spec = replace(SPEC, group_tokens=2)
     made, folder = prompt(660), tmp_path_factory.mktemp("endless") / "asset"
     with open_store(folder).writer() as writer:
-        writer.commit(publish(ToyModel(spec), made, ("Int8", "Int4"), None, writer, time_engine=False))
+        writer.commit(publish(ToyModel(spec), made, ("Int4",), None, writer, time_engine=False))
     return open_asset(folder)
 
 
@@ -96,124 +132,38 @@ async def test_a_prompt_of_many_groups_is_played_whole(endless):
 
 
 @virtual
-async def test_what_came_before_its_news_is_kept_for_the_next_play(producer, asset):
-    asked = []
-    async with (
-        origin(producer, rate=2e4, faults=lambda ask: asked.append((ask.track, ask.group))) as link,
-        working(producer, 0.01),
-        AsyncClient(link, model=SPEC) as client,
-    ):
-        played = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
-        assert played.coverage == ("Int4",) * GROUPS
-        assert all(digest in client.store for digest in asset.catalog.track("Int4").digests)
-        producer.forgotten = True
-        asked.clear()
-        again = await client.play(TOKENS, deadline=30.0, options=PlayOptions(time_price=100.0))
-        assert right(again, asset)
-        # The first ones were asked for before the play knew that they exist.
-        assert {group for track, group in asked if track == "Int4"} <= {0, 1}
+async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer):
+    found = (await played(producer, producer.run(1.0), tokens=[*TOKENS[:80], 96, 95, 94])).result
+    assert found.tokens == 80
+    assert found.ttft_s < 6
 
 
 @virtual
-async def test_a_prompt_that_goes_on_elsewhere_plays_what_is_shared(producer, asset):
-    async with origin(producer) as link, working(producer, 1.0):
-        played = await play(link, tokens=[*TOKENS[:80], 96, 95, 94])
-    assert played.tokens == 80
-    assert right(played, asset)
-    assert played.ttft_s < 6
+async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer):
+    end = await played(producer, producer.run(0.5, 6), deadline=8)
+    assert "published 6, no more so far" in end.error
+    assert 7.9 < end.took_s < 8.1
+    assert end.missing == (6, 7, 8, 9)
+    assert end.result.tokens == 96
 
 
 @virtual
-async def test_live_plays_may_be_refused(producer, asset):
-    producer.publish(GROUPS)
-    async with origin(producer) as link:
-        assert isinstance(await play(link, live=False), NothingCached)
-        assert right(await play(link), asset)
-
-
-@virtual
-async def test_an_asset_is_played_by_its_name(producer, asset):
-    async with origin(producer) as link, working(producer, 1.0), AsyncClient(link, model=SPEC) as client:
-        played = await client.play_asset(producer.catalog.namespace, deadline=30)
-        found = await client.find_asset(producer.catalog.namespace, within_s=60)
-    assert right(played, asset)
-    assert found.live == producer.live
-
-
-@virtual
-async def test_a_producer_that_stalls_ends_the_play_at_its_deadline(producer, asset):
-    async with origin(producer) as link, working(producer, 0.5, chunks=6):
-        with pytest.raises(IncompleteError, match=r"4 of 10 groups .* published 6, no more so far") as caught:
-            await play(link, deadline=8)
-        assert 7.9 < asyncio.get_running_loop().time() - 1000 < 8.1
-    assert caught.value.missing == (6, 7, 8, 9)
-    prefix = caught.value.prefix
-    assert prefix.tokens == 96
-    assert right(prefix, asset)
-
-
-@virtual
-async def test_a_producer_that_never_publishes(producer):
-    async with origin(producer) as link:
-        with pytest.raises(IncompleteError, match="has published none") as caught:
-            await play(link, deadline=3)
-        assert 2.9 < asyncio.get_running_loop().time() - 1000 < 3.1
-    assert caught.value.prefix is None
-
-
-@virtual
-async def test_an_engine_computes_what_a_dead_producer_did_not_publish(producer, asset):
-    engine = ToyModel(SPEC)
-    async with origin(producer) as link:
-        task = asyncio.ensure_future(
-            play(link, deadline=20, engine=engine, prefill_cost=PrefillCost.from_rate(100.0), gpu_price=float("inf"))
-        )
-        await asyncio.sleep(1)
-        producer.publish(6)
-        await asyncio.sleep(1)
-        producer.end("killed")
-        played = await task
-    assert played.tokens == 160
-    assert right(played, asset)
-    assert played.coverage[6:] == ("recomputed",) * 4
-    assert (played.live.published, played.live.complete_s, played.live.stopped) == (6, None, "killed")
-    assert played.ttft_s < 10
-
-
-@virtual
-async def test_an_engine_computes_in_time_what_a_stalling_producer_does_not_publish(producer, asset):
-    engine = ToyModel(SPEC)
-    async with origin(producer) as link, working(producer, 0.5, chunks=6):
-        played = await play(
-            link, deadline=12, engine=engine, prefill_cost=PrefillCost.from_rate(32.0), gpu_price=float("inf")
-        )
-    assert played.met
-    assert right(played, asset)
-    assert set(played.coverage[6:]) == {"recomputed"}
-
-
-async def played_prefix(link, deadline=30.0, cost=SLOW, skip=0, tokens=TOKENS, **more):
-    async with AsyncClient(link, model=SPEC) as client:
-        found = await client.find(tokens, within_s=60)
-        return await client.play_prefix(found, deadline=deadline, cost=cost, skip=skip, **more)
-
-
-@pytest.mark.parametrize("skip", [0, 4])
-@virtual
-async def test_a_prefix_for_an_engine(producer, skip, asset):
-    async with origin(producer) as link, working(producer, 1.0):
-        prefix = await played_prefix(link, skip=skip)
-    assert (prefix.first, prefix.tokens, prefix.cut) == (16 * skip, 160 - 16 * skip, None)
-    assert right(prefix, asset, skip)
-    assert prefix.live.published == 10 - skip
+async def test_an_engine_computes_what_a_dead_producer_did_not_publish(producer):
+    steps = 1, lambda: producer.publish(6), 1, lambda: producer.end("killed")
+    found = (await played(producer, *steps, deadline=20, engine=ToyModel(SPEC), **QUICK)).result
+    assert found.tokens == 160
+    assert found.coverage[6:] == ("recomputed",) * 4
+    assert (found.live.published, found.live.complete_s, found.live.stopped) == (6, None, "killed")
+    assert found.ttft_s < 10
 
 
 @virtual
 async def test_a_prefix_is_cut_where_the_producer_dies(producer):
     producer.publish(4)
     producer.end("killed")
-    async with origin(producer) as link:
-        prefix = await played_prefix(link, deadline=8)
+    async with origin(producer) as link, AsyncClient(link, model=SPEC) as client:
+        found = await client.find(TOKENS, within_s=60)
+        prefix = await client.play_prefix(found, deadline=8, cost=SLOW)
         assert asyncio.get_running_loop().time() - 1000 < 2
     assert prefix.tokens == 64
     assert "then it stopped: killed" in prefix.cut
@@ -221,33 +171,11 @@ async def test_a_prefix_is_cut_where_the_producer_dies(producer):
 
 @virtual
 async def test_an_engine_that_would_be_sooner_is_told(producer):
-    events = []
-    engine = ToyModel(SPEC)
-    async with origin(producer) as link, working(producer, 1.0):
-        played = await play(
-            link,
-            engine=engine,
-            prefill_cost=PrefillCost.from_rate(100.0),
-            gpu_price=float("inf"),
-            log=events.append,
-        )
-    (told,) = [event for event in events if isinstance(event, SoonerAlone)]
+    end = await played(producer, producer.run(1.0), engine=ToyModel(SPEC), **QUICK)
+    (told,) = end.of(SoonerAlone)
     assert told.alone_s == pytest.approx(1.6)
     assert told.ends_s == pytest.approx(10, abs=0.2)
-    assert played.live.sooner_alone_s == pytest.approx(7.4, abs=0.3)
-
-
-@virtual
-async def test_upgrades_go_on_after_the_play(producer, asset):
-    async with origin(producer, rate=20_000) as link, AsyncClient(link, model=SPEC) as client:
-        async with working(producer, 0.05):
-            played = await client.play(TOKENS, deadline=3.0, options=PlayOptions(after=60.0))
-        assert played.met
-        played.upgrades.into(StepGate())
-        await played.upgrades.wait()
-        better = replace(played, coverage=played.upgrades.coverage)
-        assert better.coverage != played.coverage
-        assert right(better, asset)
+    assert end.result.live.sooner_alone_s == pytest.approx(7.4, abs=0.3)
 
 
 @virtual
@@ -263,45 +191,22 @@ async def test_a_live_catalog_that_makes_no_sense_is_refused(producer):
 
 
 @virtual
-async def test_a_connection_that_is_lost_ends_the_play(producer):
-    async with origin(producer, lasts_s=3.5) as link, working(producer, 1.0):
-        with pytest.raises(IncompleteError) as caught:
-            await play(link, deadline=8)
-    assert caught.value.prefix.tokens == 48
-
-
-@virtual
-async def test_a_decoder_may_come_before_its_producer(producer, asset):
+async def test_a_decoder_may_come_before_its_producer(producer):
     producer.begun = False
-    async with origin(producer) as link:
-        assert isinstance(await play(link), NothingCached)
-        task = asyncio.ensure_future(play(link, wait_for_producer_s=5.0))
-        await asyncio.sleep(2)
-        producer.begun = True
-        async with working(producer, 0.5):
-            played = await task
-        assert right(played, asset)
-        producer.begun = False
-        assert isinstance(await play(link, wait_for_producer_s=2.0), NothingCached)
+    assert isinstance((await played(producer)).result, NothingCached)
+    assert isinstance((await played(producer, wait_for_producer_s=2.0)).result, NothingCached)
+    steps = 2, lambda: setattr(producer, "begun", True), producer.run(0.5)
+    assert (await played(producer, *steps, wait_for_producer_s=5.0)).result.tokens == 160
 
 
+@pytest.mark.parametrize("rtt_s", [0.02, 0.5])
 @virtual
-async def test_a_wait_beyond_the_deadline_ends_before_it(producer):
-    """That nobody began is an answer, not a lookup that failed."""
+async def test_a_wait_beyond_the_deadline_ends_before_it(producer, rtt_s):
+    """That nobody began is an answer, not a lookup that failed: also if a round trip is longer than what is left."""
     producer.begun = False
-    clock = asyncio.get_running_loop().time
-    async with origin(producer) as link:
-        began_s = clock()
-        assert isinstance(await play(link, deadline=2.0, wait_for_producer_s=10.0), NothingCached)
-        assert clock() - began_s < 2.0
-    async with origin(producer, rtt_s=0.5) as link:  # a round trip that takes longer than what is left after the wait
-        assert isinstance(await play(link, deadline=2.0, wait_for_producer_s=10.0), NothingCached)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
-def test_a_wait_that_makes_no_sense(seconds):
-    with pytest.raises(UsageError, match="producer"):
-        PlayOptions(wait_for_producer_s=seconds)
+    end = await played(producer, link={"rtt_s": rtt_s}, deadline=2.0, wait_for_producer_s=10.0)
+    assert isinstance(end.result, NothingCached)
+    assert end.took_s <= 2.0
 
 
 @pytest.mark.parametrize("spec", [SLIDING, HYBRID, WINDOWS], ids=lambda spec: spec.model)
@@ -321,3 +226,143 @@ async def test_groups_of_several_layer_classes_come_as_they_are_published(spec, 
     assert played.spans == wanted.spans
     assert all(map(torch.equal, played.parts, wanted.parts))
     assert played.live.published == len(played.coverage)
+
+
+@virtual
+async def test_the_base_is_on_its_way_before_its_news(producer):
+    """The round trip is long, and each group is here half of one after it was published."""
+    end = await played(producer, producer.run(2.0), link={"rtt_s": 0.5}, policy="fixed:Int4")
+    assert end.result.met
+    assert end.result.ttft_s < 20.3
+    assert end.asked("Int4") == list(range(GROUPS))  # once each
+
+
+@virtual
+async def test_what_has_become_complete_meanwhile_is_told_by_its_catalog(producer):
+    producer.publish(2)
+
+    def complete():
+        producer.publish(8, tell=False)
+        producer.forgotten = True
+        producer.news.finish("forgotten")
+
+    end = await played(producer, 1, complete, deadline=20)
+    assert end.result.tokens == 160
+    assert end.took_s < 5
+
+
+@pytest.mark.parametrize("reason", ["the engine ran out of memory", "\U0001f4a5" * 500], ids=["usual", "longest"])
+@virtual
+async def test_a_producer_that_dies_ends_the_play_with_its_reason(producer, reason):
+    end = await played(producer, 1, lambda: producer.publish(3), 1, lambda: producer.end(reason), deadline=20)
+    assert f"then it stopped: {reason[:20]}" in end.error
+    assert end.took_s < 3
+    assert [(event.edge, event.reason) for event in end.of(ProducerStopped)] == [(3, reason)]
+
+
+@virtual
+async def test_the_end_of_another_production_is_not_that_of_this_one(producer):
+    producer.publish(3)
+    producer.news.append(LiveEnd("f" * 16, "the first one died").dumps())
+    end = await played(producer, deadline=20)
+    assert "of another production" in end.error
+    assert "the first one died" not in end.error
+
+
+@virtual
+async def test_what_the_producer_left_out_is_not_asked_for(producer):
+    def leave_out():
+        producer.publish(4)
+        producer.publish(left_out=LAYERS)
+        producer.publish(left_out=("Int4",))
+        producer.publish(4)
+
+    end = await played(producer, 1, leave_out)
+    assert end.result.coverage[4] == "Int4"
+    assert not {("FP16", 4), ("Int8", 4)} & set(end.sent)
+
+
+@virtual
+async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
+    """A producer that lies about a digest: the group comes on another track."""
+
+    def lie():
+        producer.publish(2)
+        producer.publish(spoil=lambda name, frame: frame[:-1] + bytes([frame[-1] ^ 1]) if name == "Int4" else frame)
+        producer.publish(spoil=lambda name, frame: frame + b"x" if name == "Int4" else frame)
+        producer.publish(6)
+
+    end = await played(producer, 1, lie, deadline=20)
+    assert end.result.tokens == 160
+    assert "Int4" not in end.result.coverage[2:4]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.replace(b'"group":2', b'"group":3'), "group 3 came, 2 is next"),
+        (lambda data: data.replace(b"0123456789abcdef", b"0123456789abcdee"), "another production"),
+        (lambda _: b"nonsense", "edge message"),
+        (lambda _: b"", ""),  # nothing comes: it is asked for again
+        (lambda _: b"[" * 1000, "edge message"),
+        (lambda data: data.replace(b'"Int4":[', b'"Int4":[1000000'), "more than a cache can need"),
+    ],
+)
+@virtual
+async def test_news_that_make_no_sense_end_the_play_with_what_is_in_place(producer, change, says):
+    append = producer.news.append
+    spoil = lambda: setattr(producer.news, "append", lambda data: append(change(data)))  # noqa: E731
+    end = await played(producer, 1, lambda: producer.publish(2), 0.5, spoil, producer.publish, deadline=5)
+    assert says in end.error
+    assert end.result.tokens == 32
+    assert end.took_s < 5.2
+
+
+@virtual
+async def test_plays_share_what_they_wait_for(producer, asset):
+    sent = []
+    note = lambda ask: sent.append(ask.track)  # noqa: E731
+    async with origin(producer, faults=note) as link, AsyncClient(link, model=SPEC) as client, working(producer, 1.0):
+        both = await asyncio.gather(*(client.play(TOKENS, deadline=30) for _ in range(2)))
+    assert all(right(found, asset) for found in both)
+    assert sent.count("Int4") == GROUPS
+    assert sent.count("kvabr.edge") <= GROUPS + 1
+
+
+@virtual
+async def test_a_wait_for_the_producer_is_no_slow_link(producer):
+    """Nothing is asked for again, abandoned or counted as silence while the producer is slow."""
+    end = await played(producer, producer.run(25.0), deadline=300)
+    assert (end.result.met, end.result.record.abandoned) == (True, 0)
+    asked = [(event.group, event.track) for event in end.of(RequestSent)]
+    assert len(asked) == len(set(asked))
+    assert end.result.coverage[0] == "FP16"
+
+
+@virtual
+async def test_what_follows_a_base_is_waited_for_and_used(producer):
+    last = {(name, GROUPS - 1) for name in LAYERS}
+
+    def add():
+        producer.add(GROUPS - 1, LAYERS)
+        producer.end()
+
+    steps = producer.run(0.2, GROUPS - 1), 0.2, lambda: producer.publish(left_out=LAYERS, rest_s=0.1), 0.09, add
+    end = await played(producer, *steps, time_price=1e-7)
+    asked_s = [event.t for event in end.of(RequestSent) if (event.track, event.group) in last]
+    assert min(asked_s) >= 0.2 * GROUPS + 0.09 - 0.05
+    assert end.result.coverage[-1] in LAYERS
+    assert end.result.met
+
+
+@virtual
+async def test_news_that_came_before_the_play_are_caught_up(producer):
+    """Many at a time, in which groups are announced and added to in turn."""
+    producer.publish(5, left_out=LAYERS, rest_s=0.5)
+    for chunk in range(4):
+        producer.add(chunk, ("FP16",), 0.5)
+    producer.publish(4)
+    for chunk in range(5):
+        producer.add(chunk, ("Int8",) if chunk < 4 else LAYERS)
+    end = await played(producer, 2.0, producer.publish, producer.end)
+    assert {*end.result.coverage[:-1]} <= {*LAYERS}

@@ -17,18 +17,13 @@ from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.link.moqt.connect import connect
-from kvabr.link.moqt.connection import MAX_HELD, MAX_IN_FLIGHT
-from kvabr.moqt.wire import DRAFTS
 from kvabr.server.certificates import check, development
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, Watcher
-from kvabr.transfer.interface import read_all
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.events import GroupsPublished
-from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, parse_edges
-from kvabr.types.naming import EDGE_TRACK
+from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
 from tests.client.live import GROUPS, TOKENS, right
 from tests.client.served import Served
 from tests.faults.common import LIMIT_S, QUIET
@@ -36,8 +31,6 @@ from tests.faults.test_guests import until
 from tests.toymodel import SPEC
 
 pytestmark = pytest.mark.process
-
-every = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +134,10 @@ def playing(client, **options):
     return asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how)), seen
 
 
-@every
-async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls, draft):
+async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls):
     async with (
         origin(root, tls) as server,
-        dial(server, tls, drafts=(draft.alpn,)) as link,
+        dial(server, tls) as link,
         AsyncClient(link, model=SPEC) as client,
         Writer(asset, root) as writer,
     ):
@@ -154,7 +146,6 @@ async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls, draft):
             await writer.publish()
             await until(lambda group=group: seen.edge > group)
         played = await play
-        assert link.protocol == draft.alpn
         await writer.end()
     assert right(played, asset)
     assert played.live.published == GROUPS
@@ -174,29 +165,6 @@ async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset
             await writer.publish(5)
             assert right(await play, asset)
             await client.close()
-
-
-@every
-async def test_what_the_peer_holds_takes_no_room_from_the_rest(asset, root, tls, draft):
-    async with (
-        origin(root, tls) as server,
-        dial(server, tls, drafts=(draft.alpn,)) as link,
-        Writer(asset, root) as writer,
-    ):
-        await until(lambda: server.source.live.assets)
-        space = asset.catalog.namespace
-        held = [GroupRequest(space, EDGE_TRACK, group % GROUPS, 1 << 16, wait_s=LIMIT_S) for group in range(60)]
-        downloads = [link.request(one, 0) for one in held]
-        waiting = [asyncio.ensure_future(read_all(download)) for download in downloads]
-        (peer,) = server.peers
-        await until(lambda: len(peer._waiting.held) == MAX_HELD)
-        many = [GroupRequest(space, "kvabr.live", 0, 1 << 20) for _ in range(2 * MAX_IN_FLIGHT)]
-        texts = await asyncio.gather(*(read_all(link.request(one, 0)) for one in many))
-        assert len(set(texts)) == 1
-        assert len(peer._waiting.held) == MAX_HELD
-        await writer.publish(GROUPS)
-        news = await asyncio.gather(*waiting)
-        assert [parse_edges(data)[0].group for data in news] == [one.group for one in held]
 
 
 @pytest.mark.usefixtures("alone")

@@ -8,12 +8,11 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.transfer.interface import read_all, read_view
+from kvabr.transfer.interface import read_all
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
-from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, TransportError
-from kvabr.types.naming import CHANGES_TRACK, MODELS_NAMESPACE, TrackNamespace
+from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
+from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -21,7 +20,6 @@ from tests.memory_transport import Fault, MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
-COST = PrefillCost(0.001, 0.002)
 SLOW = PrefillCost.from_rate(20.0)
 
 
@@ -70,17 +68,6 @@ async def test_a_lost_connection_is_dialled_again_and_the_play_goes_on_from_what
     assert counts[0] == 1
     assert sum(counts) < 10
     assert all(made.closed and not made.downloads for made in peer.made)
-
-
-@virtual
-async def test_dialling_goes_on_until_somebody_answers(origin):
-    peer = Peer(origin, rate=2e4)
-    async with await peer.connection() as link:
-        peer._fails = 3
-        peer.made[0].lose("cut")
-        played = await play(link, TOKENS, deadline=3.0, spec=SPEC)
-    assert played.met
-    assert peer.refused == 3
 
 
 @virtual
@@ -152,20 +139,6 @@ async def test_a_peer_that_is_soon_back_is_waited_for(origin, short):
         loop.call_later(1.4, lambda: setattr(peer, "_fails", 0))
         played = await play(link, TOKENS, deadline=30.0, engine=ToyModel(), prefill_cost=SLOW, policy="fixed:FP16")
     assert "recomputed" not in played.coverage
-
-
-@virtual
-async def test_a_lookup_that_fails_is_recomputed_or_said(origin):
-    peer = Peer(origin)
-    async with await peer.connection() as link:
-        peer.down()
-        played = await play(link, TOKENS, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
-        assert set(played.coverage) == {"recomputed"}
-        assert played.met
-        with pytest.raises(PlayError, match="cannot be played"):
-            await play(link, TOKENS, deadline=2.0, spec=SPEC)
-    with pytest.raises(PlayError, match="this side closed the connection"):
-        await play(link, TOKENS, deadline=2.0, spec=SPEC)
 
 
 @virtual
@@ -279,36 +252,6 @@ async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_f
         assert link.dials == 1
 
 
-@virtual
-async def test_a_store_that_is_slow_and_answers_every_request_is_not_dialled_anew(origin, short):
-    peer = Peer(origin, faults=lambda _: Fault(first_byte_s=1.0))
-    async with await peer.connection() as link:
-        for _ in range(12):
-            assert await read_all(link.fetch(short.namespace, "FP16", 1, limit=1 << 20))
-        assert link.dials == 0
-
-
-@pytest.mark.parametrize("given_up", [True, False])
-@virtual
-async def test_what_was_given_up_or_not_there_is_no_outage_when_probes_are_answered(origin, short, given_up):
-    """Then nothing is asked for a minute, and the next answer takes a second."""
-    peer, takes_s = Peer(origin), 0.0
-    peer._options["faults"] = lambda _: Fault(first_byte_s=takes_s) if takes_s else None
-    async with await peer.connection() as link:
-        assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
-        if given_up:
-            asked = link.fetch(short.namespace, "FP16", 1, limit=1 << 20)
-            await asyncio.sleep(0.001)
-            asked.cancel()
-        else:
-            with pytest.raises(NotFoundError):
-                await read_all(link.fetch(TrackNamespace("m", "0" * 64), "FP16", 1, limit=1 << 20))
-        await asyncio.sleep(60.0)
-        takes_s = 1.0
-        assert await read_all(link.fetch(short.namespace, "FP16", 1, limit=1 << 20))
-        assert link.dials == 0
-
-
 class BusyPeer(Peer):
     """A peer that is alive, but takes most of a second for everything."""
 
@@ -335,75 +278,6 @@ async def test_a_peer_that_is_late_with_everything_is_busy_and_not_dead(origin, 
 
 
 @virtual
-async def test_a_busy_peer_that_dies_is_still_found_out(origin, short):
-    peer = BusyPeer(origin, faults=lambda _: SILENT if len(peer.made) <= 2 else None)
-    async with await peer.connection() as link:
-        asked = asyncio.create_task(read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20)))
-        await asyncio.sleep(5.0)
-
-        async def never(within_s):
-            await asyncio.sleep(within_s)
-            return False
-
-        peer.made[0].answers = never
-        with pytest.raises(ConnectionLostError, match="the peer fell silent"):
-            await asyncio.wait_for(asked, 10.0)
-        assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
-        assert link.dials == 1
-
-
-class PausedPeer(Peer):
-    """A peer that is quick, but for the second in which it is paused, and that may die."""
-
-    def __init__(self, origin, **options):
-        super().__init__(origin, **options)
-        self.goes_on_s = 0.0
-        self.dead = []
-
-    def pause(self, seconds):
-        self.goes_on_s = asyncio.get_running_loop().time() + seconds
-
-    def left_s(self):
-        return max(0.0, self.goes_on_s - asyncio.get_running_loop().time())
-
-    async def dial(self):
-        await asyncio.sleep(self.left_s())
-        made = await super().dial()
-
-        async def answers(within_s):
-            alive = made not in self.dead and self.left_s() <= within_s
-            await asyncio.sleep(self.left_s() if alive else within_s)
-            return alive
-
-        made.answers = answers
-        return made
-
-
-@pytest.mark.parametrize("plays", [1, 10])
-@virtual
-async def test_a_peer_that_was_slow_once_is_found_out_as_soon_as_another_when_it_dies(origin, short, plays):
-    peer = PausedPeer(origin)
-    peer._options["faults"] = lambda _: SILENT if peer.dead else Fault(first_byte_s=peer.left_s() + 0.005)
-    loop = asyncio.get_running_loop()
-
-    async def fetched(group):
-        assert await read_all(link.fetch(short.namespace, "FP16", group % 5, limit=1 << 20))
-
-    async with await peer.connection() as link:
-        peer.pause(1.0)
-        await fetched(0)
-        assert len(peer.made) == 2  # it was doubted
-        for _ in range(plays):
-            await asyncio.gather(*(fetched(group) for group in range(10)))
-            await asyncio.sleep(0.1)
-        peer.dead.extend(peer.made)
-        begun_s = loop.time()
-        with pytest.raises(ConnectionLostError, match="the peer fell silent"):
-            await fetched(0)
-        assert loop.time() - begun_s < 0.8
-
-
-@virtual
 async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(origin, short):
     peer = Peer(origin)
     loop = asyncio.get_running_loop()
@@ -413,33 +287,6 @@ async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(ori
             begun_s = loop.time()
             assert await read_all(link.fetch(short.namespace, "FP16", 0, limit=1 << 20))
             assert loop.time() - begun_s < 0.1
-
-
-@virtual
-async def test_a_request_that_may_wait_for_long_is_no_reason_to_dial(origin, short):
-    peer = Peer(origin, faults=lambda _: SILENT)
-    async with await peer.connection() as link:
-        asked = link.request(GroupRequest(MODELS_NAMESPACE, f"{CHANGES_TRACK}1", 0, 1 << 20), 0)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asked.read(), 60.0)
-        assert len(peer.made) == 1
-
-
-@virtual
-async def test_a_connection_over_another_transport_has_its_name(origin, short):
-    made = []
-
-    async def dial():
-        made.append(origin())
-        made[-1].peer = f"origin.test:443{' tcp' * (len(made) > 1)}"
-        return made[-1]
-
-    async with RedialledConnection(UnreachedConnection("nobody answers"), dial, peer="origin.test:443") as link:
-        assert link.peer == "origin.test:443"
-        for name in ("origin.test:443", "origin.test:443 tcp"):
-            await read_view(link.fetch(short.namespace, "Int8", 0, limit=10_000))
-            assert link.peer == name
-            made[-1].lose("the origin was killed")
 
 
 @virtual

@@ -73,27 +73,11 @@ async def test_several_models_must_be_told_apart(published):
             assert close((await named.play(TOKENS, deadline=2.0)).kv)
 
 
-@virtual
-async def test_a_grant_is_told_of_its_own_models_only(published):
-    async with connection(published, "two") as link, AsyncClient(link) as client:
-        assert await client.models() == [OTHER]
-
-
 def write(folder, group_tokens, tokens=70):
     made = prompt(tokens)
     with open_store(folder).writer() as writer:
         writer.prompt(made)
         writer.commit(publish(ToyModel(), made, ("Int8",), None, writer, group_tokens=group_tokens))
-
-
-@virtual
-async def test_an_origin_without_assets_has_nothing(tmp_path):
-    async with connection(tmp_path) as link, AsyncClient(link) as client:
-        missed = await client.play(TOKENS, deadline=2.0)
-        assert isinstance(missed, NothingCached)
-        assert missed.spec is None
-        assert await client.find(TOKENS) is None
-        assert isinstance(await client.play(TOKENS, deadline=2.0, model="test/model"), NothingCached)
 
 
 @virtual
@@ -117,19 +101,6 @@ async def test_an_asset_that_is_replaced_by_one_of_another_group_size(tmp_path):
         longer = prompt(90).tokens
         await asyncio.sleep(6.0)
         assert (await client.play(longer, deadline=2.0)).tokens == 90
-
-
-@virtual
-async def test_an_asset_that_is_replaced_by_one_of_another_shape(origin, tmp_path):
-    """Its prompt has the same name, so the origin has an answer, but not to the question."""
-    async with origin() as link, AsyncClient(link) as client:
-        assert close((await client.play(TOKENS, deadline=2.0)).kv)
-        small = SPEC.changed(layers=(0,))
-        with open_store(tmp_path / "asset").writer() as writer:
-            writer.prompt(made := prompt(70))
-            writer.commit(publish(ToyModel(small), made, ("Int8",), None, writer))
-        link.find = partial(PublishedAssets(tmp_path).find, EVERYTHING)
-        assert (await client.play(TOKENS, deadline=2.0)).spec == small
 
 
 @virtual
@@ -195,16 +166,3 @@ async def test_a_list_of_models_that_is_none(origin, lie):
         link.find = lambda namespace, track: lie if track == "kvabr.models" else find(namespace, track)
         with pytest.raises(PlayError, match="list of models cannot be read"):
             await client.play(TOKENS, deadline=2.0)
-
-
-@virtual
-async def test_a_play_never_times_an_engine(origin):
-    engine = ToyModel()
-    async with origin() as link:
-        client = AsyncClient(link, engine=engine)
-        assert close((await client.play(TOKENS, deadline=2.0)).kv)
-        async with client:
-            assert close((await client.play(TOKENS, deadline=2.0)).kv)
-            assert engine.prefilled <= 2 * len(TOKENS)
-            cost = await client.measure_prefill()
-            assert cost.seconds(0, 100) > 0

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import structlog
 
 from kvabr.client.lookup import fetch_catalog, fetch_view, find_prefix
 from kvabr.client.origins import dialling
@@ -15,12 +14,11 @@ from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.relay_catalogs import Catalogs
 from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.digests import has_digest
-from kvabr.types.errors import FormatError, NotFoundError, PlayError, UsageError
-from kvabr.types.naming import CATALOG_TRACK, TrackNamespace, prefix_track
+from kvabr.types.errors import FormatError, NotFoundError, UsageError
+from kvabr.types.naming import TrackNamespace, prefix_track
 from kvabr.types.passage import Passage, PassageNotes
 from tests import assets
 from tests.client.playing import play, play_asset
@@ -46,61 +44,38 @@ def both(tmp_path):
     return tmp_path
 
 
-def test_a_lookup_of_a_prompt_never_finds_a_passage(both):
-    @virtual
-    async def check():
-        async with connection(both) as link:
-            assert (await find_prefix(link, IDS, SPEC)).catalog.tokens == 8
-            found = await fetch_catalog(link, NAME)
-            assert found.catalog.passage == NOTES
-            # Not even if the passage's own digests are asked for as if they were a prompt's.
-            digests = assets.digests(IDS, passage=True)
-            with pytest.raises(NotFoundError):
-                await fetch_view(link, TrackNamespace(SPEC.model, digests[0]), prefix_track(digests), 1 << 20)
-
-    check()
+@virtual
+async def test_a_lookup_of_a_prompt_never_finds_a_passage(both):
+    async with connection(both) as link:
+        assert (await find_prefix(link, IDS, SPEC)).catalog.tokens == 8
+        found = await fetch_catalog(link, NAME)
+        assert found.catalog.passage == NOTES
+        # Not even if the passage's own digests are asked for as if they were a prompt's.
+        digests = assets.digests(IDS, passage=True)
+        with pytest.raises(NotFoundError):
+            await fetch_view(link, TrackNamespace(SPEC.model, digests[0]), prefix_track(digests), 1 << 20)
 
 
-def test_nobody_plays_a_passage_as_a_prompt(tmp_path):
+@virtual
+async def test_nobody_plays_a_passage_as_a_prompt(tmp_path):
     assets.make_asset(tmp_path / "passage", IDS, passage=NOTES)
 
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            assert isinstance(await play(link, IDS, deadline=5.0, spec=SPEC), NothingCached)
-            for tokens in ((), IDS):
-                with pytest.raises(UsageError, match="played as a part"):
-                    await play_asset(link, NAME, deadline=5.0, tokens=tokens)
-
-    check()
+    async with connection(tmp_path) as link:
+        assert isinstance(await play(link, IDS, deadline=5.0, spec=SPEC), NothingCached)
+        for tokens in ((), IDS):
+            with pytest.raises(UsageError, match="played as a part"):
+                await play_asset(link, NAME, deadline=5.0, tokens=tokens)
 
 
-def test_nobody_finds_a_prompt_by_the_name_of_a_passage(tmp_path):
-    assets.make_asset(tmp_path / "prompt", IDS)
-
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            with pytest.raises(NotFoundError):
-                await fetch_catalog(link, NAME)
-            with pytest.raises((NotFoundError, PlayError)):
-                await play_asset(link, NAME, deadline=5.0)
-
-    check()
-
-
-def test_tenants_do_not_see_each_others_passages(tmp_path):
+@virtual
+async def test_tenants_do_not_see_each_others_passages(tmp_path):
     assets.make_asset(tmp_path / "mine", IDS, passage=NOTES, salt=b"mine")
 
-    @virtual
-    async def check():
-        async with connection(tmp_path) as link:
-            assert (await fetch_catalog(link, Passage(IDS).name(SPEC, b"mine"))).catalog.tokens == len(IDS)
-            for salt in (b"", b"theirs"):
-                with pytest.raises(NotFoundError):
-                    await fetch_catalog(link, Passage(IDS).name(SPEC, salt))
-
-    check()
+    async with connection(tmp_path) as link:
+        assert (await fetch_catalog(link, Passage(IDS).name(SPEC, b"mine"))).catalog.tokens == len(IDS)
+        for salt in (b"", b"theirs"):
+            with pytest.raises(NotFoundError):
+                await fetch_catalog(link, Passage(IDS).name(SPEC, salt))
 
 
 FIVE = [Passage(range(100 * n, 100 * n + 9 + n)) for n in range(5)]
@@ -114,35 +89,16 @@ def five(tmp_path):
     return tmp_path
 
 
-def test_five_passages_are_found_in_one_round_trip(five):
-    @virtual
-    async def check():
-        path = MemoryLink(1e9, 0.2)
-        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as link:
-            begun_s = link.loop.time()
-            found = await find_passages(link, [*FIVE, FIVE[0], Passage((9, 9, 9))], SPEC)
-            assert link.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
-            assert link.requests == 6
-            assert [found[passage].catalog.tokens for passage in FIVE] == [9, 10, 11, 12, 13]
-            assert Passage((9, 9, 9)) not in found
-
-    check()
-
-
-def test_five_passages_are_found_through_a_relay_which_keeps_them(five, tmp_path):
-    @virtual
-    async def check():
-        path = MemoryLink(1e9, 0.2)
-        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as upstream:
-            cache, begun_s = Catalogs(upstream, structlog.get_logger()), upstream.loop.time()
-            for _ in range(2):  # the relay answers the second player by itself
-                answers = await asyncio.gather(*(cache.get(each.name(SPEC), CATALOG_TRACK) for each in FIVE))
-                assert [answer.facts.tokens for answer in answers] == [9, 10, 11, 12, 13]
-                assert upstream.requests == 5
-                assert upstream.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
-            cache.close()
-
-    check()
+@virtual
+async def test_five_passages_are_found_in_one_round_trip(five):
+    path = MemoryLink(1e9, 0.2)
+    async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), path) as link:
+        begun_s = link.loop.time()
+        found = await find_passages(link, [*FIVE, FIVE[0], Passage((9, 9, 9))], SPEC)
+        assert link.loop.time() - begun_s == pytest.approx(0.2, abs=0.01)
+        assert link.requests == 6
+        assert [found[passage].catalog.tokens for passage in FIVE] == [9, 10, 11, 12, 13]
+        assert Passage((9, 9, 9)) not in found
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -174,33 +130,30 @@ def test_five_passages_are_found_in_a_bucket_with_a_get_each(five, tmp_path, sch
     asyncio.run(check())
 
 
-def test_what_is_not_the_passage_is_left_out(five, tmp_path):
+@virtual
+async def test_what_is_not_the_passage_is_left_out(five, tmp_path):
     """An origin that answers with other passages, or with prompts, under the names that are asked for."""
     other = assets.make_asset(tmp_path / "elsewhere", range(700, 709), passage=NOTES)
     prompt = assets.make_asset(tmp_path / "a-prompt", FIVE[1].ids)
 
-    @virtual
-    async def check():
-        true = open_asset(five / "passage-0").catalog
-        lies = {
-            FIVE[0]: other.catalog,
-            FIVE[1]: replace(prompt.catalog, namespace=FIVE[1].name(SPEC)),
-            FIVE[2]: replace(true, namespace=FIVE[2].name(SPEC), chunks=(*true.chunks[:-1], FIVE[2].name(SPEC).prompt)),
-            FIVE[3]: replace(true, namespace=FIVE[3].name(SPEC)),
-        }
-        answers = {passage.name(SPEC): catalog.dumps().encode() for passage, catalog in lies.items()}
+    true = open_asset(five / "passage-0").catalog
+    lies = {
+        FIVE[0]: other.catalog,
+        FIVE[1]: replace(prompt.catalog, namespace=FIVE[1].name(SPEC)),
+        FIVE[2]: replace(true, namespace=FIVE[2].name(SPEC), chunks=(*true.chunks[:-1], FIVE[2].name(SPEC).prompt)),
+        FIVE[3]: replace(true, namespace=FIVE[3].name(SPEC)),
+    }
+    answers = {passage.name(SPEC): catalog.dumps().encode() for passage, catalog in lies.items()}
 
-        def fault(ask):
-            return Fault(replace=answers[ask.namespace]) if ask.namespace in answers else None
+    def fault(ask):
+        return Fault(replace=answers[ask.namespace]) if ask.namespace in answers else None
 
-        async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), faults=fault) as link:
-            told = {}
-            assert list(await find_passages(link, FIVE, SPEC, refused=told.__setitem__)) == [FIVE[4]]
-            assert set(told) == set(FIVE[:4])
-            assert "is of another prompt" in str(told[FIVE[3]])
-            with pytest.raises(FormatError):
-                await find_passages(link, FIVE[:4], SPEC)
-            assert list(await find_passages(link, [FIVE[4]], SPEC)) == [FIVE[4]]
-            assert not await find_passages(link, [FIVE[4]], SPEC, salt=b"another tenant")
-
-    check()
+    async with MemoryConnection(partial(PublishedAssets(five).find, EVERYTHING), faults=fault) as link:
+        told = {}
+        assert list(await find_passages(link, FIVE, SPEC, refused=told.__setitem__)) == [FIVE[4]]
+        assert set(told) == set(FIVE[:4])
+        assert "is of another prompt" in str(told[FIVE[3]])
+        with pytest.raises(FormatError):
+            await find_passages(link, FIVE[:4], SPEC)
+        assert list(await find_passages(link, [FIVE[4]], SPEC)) == [FIVE[4]]
+        assert not await find_passages(link, [FIVE[4]], SPEC, salt=b"another tenant")

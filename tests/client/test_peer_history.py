@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from kvabr.client.machine_file import MAX_BYTES, SCHEMA, digest, this_host
-from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory, history_at
+from kvabr.client.shared_bandwidth import MAX_PEERS, PeerHistory
 
 NOW = 1.8e9
 
@@ -46,13 +46,6 @@ def test_it_counts_less_as_it_grows_old(tmp_path):
     assert priors.of("a:443", NOW - 1e6) is None  # from the future
     priors.heard("a:443", 9e6, 0.1, NOW + 30 * 86400)
     assert priors.of("a:443", NOW + 30 * 86400).rate == 9e6
-
-
-def test_without_a_file_it_is_this_processs_memory():
-    priors = PeerHistory()
-    priors.heard("a:1", 5.0, 0.0, NOW)
-    priors.save()
-    assert priors.of("a:1", NOW).rate == 5.0
 
 
 @pytest.mark.parametrize(
@@ -114,22 +107,6 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
             assert PeerHistory(path).of("b:443", NOW).rate == 2e6
 
 
-def test_a_folder_that_cannot_be_written_fails_no_play(tmp_path):
-    (tmp_path / "file").write_text("")
-    priors = PeerHistory(tmp_path / "file" / "p.json")
-    priors.heard("a:443", 1e6, 0.01, NOW)
-    with pytest.warns(RuntimeWarning, match="cannot be saved"):
-        priors.save()
-
-
-def test_a_name_that_no_file_can_have_fails_no_play(tmp_path):
-    with pytest.warns(RuntimeWarning, match="ignored"):
-        priors = PeerHistory(tmp_path / ("p" * 300))
-    priors.heard("a:443", 1e6, 0.01, NOW)
-    priors.save()
-    assert priors.of("a:443", NOW).rate == 1e6
-
-
 def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl", reason="there is no fcntl: on Linux, tools/test")
     monkeypatch.setattr("kvabr.client.machine_file._LONGEST_WAIT_S", 0.05)
@@ -143,10 +120,6 @@ def test_a_process_that_was_stopped_as_it_wrote_holds_up_no_other_for_ever(tmp_p
     assert not path.exists()
     priors.save()
     assert PeerHistory(path).of("a:443", NOW).rate == 1e6
-
-
-def test_a_process_has_one_of_each_file(tmp_path):
-    assert history_at(tmp_path / "p.json") is history_at(tmp_path / "p.json")
 
 
 def test_no_more_peers_than_it_may_hold(tmp_path):

@@ -9,25 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.options import PlayOptions
 from kvabr.codec.fit import fit
 from kvabr.codec.rope import rotate
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.errors import UsageError
+from kvabr.types.events import PassageRefused
 from kvabr.types.passage import Exact, Passage
-from tests.client.playing import off_by, play
+from tests.client.playing import connection, off_by, play
 from tests.client.virtual import virtual
 from tests.examples import examples
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
-from tests.toymodel import SPEC, ToyModel, prompt, toy_base, toy_passage
+from tests.toymodel import SPEC, ToyBlendModel, ToyModel, prompt, toy_base, toy_passage
 
 COST = PrefillCost(0.001, 0.0001)
 IDS = prompt(200).tokens
 SYSTEM, BETWEEN, QUESTION = Exact(IDS[:11]), Exact(IDS[90:93]), Exact(IDS[190:200])
 ONE, OTHER, LAYERED, ABSENT = Passage(IDS[11:60]), Passage(IDS[60:90]), Passage(IDS[93:133]), Passage(IDS[140:170])
+TINY = Passage(IDS[180:185])
+"""Shorter than a group."""
 PARTS = (SYSTEM, ONE, ABSENT, OTHER, BETWEEN, ONE, QUESTION)
 COVERED = 11 + 49 + 30 + 30 + 3 + 49
 WHOLE = [token for part in PARTS for token in part.ids]
@@ -40,6 +41,7 @@ def library(tmp_path_factory):
     toy_passage(root / "one", ONE.ids)
     toy_passage(root / "other", OTHER.ids, fusion=((0.0, 0.02), (0.2, 0.01)))
     toy_passage(root / "layered", LAYERED.ids, ("Int4", "AC-L0", "AC-L1"), profile=profile)
+    toy_passage(root / "tiny", TINY.ids)
     toy_passage(root / "salted", ONE.ids, salt=b"secret")
     return PublishedAssets(root)
 
@@ -103,32 +105,6 @@ async def test_the_end_of_the_last_passage_is_left_to_the_questions_call(library
 
 
 @virtual
-async def test_the_default_policy_plays_them_as_well_as_time_allows(library_origin):
-    errors = []
-    for rate in (1e8, 9e4):
-        async with library_origin(rate=rate) as link:
-            played = await play(link, parts=PARTS, deadline=1.0, engine=ToyModel(), prefill_cost=COST, gpu_price=100.0)
-        assert played.met
-        assert played.approximate
-        assert played.loss > 0.12
-        errors.append(off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)))
-    assert errors[0] < 0.08
-    assert errors[0] <= errors[1] < 0.2
-
-
-@virtual
-async def test_layers_and_tokens_kept_aside_are_placed_as_well(library_origin):
-    parts = (SYSTEM, LAYERED, BETWEEN, LAYERED, QUESTION)
-    async with library_origin() as link:
-        # An engine that takes seconds is not asked for passages, however slowly this machine decodes.
-        slow = PrefillCost(0.001, 0.05)
-        how = {"engine": ToyModel(), "prefill_cost": slow, "gpu_price": 100.0, "tail": 0}
-        played = await play(link, parts=parts, deadline=60.0, **how)
-    assert "AC-L1" in played.coverage or "Int4" in played.coverage
-    assert off_by(played.kv, wanted(parts, {LAYERED}, 11 + 40 + 3 + 40)) < 0.4
-
-
-@virtual
 async def test_what_does_not_come_is_computed_behind_what_is_in_place(library_origin):
     """A link that carries nothing after the catalogs, and one on which a passage is damaged."""
 
@@ -166,45 +142,6 @@ async def test_without_any_passage_the_engine_computes_the_prompt(library_origin
 
 
 @virtual
-async def test_a_salt_keeps_passages_apart(library_origin):
-    async with library_origin() as link:
-        for salt, approximate in ((b"secret", True), (b"other", False)):
-            played = await play(
-                link,
-                parts=(SYSTEM, ONE, QUESTION),
-                deadline=2.0,
-                engine=ToyModel(),
-                prefill_cost=COST,
-                gpu_price=100.0,
-                salt=salt,
-            )
-            assert played.approximate == approximate
-
-
-@virtual
-async def test_groups_of_passages_are_kept_for_the_next_prompt(library_origin):
-    options = PlayOptions(prefill_cost=COST, gpu_price=100.0)
-    async with library_origin() as link, AsyncClient(link, engine=ToyModel(), options=options) as client:
-        first = await client.play(parts=PARTS, deadline=2.0)
-        before = link.requests
-        again = await client.play(parts=(SYSTEM, OTHER, BETWEEN, ONE, QUESTION), deadline=2.0)
-        assert link.requests - before < 5  # the catalogs, and tracks that the first play did not take
-    assert first.approximate
-    assert off_by(again.kv, wanted((SYSTEM, OTHER, BETWEEN, ONE), {ONE, OTHER}, 93)) < 0.2
-
-
-@virtual
-async def test_an_engine_that_fails_is_named(library_origin):
-    class Broken(ToyModel):
-        def prefill(self, tokens, before=None):
-            raise RuntimeError("out of memory")
-
-    async with library_origin() as link:
-        with pytest.raises(ModelError, match="out of memory"):
-            await play(link, parts=PARTS, deadline=1.0, engine=Broken(), prefill_cost=COST)
-
-
-@virtual
 async def test_what_cannot_be_played_in_parts_is_said_at_once(library_origin):
     class Suffix(ToyModel):
         mode = "suffix"
@@ -227,9 +164,9 @@ async def test_what_cannot_be_played_in_parts_is_said_at_once(library_origin):
 
 
 @examples(15)
-@given(st.lists(st.sampled_from([SYSTEM, BETWEEN, QUESTION, ONE, OTHER, ABSENT]), min_size=1, max_size=7))
+@given(st.lists(st.sampled_from([SYSTEM, BETWEEN, QUESTION, ONE, OTHER, TINY, ABSENT]), min_size=1, max_size=7))
 def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
-    cached = {ONE, OTHER}
+    cached = {ONE, OTHER, TINY}
     ends = [place for place in range(1, len(parts)) if parts[place] in cached]
     covered = sum(len(part.ids) for part in parts[: ends[-1] + 1 if ends else None])
     events, seen = [], []
@@ -248,11 +185,27 @@ def test_any_prompt_of_any_parts_is_placed_as_it_should_be(library, parts):
 
 
 @virtual
-async def test_upgrades_go_on_while_the_cache_is_in_use(library_origin):
-    async with library_origin(rate=2e5) as link, AsyncClient(link, engine=ToyModel()) as client:
-        options = PlayOptions(prefill_cost=COST, after=5.0, gpu_price=100.0)
-        played = await client.play(parts=PARTS, deadline=0.4, options=options)
-        before = off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED))
-        assert played.upgrades is not None
-        await played.upgrades.wait()
-        assert off_by(played.kv, wanted(PARTS, {ONE, OTHER}, COVERED)) <= before
+async def test_passages_without_a_track_in_common_with_most_are_computed(tmp_path):
+    most = (ONE, OTHER)
+    for index, (passage, tracks) in enumerate(((TINY, ("FP8",)), (most[0], ("FP16", "Int4")), (most[1], ("FP16",)))):
+        toy_passage(tmp_path / str(index), passage.ids, tracks)
+    parts, events = (SYSTEM, TINY, *most, Exact(IDS[90:99])), []
+    async with connection(PublishedAssets(tmp_path)) as link:
+        played = await play(
+            link, parts=parts, share=0, deadline=2.0, engine=ToyModel(), prefill_cost=COST, policy="fixed:FP16",
+            log=events.append,
+        )  # fmt: skip
+    assert "FP16" in played.coverage
+    assert off_by(played.kv, wanted(parts, set(most), played.tokens)) < 1e-3
+    assert [event.passage for event in events if isinstance(event, PassageRefused)] == [TINY.name(SPEC).prompt]
+
+
+@virtual
+async def test_tokens_that_the_model_does_not_have_are_refused_at_once(library_origin):
+    engine = ToyBlendModel()
+    engine.vocabulary = max(IDS) + 1  # as engines of transformers have it
+    async with library_origin() as link:
+        for parts, question in ((SYSTEM, ONE, Exact((engine.vocabulary,))), None), ((SYSTEM, ONE), [engine.vocabulary]):
+            with pytest.raises(UsageError, match=f"has no token {engine.vocabulary}: its vocabulary ends at"):
+                await play(link, parts=parts, question=question, deadline=2.0, engine=engine, prefill_cost=COST)
+        assert not link.requests

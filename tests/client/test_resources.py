@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -15,30 +14,12 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.play import allocate
-from kvabr.client.resources import in_thread, measure_prefill, on_engine, timed
-from kvabr.codec.threads import VARIABLE, decoder_threads
+from kvabr.client.resources import in_thread, measure_prefill, on_engine
+from kvabr.codec.threads import decoder_threads
 from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.errors import ModelError
 from tests.toymodel import SPEC
-
-
-@pytest.mark.parametrize("tokens", [1, 127, 4096])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_it_is_a_tensor_of_its_own(tokens: int, dtype: torch.dtype) -> None:
-    shape = (2, 2, 8, tokens, 64)
-    one, other = allocate(shape, dtype), allocate(shape, dtype)
-    assert (tuple(one.shape), one.dtype, one.is_contiguous()) == (shape, dtype, True)
-    one.fill_(1)
-    other.fill_(2)
-    assert bool((one == 1).all())
-    assert bool((other == 2).all())
-
-
-def test_a_view_keeps_its_memory() -> None:
-    last = allocate((1 << 23,), torch.float16).fill_(3)[-8:]
-    gc.collect()
-    assert last.tolist() == [3.0] * 8
 
 
 def test_too_much_is_refused() -> None:
@@ -187,25 +168,3 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     yield monkeypatch
     monkeypatch.undo()
     decoder_threads.cache_clear()
-
-
-def test_every_core_that_may_be_used_decodes(threads: pytest.MonkeyPatch) -> None:
-    threads.delenv(VARIABLE, raising=False)
-    threads.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
-    assert decoder_threads() == 48
-
-
-def test_the_environment_says_how_many_threads_decode(threads: pytest.MonkeyPatch) -> None:
-    threads.setenv(VARIABLE, "3")
-    assert decoder_threads() == 3
-
-
-@pytest.mark.parametrize("wanted", ["0", "-2", "many", "1.5", "100000"])
-def test_a_number_of_threads_that_makes_no_sense_is_refused(threads: pytest.MonkeyPatch, wanted: str) -> None:
-    threads.setenv(VARIABLE, wanted)
-    with pytest.raises(UsageError, match="threads"):
-        decoder_threads()
-
-
-def test_work_is_timed() -> None:
-    assert timed(iter([2.0, 2.75]).__next__, pow, 2, 3) == (8, 0.75)

@@ -31,16 +31,6 @@ class Plays:
 
 
 @virtual
-async def test_who_is_due_first_plays_first():
-    plays = Plays()
-    tasks = [plays.start(*play) for play in (("a", 10, 1), ("late", 30, 1), ("soon", 10, 1), ("sooner", 9, 1))]
-    waited = await asyncio.gather(*tasks)
-    assert plays.begun == ["a", "sooner", "soon", "late"]
-    assert waited == pytest.approx([0, 3, 2, 1])
-    assert plays.metrics.value("kvabr_client_plays_in_flight") == plays.metrics.value("kvabr_client_plays_waiting") == 0
-
-
-@virtual
 async def test_who_would_wait_too_long_is_told_in_time():
     plays = Plays()
     busy = plays.start("a", 10, 5)
@@ -51,18 +41,6 @@ async def test_who_would_wait_too_long_is_told_in_time():
     assert asyncio.get_running_loop().time() - start == pytest.approx(0.5)
     assert plays.metrics.value("kvabr_client_refused_total", reason="late") == 1
     await busy
-
-
-@virtual
-async def test_a_full_queue_refuses_at_once():
-    plays = Plays(plays=2, waiting=1)
-    tasks = [plays.start(name, 100, 1) for name in "abc"]
-    await asyncio.sleep(0)
-    with pytest.raises(BusyError, match="2 plays are under way and 1 wait"):
-        await plays.one("d", 100, 1)
-    assert plays.metrics.value("kvabr_client_refused_total", reason="full") == 1
-    await asyncio.gather(*tasks)
-    assert plays.begun == ["a", "b", "c"]
 
 
 @virtual
@@ -96,27 +74,6 @@ async def test_who_leaves_the_queue_does_not_change_the_order_of_the_others():
     assert plays.begun == ["first", 10, 30, 35, 40, 50, 60, 70]
 
 
-@virtual
-async def test_closing_tells_who_waits():
-    plays = Plays()
-    busy, waiting = plays.start("a", 10, 1), plays.start("b", 10, 1)
-    await asyncio.sleep(0)
-    plays.admission.close()
-    with pytest.raises(BusyError, match="closing"):
-        await waiting
-    with pytest.raises(BusyError, match="closing"):
-        await plays.one("c", 10, 1)
-    assert plays.metrics.value("kvabr_client_refused_total", reason="closed") == 2
-    await busy
-
-
-def test_what_a_play_needs_goes_before_what_others_would_like():
-    assert wire_priority(LEVELS - 1, 63) < 64 <= wire_priority(0, 64)
-    assert wire_priority(LEVELS - 1, 127) < 128 <= wire_priority(0, 128)
-    assert wire_priority(0, 0) == 0
-    assert wire_priority(LEVELS - 1, 255) == 255
-
-
 @given(st.integers(0, LEVELS - 1), st.integers(0, LEVELS - 1), st.integers(0, 255), st.integers(0, 255))
 def test_levels_do_not_mix(one, other, p, q):
     a, b = wire_priority(one, p), wire_priority(other, q)
@@ -132,11 +89,6 @@ def test_what_a_late_play_needs_counts_as_much_on_any_track(one, other, priority
     assert wire_priority(one, priority, late=True) < 64
     if one < other:
         assert wire_priority(one, priority, late=True) < wire_priority(other, 0)
-
-
-@given(st.integers(0, LEVELS - 1), st.integers(128, 255))
-def test_upgrades_have_one_scale_in_all_plays(level, priority):
-    assert wire_priority(level, priority) == priority
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=80))
@@ -159,10 +111,3 @@ def test_levels_follow_deadlines_as_plays_come_and_go(steps):
         # Only the last level is shared, and only if there are more plays than levels.
         assert len(set(levels)) >= min(len(levels), LEVELS)
         assert set(changed) == {play for play in before if play in due and order.level(play) != before[play]}
-
-
-def test_plays_in_order_of_their_deadlines_disturb_nobody():
-    order = EdfScheduler()
-    assert all(order.add(play, play) == [] for play in range(LEVELS))
-    assert order.remove(0) == []
-    assert len(order.add(LEVELS, LEVELS)) == LEVELS - 1  # no room left behind: all move up, once

@@ -8,7 +8,7 @@ import torch
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.play import shortened
-from kvabr.client.shared_bandwidth import KnownLink, PeerHistory
+from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.types.cost import PrefillCost
 from tests.client.classes import HYBRID, INDEXED, SLIDING, Computer, link, numbers, published
 from tests.client.virtual import virtual
@@ -64,15 +64,6 @@ def test_it_ends_with_a_block(sliding):
         found = shortened(sliding, COST, slow, 0.0, skip=0, behind=0, block=block)
         end = found.tokens // block * block
         assert found == sliding.prefix(len(found.chunks), end)
-
-
-def test_only_what_was_heard_lately_counts():
-    history = PeerHistory()
-    assert history.link("peer") == history.link(None) == (0.0, 0.0)
-    history.heard("peer", 1e6, 0.04)
-    assert history.link("peer") == (pytest.approx(8e5), 0.04)
-    history.heard("old", 1e6, 0.04, now=1e9)
-    assert history.link("old") == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("prefix", [False, True])

@@ -13,9 +13,6 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 
-from kvabr.abr.estimators.tracking import Tracking
-from kvabr.abr.ladder import Ladder
-from kvabr.abr.view import Transfer
 from kvabr.cli.main import main
 from kvabr.client import play_connection
 from kvabr.client.async_client import AsyncClient
@@ -24,9 +21,6 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
-from kvabr.player.builder import new_session
-from kvabr.player.requests import StallDetector
-from kvabr.player.session_types import FetchGroup
 from kvabr.types.errors import TransportError
 from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from tests.client.served import LIMIT_S, Served
@@ -94,27 +88,6 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
         async with AsyncClient(urls, insecure=True, timeout_s=1.0) as client:
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
             assert (await client.play(TOKENS, deadline=LIMIT_S)).tokens == len(TOKENS)
-
-
-async def test_a_source_that_is_known_to_be_gone_delays_nobody(origins):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
-        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
-            await client.find(TOKENS)
-            gone = client._origins[0].transfers
-            await dialled(gone)
-            gone._source._options = replace(gone._source._options, timeout_s=LIMIT_S)  # the next dial takes long
-            assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
-            assert gone._dialling is not None
-
-
-async def test_the_same_url_twice_is_one_source(origins):
-    sent = []
-    options = PlayOptions(policy="fixed:FP16", log=sent.append)
-    async with AsyncClient([origins[0].url] * 2, insecure=True, timeout_s=LIMIT_S, options=options) as client:
-        assert (await client.play(TOKENS, deadline=LIMIT_S)).met
-    assert {event.source for event in of(sent, RequestSent)} == {0}
 
 
 async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
@@ -201,15 +174,6 @@ async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, m
             monkeypatch.undo()
 
 
-async def test_what_is_not_a_play_is_asked_of_a_source_that_lives(origins):
-    async with AsyncClient([each.url for each in origins], insecure=True, timeout_s=LIMIT_S) as client:
-        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
-        origins[0].kill()
-        client._origins[0].transfers.connection.unreachable = True  # as after two dials that have failed
-        assert await client.models(within_s=LIMIT_S)
-        assert await client.connect() is client._origins[1].transfers.connection
-
-
 @virtual
 async def test_two_links_bring_what_one_of_them_would_not_in_time(origin, short):
     """The estimate of the whole is the sum of both: the play knows that better tracks come in time."""
@@ -222,19 +186,6 @@ async def test_two_links_bring_what_one_of_them_would_not_in_time(origin, short)
             assert close(played.kv)
             alone.append(played.loss)
     assert alone[1] < alone[0]
-
-
-@virtual
-async def test_a_faster_source_brings_more(origin, long):
-    size = long.track("FP16").total_bytes
-    options = PlayOptions(policy="fixed:FP16")
-    slow, fast = (origin(rate=rate, rtt_s=0.02, folder="long") for rate in (size / 8, size / 2))
-    async with slow, fast, AsyncClient(options=options) as client:
-        played = await client.play(LONG, deadline=20.0, peer=[slow, fast])
-        got = [each.stats().bytes_received for each in (slow, fast)]
-    assert played.coverage == ("FP16",) * 10
-    assert got[1] > 2 * got[0]
-    assert played.ttft_s < 2.4  # alone, the faster takes 2 seconds, and both together 1.6
 
 
 @virtual
@@ -260,33 +211,6 @@ async def test_the_death_of_a_source_leaves_no_hole(origin, long, how):
         assert played.met
         assert None not in played.coverage
         assert close(played.kv, LONG, error=0.1)
-
-
-@virtual
-@pytest.mark.parametrize("rtt_s", [0.3, 0.5, 1.0])
-async def test_a_dead_source_is_not_tried_with_what_the_other_is_about_to_bring(origin, long, rtt_s):
-    """A group that is asked for again before the first byte can be there never comes."""
-    size = long.track("FP16").total_bytes
-    far, near = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((1, rtt_s), (3, 0.02)))
-    async with far, near, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
-
-        def kill():
-            near.path.rate = 1e-3
-
-        asyncio.get_running_loop().call_later(0.4 + 3 * rtt_s, kill)
-        played = await client.play(LONG, deadline=12.0, peer=[far, near])
-    assert None not in played.coverage
-    assert close(played.kv, LONG)
-
-
-@virtual
-async def test_a_far_source_is_not_silent_before_its_first_byte_can_be_there(origin, long):
-    size = long.track("FP16").total_bytes
-    near, far = (origin(rate=size / each, rtt_s=rtt, folder="long") for each, rtt in ((4, 0.01), (1, 0.4)))
-    async with near, far, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
-        played = await client.play(LONG, deadline=5.0, peer=[near, far])
-        assert far.stats().bytes_received > size / 3
-    assert played.ttft_s < 3.5  # near alone takes 4.4 seconds, far alone 2.4
 
 
 @virtual
@@ -400,41 +324,6 @@ async def test_what_the_first_source_lacks_is_found_at_another(origin, long):
             await client.find_asset(long.namespace, peer=[short, nobody])
 
 
-def test_a_source_that_falls_silent_has_stalled_whatever_another_brings():
-    watch = StallDetector(0.2)
-    asked = {number: Transfer(number, number, "FP16", 100, False, 0.0, source=number % 2) for number in range(4)}
-    for transfer in asked.values():
-        watch.asked(transfer)
-    for step in range(1, 11):
-        watch.heard(asked[0], 0.1 * step)
-        watch.heard(asked[2], 0.1 * step)
-    assert [transfer.request for transfer, _ in watch.stalled(asked, 0.01, 1.0)] == [1, 3]
-    for transfer in asked.values():
-        watch.heard(transfer, 1.0)
-    assert watch.stalled(asked, 0.01, 1.1) == []
-
-
-def test_each_source_is_sampled_by_itself(short):
-    """A source that brings nothing does not lower the estimate of another, and rates add up."""
-    session = new_session(Ladder(short), 2.0, "fixed:FP16", [Tracking(), Tracking()], offers=[None, None])
-    session.start(0.0)
-    asked = [action for action in session.actions() if isinstance(action, FetchGroup)]
-    assert {action.source for action in asked} == {0, 1}
-    for step in range(1, 4):
-        now = 0.05 * step
-        for action in (one for one in asked if one.source == 0):
-            session.progress(action.request, step * 20, now)
-        session.timer(now)
-    only = session.view.rate
-    assert only > 0
-    for step in range(1, 4):
-        now = 0.15 + 0.05 * step
-        for action in (one for one in asked if one.source == 1):
-            session.progress(action.request, step * 20, now)
-        session.timer(now)
-    assert session.view.rate > 1.2 * only
-
-
 def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, capsys):
     out, log = tmp_path / "out.safetensors", tmp_path / "log.jsonl"
     gone = origins[0].url
@@ -447,24 +336,3 @@ def test_fetch_from_several_origins_of_which_one_is_gone(origins, tmp_path, caps
     assert close(load_file(out)["kv"], error=1e-5)
     requests = [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "request"]
     assert {line["source"] for line in requests} == {1}
-
-
-def test_fetch_does_not_wait_for_a_source_that_is_silent(origins, tmp_path, capsys):
-    with silent() as nobody:
-        (tmp_path / "prompt.json").write_text(json.dumps(list(TOKENS)))
-        words = ["fetch", f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", "--source", origins[1].url, "--insecure"]
-        words += ["--prompt", str(tmp_path / "prompt.json"), "--deadline", "60", "--timeout", str(LIMIT_S)]
-        assert main([*words, "--json", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "result.json").read_text())["connect_s"] < LIMIT_S / 2
-    assert "not connected yet" in capsys.readouterr().err
-
-
-def test_a_source_that_has_nothing_is_not_one_that_has_not_answered(short):
-    for nothing in ((), [], frozenset()):
-        session = new_session(Ladder(short), 2.0, "fixed:FP16", [Tracking(), Tracking()], offers=[nothing, None])
-        session.start(0.0)
-        asked = [action for action in session.actions() if isinstance(action, FetchGroup)]
-        assert {action.source for action in asked} == {1}
-        assert not session.sources.none_yet
-        session.failed(asked[0].request, "refused", 0.1)
-        assert session.retries._failures[asked[0].group, "FP16"] == 1  # nobody else may bring it

@@ -7,10 +7,8 @@ from functools import partial
 import pytest
 
 from kvabr import AsyncClient, PlayOptions
-from kvabr.client.result import IncompleteError
 from kvabr.client.shared_bandwidth import PeerHistory
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import UsageError
 from kvabr.types.events import PlayStarted
 from tests.client import live
 from tests.client.test_play import TOKENS, play
@@ -44,33 +42,6 @@ async def test_the_tail_is_neither_fetched_nor_waited_for(origin):
     assert start.tail_s == pytest.approx(38e-6)
 
 
-@virtual
-async def test_a_tail_longer_than_the_prompt_leaves_a_group(origin):
-    async with origin() as link:
-        assert (await played(link, tail=10_000)).tokens == 16
-
-
-@virtual
-async def test_a_slow_engine_computes_no_more_than_it_must(origin):
-    async with origin() as link:
-        assert (await played(link, prefill_cost=SLOW)).tail == 0
-
-
-@virtual
-async def test_where_nothing_follows_all_of_it_is_played(origin):
-    async with origin() as link:
-        assert (await played(link, TOKENS)).tokens == 70
-        assert (await played(link, TOKENS, question_tokens=8)).tail > 0
-
-
-@virtual
-async def test_without_an_engine_only_a_tail_that_is_asked_for(origin):
-    async with origin() as link, AsyncClient(link, model=ToyModel().spec) as client:
-        for tail, wanted in ((None, 70), (30, 48)):
-            options = PlayOptions(policy="fixed:Int4", question_tokens=8, tail=tail)
-            assert (await client.play(TOKENS, deadline=2.0, options=options)).tokens == wanted
-
-
 LONGEST = """
 from kvabr.abr.policies.cheapfirst import CheapFirst
 
@@ -101,27 +72,6 @@ async def test_of_a_cache_that_is_being_prefilled_the_last_groups_are_not_waited
     assert found.tokens == 160 - 32
     assert 8.0 <= found.ttft_s < 8.5  # the eighth of ten groups, one a second
     assert live.right(found, asset)
-
-
-@pytest.mark.parametrize("bad", [{"tail": -1}, {"question_tokens": -1}, {"tail": 1 << 40}])
-def test_lengths_that_make_no_sense_are_refused(bad):
-    with pytest.raises(UsageError):
-        PlayOptions(**bad)
-
-
-@virtual
-async def test_an_incomplete_play_says_how_much_is_left_to_an_engine(origin, short):
-    """What did not come, and the tail behind it, see `Played.tail`."""
-    group = short.track("FP16").total_bytes / 5
-    async with origin(rate=group / 1.0) as link, AsyncClient(link, model=ToyModel().spec) as client:
-        options = PlayOptions(policy="fixed:FP16", question_tokens=8, tail=30)
-        with pytest.raises(IncompleteError) as caught:
-            await client.play(TOKENS, deadline=2.0, options=options)
-    prefix = caught.value.prefix
-    assert prefix is not None
-    assert 0 < prefix.tokens < 48
-    assert prefix.tail == 70 - prefix.tokens
-    assert prefix.catalog.tail == prefix.tail + 8
 
 
 @virtual

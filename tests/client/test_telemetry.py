@@ -5,34 +5,7 @@ from __future__ import annotations
 import json
 
 from kvabr.cli.main import main
-from kvabr.telemetry import PlayerMetrics, Telemetry
-from tests.client.playing import play
 from tests.client.served import Served
-from tests.client.virtual import virtual
-from tests.telemetry.plays import Ear
-from tests.toymodel import SPEC, prompt
-
-TOKENS = prompt(70).tokens
-
-
-@virtual
-async def test_a_play_tells_of_itself(origin, short):
-    ear, metrics, mine = Ear(), PlayerMetrics(), []
-    with Telemetry(ear, metrics) as telemetry:
-        async with origin() as link:
-            played = await play(link, TOKENS, deadline=2.0, spec=SPEC, telemetry=telemetry, log=mine.append)
-    lines = [heard.event for heard in ear.heard]
-    assert lines[1:-1] == mine
-    assert [lines[0].name, lines[-1].name] == ["called", "ended"]
-    start = lines[1]
-    assert start.asset == f"{short.namespace.model}/{short.namespace.prompt}"
-    assert list(start.track_bytes) == sorted(track.total_bytes for track in short.tracks)
-    assert lines[-2].loss == played.loss
-    assert metrics.value("kvabr_plays_total", result="met") == 1
-    assert (
-        metrics.value("kvabr_play_bytes_total", track="Int8") + metrics.value("kvabr_play_bytes_total", track="FP16")
-        > 0
-    )
 
 
 def test_fetch_writes_what_was_heard_however_the_play_ends(root, short, tmp_path, monkeypatch, capsys):

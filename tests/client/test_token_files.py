@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.client.blocking import Background, Client
+from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
-from kvabr.engines.clients import open_client
-from kvabr.engines.settings import EngineSettings
 from kvabr.link.moqt.connect import connect
-from kvabr.link.moqt.options import DialOptions
 from kvabr.types.errors import UnauthorizedError, UsageError
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
@@ -65,11 +60,6 @@ def test_a_file_without_a_token(tmp_path, capsys, content, says):
     assert f"--token-file {path}: " in capsys.readouterr().err
 
 
-def test_both_are_one_too_many(file):
-    with pytest.raises(UsageError, match="not both"):
-        connect("moqt://127.0.0.1:1/", token=TOKEN, token_file=file)
-
-
 INT8 = PlayOptions(policy="fixed:Int8")
 
 
@@ -86,18 +76,3 @@ def test_a_client_reads_it_again_when_it_connects(served, file):
         assert isinstance(error.value, UnauthorizedError) or "UNAUTHORIZED" in str(error.value)
         file.write_text(TOKEN)
         assert close(client.play(TOKENS, deadline=LIMIT_S, options=INT8).kv, error=1e-3)
-
-
-def test_engines_take_one(served, file):
-    given = {"url": served.url, "token_file": str(file), "fingerprint": served.fingerprint}
-    client = Background(open_client(EngineSettings.read(given, "here")))
-    try:
-        assert client.begin(lambda client: client.models()).result(LIMIT_S) == [SPEC]
-    finally:
-        client.close()
-
-
-def test_a_token_is_not_shown(file):
-    options = DialOptions("h", 1, token=TOKEN, token_file=file)
-    assert "token" in {field.name for field in fields(options)}
-    assert TOKEN not in repr(options)

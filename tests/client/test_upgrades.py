@@ -11,13 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.abr.policy import Decision, Policy
+from kvabr.abr import Decision, Policy
 from kvabr.client.engine_hook import StepGate
 from kvabr.codec.fit import fit
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import UsageError
-from kvabr.types.loss import predicted_loss, promised_loss
 from tests.client.playing import play
 from tests.client.virtual import Hang, virtual
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
@@ -89,21 +88,6 @@ async def test_a_cache_in_use_gets_as_good_as_it_can(layered):
 
 
 @virtual
-async def test_a_mixed_cache_promises_less_than_its_groups_add_up_to(layered):
-    lines, groups = [], layered.catalog.groups
-    async with layered(1e6) as link:
-        played = await play(
-            link, TOKENS, deadline=2.0, spec=SPEC, policy=f"{__file__}:FineEnd", after=math.inf, log=lines.append
-        )
-        assert played.coverage == ("AC-L0",) * 2 + ("AC-L3",) * (groups - 2)
-        added = predicted_loss(played.catalog, played.coverage)
-        assert 0 < played.loss == promised_loss(played.catalog, played.coverage, added) < 0.9 * added
-        assert [line.loss for line in lines if line.name == "deliver"] == [played.loss] == [played.upgrades.loss]
-        played.upgrades.cancel()
-        await played.upgrades.wait()
-
-
-@virtual
 async def test_nothing_is_written_before_the_engine_says_how(layered):
     link, played = await begun(layered)
     async with link:
@@ -172,18 +156,6 @@ class _UpTo(Policy):
         for group in view.settled:
             above = LAYERS.index(view.track_of[group]) + 1
             if above <= LAYERS.index(self.top):
-                return Decision.upgrade(group, LAYERS[above], "one more")
-        return Decision.wait("all there")
-
-
-class FineEnd(Policy):
-    """Brings the first two groups on AC-L0, and the others on AC-L3."""
-
-    def decide(self, view):
-        if (group := view.first_missing()) is not None:
-            return Decision.fetch(group, "AC-L0", "the base")
-        for group in view.settled:
-            if group >= 2 and (above := LAYERS.index(view.track_of[group]) + 1) < len(LAYERS):
                 return Decision.upgrade(group, LAYERS[above], "one more")
         return Decision.wait("all there")
 
@@ -281,45 +253,6 @@ async def test_a_hook_that_lies_is_found_out(layered):
 
 
 @virtual
-async def test_a_hook_that_comes_too_late_is_not_said_to_have_lied(layered):
-    link, played = await begun(layered)
-
-    def hook(first, last, write):
-        played.upgrades._driver.assembler.seal()  # what `cancel` does before the loop hears of it
-        write()
-        return True
-
-    async with link:
-        link.path.rate = 1e6
-        played.upgrades.into(hook)
-        await asyncio.sleep(1.0)
-        played.upgrades.cancel()
-        await played.upgrades.wait()
-    assert played.upgrades.coverage == played.coverage
-
-
-@virtual
-async def test_it_ends_when_time_is_up(layered):
-    link = layered(1e7)
-    async with link:
-        played = await play(
-            link,
-            TOKENS,
-            deadline=2.0,
-            spec=SPEC,
-            after=3.0,
-            watch=lambda _: setattr(link.path, "rate", slow(layered.catalog, 0.9)),
-        )
-        played.upgrades.into(StepGate())
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        await played.upgrades.wait()
-        assert loop.time() - begun_s == pytest.approx(3.0, abs=0.1)
-    assert sum(step[0] == "fetch" for step in played.upgrades.record.steps) > 0
-    assert played.upgrades.loss < played.loss
-
-
-@virtual
 async def test_it_ends_with_the_connection(layered):
     link, played = await begun(layered)
     async with link:
@@ -338,18 +271,6 @@ async def test_a_corrupt_upgrade_changes_nothing(layered):
         await played.upgrades.wait()
     assert set(played.upgrades.coverage) == {"AC-L1"}
     assert played.upgrades.loss < played.loss
-
-
-@virtual
-async def test_a_play_without_it_has_none(layered):
-    async with layered(1e8) as link:
-        played = await play(link, TOKENS, deadline=2.0, spec=SPEC)
-        assert played.upgrades is None
-        with pytest.raises(UsageError, match="after the deadline"):
-            await play(link, TOKENS, deadline=2.0, spec=SPEC, after=0.0)
-        best = await play(link, TOKENS, deadline=2.0, spec=SPEC, policy=_up_to("AC-L3"), after=math.inf)
-        await best.upgrades.wait()  # nothing to upgrade: no hook is needed for that
-        assert best.upgrades.coverage == best.coverage
 
 
 def test_an_engine_that_goes_from_step_to_step_lets_a_write_in_between_two():

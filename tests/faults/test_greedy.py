@@ -12,9 +12,8 @@ from kvabr.link.transport import StreamTransport
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
 from kvabr.store import asset_folder
-from kvabr.types.errors import TransportError
 from tests.assets import open_files
-from tests.faults.common import LIBRARIES, LIMIT_S, serving
+from tests.faults.common import LIBRARIES, serving
 from tests.faults.rude import rude_client
 from tests.faults.test_guests import ask, others_are_served, refusals, until
 
@@ -82,21 +81,6 @@ async def test_too_many_requests_in_all_leave_everybody_some(root, tls, fingerpr
             await until(lambda: all(refusals(end) for end in ends))
             assert all("the server is busy" in refusal.reason for end in ends for refusal in refusals(end))
             await others_are_served(served)
-        await served.empty()
-
-
-async def test_more_connections_of_one_address_than_allowed(root, tls, fingerprint):
-    limits = {"connections_per_address": 2, "handshake_s": LIMIT_S}
-    async with serving(root, tls, fingerprint, **limits) as served:
-        async with AsyncExitStack() as stack:
-            for _ in range(2):
-                await connected(stack, served)
-            with pytest.raises(TransportError, match="too many connections from your address"):
-                async with served.connect():
-                    pass
-            assert served.metrics.value("kvabr_connections_total", result="too many of one address") == 1
-        await until(lambda: not served.server.budgets.addresses)
-        await others_are_served(served)
         await served.empty()
 
 

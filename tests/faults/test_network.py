@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from contextlib import AsyncExitStack
 
 import pytest
@@ -35,40 +34,6 @@ pytestmark = pytest.mark.process
 MB = 1e6
 GROUP = TrackNamespace(SPEC.model, DIGESTS[-1]), "FP16", GROUPS - 1
 FORGOTTEN = "the peer fell silent; it answers a new connection"
-
-
-async def test_losses(origin):
-    async def one(library):
-        async with origin(library=library) as served:
-            with shaped(served.address, [2 * MB], rtt_s=0.02, loss=0.05, loss_up=0.05, seed=2) as link:
-                async with served.connect(library, link.address) as connection:
-                    played = await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:FP16", spec=SPEC)
-                return played, link.stats()
-
-    for played, stats in await for_both(one):
-        assert right(played)
-        assert played.coverage == ("FP16",) * GROUPS
-        assert played.met
-        assert stats.lost_down > 0
-
-
-async def test_udp_that_leads_nowhere():
-    """A packet filter that drops everything, or a host where nothing listens."""
-
-    async def one(quic, address):
-        with pytest.raises(TransportError) as caught:
-            async with asyncio.timeout(LIMIT_S), connect(address, "0" * 64, quic, timeout_s=0.6):
-                pass
-        assert "no answer within" in str(caught.value)
-        assert "may UDP pass?" in str(caught.value)
-        assert f"127.0.0.1:{address[1]}" in str(caught.value)
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf, socket.socket(type=socket.SOCK_DGRAM) as gone:
-        for end in (deaf, gone):
-            end.bind(("127.0.0.1", 0))
-        addresses = deaf.getsockname(), gone.getsockname()
-        gone.close()
-        await asyncio.gather(*(one(quic, at) for quic in (*LIBRARIES, "auto") for at in addresses))
 
 
 async def test_an_outage_in_the_middle(origin):

@@ -13,7 +13,7 @@ from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.lanes import LanesConnection
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.errors import UsageError
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 from tests.link.test_tcp import served
@@ -63,21 +63,6 @@ async def test_lanes_are_added_while_each_brings_more(large):
 
 
 @virtual
-async def test_a_lane_that_takes_long_to_open_leaves_those_that_there_are(large):
-    """Meanwhile the rate stays what it was."""
-    catalog, find = large
-    links = [MemoryLink(1e8, 0.001) for _ in range(2)]
-
-    async def another():
-        await asyncio.sleep(0.5)
-        return MemoryConnection(find, links[1])
-
-    async with LanesConnection(MemoryConnection(find, links[0]), another, 2) as lanes:
-        await all_of(lanes, catalog, 16)
-        assert lanes.used == 2
-
-
-@virtual
 async def test_a_path_that_carries_no_more_keeps_one_lane(large):
     """Another lane is tried, and then left alone for a minute."""
     catalog, find = large
@@ -93,21 +78,6 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
         await all_of(lanes, catalog, 6)
         assert lanes.used == 1
         assert len(links) == 2
-
-
-@virtual
-async def test_a_peer_that_allows_no_more_connections_goes_on_with_one(large):
-    catalog, find = large
-    asked = 0
-
-    async def another():
-        nonlocal asked
-        asked += 1
-        raise TransportError("too many connections")
-
-    async with LanesConnection(MemoryConnection(find, MemoryLink(1e8, 0.001)), another, MOST) as lanes:
-        await all_of(lanes, catalog, 6)
-    assert asked == 1
 
 
 @pytest.mark.process

@@ -32,28 +32,6 @@ async def test_a_silent_publisher_on_a_path_that_answers():
     path.watch.close()
 
 
-async def test_a_silent_path_is_the_network():
-    path = Path(answers=False)
-    path.watch.asked(1)
-    await asyncio.wait_for(path.probed.wait(), 300)
-    assert path.watch.limit == "network"
-    path.watch.close()
-    path.watch.asked(1)  # nothing is armed any more
-    assert path.watch._timer is None
-
-
-async def test_nothing_is_probed_while_nothing_is_wanted_or_all_moves():
-    path = Path(answers=True)
-    assert path.watch._timer is None
-    path.watch.asked(2)
-    for _ in range(8):
-        path.watch.received(1000)
-        path.watch._look(path.watch._bytes - 1)
-    assert path.probes == 0
-    path.watch.asked(0)
-    assert path.watch._timer is None
-
-
 class Clock:
     """Stands in for the module `time`: the clocks advance as a test says."""
 

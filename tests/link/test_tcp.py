@@ -21,7 +21,7 @@ from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
-from kvabr.server.certificates import check, development
+from kvabr.server.certificates import check
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -112,14 +112,6 @@ async def test_silent_peers_leave_room_for_others(asset, tls, most, count, each,
         assert each < count or len(server.peers) <= 3 * most // 4 + 1
 
 
-async def test_many_peers_of_one_address_may_begin_at_once(asset, tls):
-    async with served(asset, tls, connections=64) as server:
-        made = await asyncio.gather(*(dial(options(server, tls), "tcp") for _ in range(48)), return_exceptions=True)
-        assert not [error for error in made if isinstance(error, BaseException)]
-        for connection in made:
-            await connection.close()
-
-
 async def test_a_peer_that_resets_streams_without_end_is_closed(asset, tls):
     async with served(asset, tls, requests_per_s=50) as server:
         reader, writer = await opened(server, tls)
@@ -158,43 +150,6 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
         assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
 
 
-async def test_windows_without_end_and_resets_are_bounded(asset, tls):
-    """Hundreds of grants, and of streams that are opened and reset, cost nothing that stays."""
-    async with served(asset, tls) as server:
-        reader, writer = await opened(server, tls)
-        writer.write(begun(PARAMETERS))
-        grants = [
-            record(frame(FrameType.MAX_DATA, (1 << 61) + n), frame(FrameType.MAX_STREAMS_UNI, 1 << 60))
-            for n in range(200)
-        ]
-        writer.write(b"".join(grants))
-        for number in range(0, 400, 4):
-            writer.write(record(stream(number, b"\x40"), frame(FrameType.RESET_STREAM, number, 0, 1)))
-        writer.write(record(frame(FrameType.PING, 1)))
-        (peer,) = server.peers
-        while not (peer.transport._conn and peer.transport._conn._last_ping == 1):  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.005)
-        conn = peer.transport._conn
-        assert len(conn._streams) <= 130
-        assert len(conn._frames) < 10
-        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
-        writer.close()
-        await nobody(server)
-        reader.feed_eof()
-
-
-async def test_a_client_with_tls_on_a_port_without_hears_why(asset, tls):
-    async def answer(reader, writer):
-        await reader.read(100)
-        writer.write(begun(PARAMETERS))
-        await writer.drain()
-
-    async with asyncio.timeout(LIMIT_S), await asyncio.start_server(answer, "127.0.0.1", 0) as plain:
-        port = plain.sockets[0].getsockname()[1]
-        with pytest.raises(TransportError, match="does not speak TLS there"):
-            await dial(DialOptions("127.0.0.1", port, insecure=True, timeout_s=LIMIT_S), "tcp")
-
-
 async def test_a_tcp_port_in_use_is_named(asset, tls):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -203,30 +158,6 @@ async def test_a_tcp_port_in_use_is_named(asset, tls):
             await Server(*arguments, Metrics()).start()
         async with Server(*arguments, Metrics(), tcp="off") as server:
             assert server.address[1] == port
-
-
-async def test_a_server_without_tcp_is_named(asset, tls):
-    async with served(asset, tls, tcp="off") as server:
-        with pytest.raises(TransportError, match="no TCP connection"):
-            await dial(options(server, tls), "tcp")
-
-
-async def test_certificates_say_what_is_wrong(asset, tls):
-    async with served(asset, tls, host="0.0.0.0") as server:  # noqa: S104  # to be reached under another name
-        async with await dial(options(server, tls, fingerprint=None, ca=tls.certfile), "tcp") as connection:
-            assert connection.backend == "tcp"
-        other = options(server, tls, fingerprint=None, ca=tls.certfile)
-        with pytest.raises(TransportError, match="for another name"):
-            await dial(DialOptions("127.0.0.2", other.port, ca=other.ca, timeout_s=LIMIT_S), "tcp")
-
-
-async def test_a_new_certificate_is_shown_to_new_connections(asset, tls):
-    async with served(asset, tls) as server:
-        assert await fetched(asset, server, tls)
-        renewed = development("renewed.example")
-        server.tls = renewed
-        server.renew_certificates()
-        assert await fetched(asset, server, renewed)
 
 
 async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
@@ -326,25 +257,6 @@ async def test_what_comes_fast_is_decrypted_in_a_thread(asset, tls, beside):
             await asyncio.sleep(0.005)
 
 
-async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, monkeypatch):
-    """As while Python ends: a thread of the pool that is there already may still take what it was given."""
-    none, one = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    none.shutdown()
-
-    class Exhausted:
-        def submit(self, *work):
-            one.submit(*work)
-            raise RuntimeError("can't start new thread")
-
-    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
-        for pool in (none, Exhausted()):
-            monkeypatch.setattr(transport, "_readers", lambda pool=pool: pool)
-            downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
-            for number, download in enumerate(downloads):
-                assert await read_all(download) == asset.frame(number, "FP16")
-    one.shutdown()
-
-
 def test_a_forked_process_has_threads_of_its_own():
     pools = (transport._readers, decoders)
     for pool in pools:
@@ -357,19 +269,6 @@ def test_a_forked_process_has_threads_of_its_own():
         finally:
             os._exit(found)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-async def test_a_reset_connection_is_told_to_every_reader(asset, tls):
-    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
-        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20)
-        (peer,) = server.peers
-        peer.feed = lambda: None
-        sock = peer.transport._sock
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-        peer.transport.drop()
-        with pytest.raises(TransportError, match=r"connection|reset"):
-            await read_all(download)
-        assert connection.closed
 
 
 async def test_an_idle_connection_ends(asset, tls):
@@ -392,13 +291,6 @@ async def test_tcp_comes_first(asset, tls, monkeypatch):
     async with served(asset, tls) as server, joined(server, tls) as connection:
         assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
         assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
-
-
-async def test_where_tcp_takes_long_there_is_quic(asset, tls, monkeypatch):
-    monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", 1e-9)
-    async with served(asset, tls) as server, joined(server, tls) as connection:
-        assert connection.backend in ("qh3", "aioquic")
-        assert connection.peer == f"localhost:{server.address[1]}"
 
 
 async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
@@ -449,11 +341,6 @@ async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
             assert connection.backend == "tcp"
 
 
-def test_an_unknown_transport_is_refused():
-    with pytest.raises(UsageError, match="unknown transport"):
-        connect("moqt://localhost/", transport="sctp")
-
-
 async def test_a_closed_port_is_named_before_all_time_is_over():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -464,16 +351,25 @@ async def test_a_closed_port_is_named_before_all_time_is_over():
     assert asyncio.get_running_loop().time() - begun_s < LIMIT_S / 2
 
 
-async def test_refused_connections_are_logged_now_and_then(asset, tls):
-    log = structlog.testing.CapturingLogger()
-    arguments = (PublishedAssets(asset.path, None, LOG), "127.0.0.1", 0, tls, ServerLimits(connections=4))
-    async with asyncio.timeout(LIMIT_S), Server(*arguments, structlog.wrap_logger(log), Metrics()) as server:
-        with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(socket.create_connection(server.address)) for _ in range(8)]
-            for sock in silent:
-                sock.setblocking(False)
-            for sock in silent[3:]:  # three quarters of all places
-                assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
-        refused = [call for call in log.calls if "refused" in str(call.args) or "refused" in str(call.kwargs)]
-        assert len(refused) == 1
-        assert "127.0.0.1" in str(refused[0])
+async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, monkeypatch):
+    """As while Python ends: a thread of the pool that is there already may still take what it was given."""
+    none, one = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    none.shutdown()
+
+    class Exhausted:
+        def submit(self, *work):
+            one.submit(*work)
+            raise RuntimeError("can't start new thread")
+
+    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+        for pool in (none, Exhausted()):
+            monkeypatch.setattr(transport, "_readers", lambda pool=pool: pool)
+            downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
+            for number, download in enumerate(downloads):
+                assert await read_all(download) == asset.frame(number, "FP16")
+    one.shutdown()
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(UsageError, match="unknown transport"):
+        connect("moqt://localhost/", transport="sctp")

@@ -9,11 +9,9 @@ import pytest
 from kvabr.server import limits
 from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
 from kvabr.server.fetch_range import GroupRange
-from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
-from kvabr.server.publication import LevelPublication, Publication, PublishedGroup
+from kvabr.server.publication import LevelPublication, Publication
 from kvabr.server.send_queue import Sending, SendQueue
-from kvabr.server.waiting_requests import Expected
 from kvabr.types.errors import UsageError
 from tests.assets import make_asset, open_files
 from tests.server.test_send_queue import Growing, Quic, Track, objects
@@ -68,14 +66,6 @@ def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
     assert open_files(asset.path) == kept.total.files == kept.total.memory == 0
 
 
-def test_small_frames_keep_no_file_open(tmp_path):
-    small = make_asset(tmp_path / "small", range(40), levels=("FP16",), frame_bytes=20_000)
-    group = LevelPublication(small, "FP16").open(3)
-    assert (group.files, group.memory) == (0, len(small.frame(3, "FP16")))
-    assert group.read(0, group.size) == small.frame(3, "FP16")
-    assert open_files(small.path) == 0
-
-
 def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
     kept = budgets(memory_per_connection=70, memory_per_address=100, memory=130)
     rooms = [kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
@@ -94,17 +84,6 @@ def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
         assert len(b"".join(part for _, _, part in objects(pieces))) == 30
         answer.close()
     assert kept.total.memory == len(kept.total.open) == 0
-
-
-def test_one_group_may_be_larger_than_a_budget():
-    kept = budgets(memory_per_connection=70)
-    room = kept.enter("10.0.0.1")
-    first, second = (sending(number, Track(300), room) for number in range(2))
-    assert first.ready
-    assert second.ready
-    assert room.accounts[0].memory == 300
-    assert not first.may_park()  # it has given way
-    assert first.ready
 
 
 class Slow(Publication):
@@ -163,27 +142,6 @@ async def test_what_must_be_loaded_waits_for_room_in_order():
     await asyncio.sleep(0)
 
 
-def test_what_is_expected_takes_room_until_it_is_answered():
-    kept = budgets(memory_per_connection=70)
-    room, said = kept.enter("10.0.0.1"), []
-    publication = Track(30)
-    group = Growing(publication.objects(0))
-    group.memory = 30
-    assert room.fits(1000)
-    expected = Expected(group, lambda: said.append("accepted"), room, EVERYTHING, publication)
-    assert room.accounts[0].memory == 30
-    assert not room.fits(41)
-    assert room.fits(40)
-    assert not expected.may_park()
-    expected.accept()
-    assert said == ["accepted"]
-    assert room.accounts[0].memory == 0
-    again = Expected(group, lambda: None, room, EVERYTHING, publication)
-    again.close()
-    assert not group.open
-    assert kept.total.memory == 0
-
-
 def test_data_on_the_way_has_a_bound_and_everybody_gets_a_part():
     kept = budgets(in_flight_per_connection=5 << 20, in_flight_per_address=8 << 20, in_flight=9 << 20)
     one, other, elsewhere = (kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
@@ -220,14 +178,6 @@ def test_connections_of_one_address():
     assert all(freely.enter("192.0.2.1") is not None for _ in range(1000))
 
 
-def test_addresses_of_one_site():
-    assert site_of("192.0.2.7") == "192.0.2.7"
-    assert site_of("::ffff:192.0.2.7") == "192.0.2.7"
-    assert site_of("2001:db8:1:2:3::4") == site_of("2001:db8:1:2::") != site_of("2001:db8:1:3::")
-    assert site_of("fe80::1%eth0") == site_of("fe80::2%eth1")
-    assert site_of("no address") == "no address"
-
-
 @pytest.mark.parametrize("name", ServerLimits.__slots__)
 def test_a_budget_of_nothing_is_refused(name):
     for value in (0, -1, float("nan")):
@@ -246,6 +196,9 @@ def test_no_more_files_than_the_process_may_open(monkeypatch):
     assert ServerLimits().open_files == 4096
 
 
-def test_a_group_that_is_kept_elsewhere_takes_no_room():
-    shared = PublishedGroup(memoryview(b"x" * 9), (), "", shared=True)
-    assert (shared.files, shared.memory) == (0, 0)
+def test_addresses_of_one_site():
+    assert site_of("192.0.2.7") == "192.0.2.7"
+    assert site_of("::ffff:192.0.2.7") == "192.0.2.7"
+    assert site_of("2001:db8:1:2:3::4") == site_of("2001:db8:1:2::") != site_of("2001:db8:1:3::")
+    assert site_of("fe80::1%eth0") == site_of("fe80::2%eth1")
+    assert site_of("no address") == "no address"

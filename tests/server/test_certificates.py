@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import ssl
 import stat
 import subprocess
 import sys
@@ -85,23 +83,6 @@ def test_a_folder_that_cannot_be_written_is_named(state):
     state.write_text("no folder")
     with pytest.raises(CertificateError, match="XDG_STATE_HOME"):
         development()
-
-
-async def test_a_tls_stack_accepts_it_for_its_names_alone():
-    """A client that trusts this certificate gets a connection to each of its names, and to no other."""
-    tls = development("example.org")
-    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server_side.load_cert_chain(tls.certfile, tls.keyfile)
-    client_side = ssl.create_default_context(cafile=tls.certfile)
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server_side)
-    port = server.sockets[0].getsockname()[1]
-    async with server:
-        for name in ("localhost", "127.0.0.1", "::1", "example.org"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname=name)
-            assert await reader.read() == b""
-            writer.close()
-        with pytest.raises(ssl.SSLCertVerificationError):
-            await asyncio.open_connection("127.0.0.1", port, ssl=client_side, server_hostname="evil.example")
 
 
 def refused(tls, words, now=NOW):

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.server import changes
-from kvabr.server.changes import ChangeLog, Changes, changes_track, mark_of, position_in
-from kvabr.server.grants import EVERYTHING, Grant, Grants
+from kvabr.server.changes import ChangeLog, Changes, mark_of
+from kvabr.server.grants import Grant, Grants
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import FormatError
-from kvabr.types.naming import MODELS_NAMESPACE, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 from tests.assets import make_asset
 from tests.server.relays import until
 
@@ -75,20 +75,6 @@ async def test_who_waits_is_told_from_any_thread():
     assert len(log) == 0
 
 
-def test_names_of_the_track():
-    assert position_in(changes_track(17)) == 17
-    for track in ("kvabr.changes.", "kvabr.changes", "kvabr.changes.-1", "kvabr.changes.1x", "kvabr.changes.²", "17"):
-        assert position_in(track) is None
-    assert position_in(changes_track(10**30)) is None
-
-
-def test_an_answer_is_what_it_was():
-    for found in (Changes(0), Changes(5, (ONE, TWO)), Changes(1 << 62, everything=True)):
-        assert Changes.loads(found.dumps()) == found
-        assert len(found.dumps()) < changes.MAX_CHANGES_BYTES
-    assert len(Changes(1 << 62, (ONE,) * 4096).dumps()) < changes.MAX_CHANGES_BYTES
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -132,13 +118,6 @@ def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
     library.regrant(Grants([a, b, Grant("cc", ("a",), token_sha256=both.token_sha256)]))
     gone = {marks["a"], marks["b"], mark_of(TrackNamespace("test/model", library.assets[1].catalog.namespace.prompt))}
     assert told() == {"aa": {marks["a"]}, "cc": gone}
-
-
-async def test_only_in_its_namespace(tmp_path):
-    library = PublishedAssets(tmp_path)
-    assert await library.find_soon(EVERYTHING, MODELS_NAMESPACE, changes_track(0)) is not None
-    assert await library.find_soon(EVERYTHING, TrackNamespace("other", "0" * 64), changes_track(0)) is None
-    assert await library.find_soon(EVERYTHING, MODELS_NAMESPACE, changes_track(10**40)) is None
 
 
 def test_a_mark_tells_no_name():

@@ -21,30 +21,25 @@ def cut(start, end, *, order=None):
     return FetchRange.of(message, GROUPS, lambda _: FINAL)
 
 
-def test_a_whole_group():
-    whole = cut((1, 0), (1, 0))
-    assert whole == FetchRange((GroupRange(1, 0, None),), False, Location(1, FINAL + 1), False)
-
-
-def test_a_track_and_more_is_the_track():
-    all_of_it = cut((0, 0), (9, 7))
-    assert [each.group for each in all_of_it.groups] == [0, 1, 2, 3]
-    assert all(each.first_object == 0 and each.end_object is None for each in all_of_it.groups)
-    assert (all_of_it.end, all_of_it.end_of_track) == (Location(3, FINAL + 1), True)
-
-
-def test_objects_within_a_group():
-    assert cut((2, 5), (2, 101)).groups == (GroupRange(2, 5, 101),)
+WHOLE = [(group, 0, None) for group in range(GROUPS)]
 
 
 @pytest.mark.parametrize(
-    ("end", "stop", "ended"), [(100, 100, False), (FINAL, FINAL, False), (FINAL + 1, 201, True), (9999, 201, True)]
+    ("start", "end", "groups", "stop", "ended"),
+    [
+        ((1, 0), (1, 0), [(1, 0, None)], (1, FINAL + 1), False),
+        ((0, 0), (9, 7), WHOLE, (3, FINAL + 1), True),
+        ((2, 5), (2, 101), [(2, 5, 101)], (2, 101), False),
+        ((2, 100), (3, 100), [(2, 100, None), (3, 0, 100)], (3, 100), False),
+        ((2, 100), (3, FINAL), [(2, 100, None), (3, 0, FINAL)], (3, FINAL), False),
+        ((2, 100), (3, FINAL + 1), [(2, 100, None), (3, 0, FINAL + 1)], (3, 201), True),
+        ((2, 100), (3, 9999), [(2, 100, None), (3, 0, 9999)], (3, 201), True),
+        ((1, FINAL + 1), (2, 0), [(1, FINAL + 1, None), (2, 0, None)], (2, FINAL + 1), False),
+    ],
 )
-def test_the_end_is_that_of_the_last_group_at_most(end, stop, ended):
-    some = cut((2, 100), (3, end))
-    assert [(each.group, each.first_object) for each in some.groups] == [(2, 100), (3, 0)]
-    assert [each.end_object for each in some.groups] == [None, end]
-    assert (some.end, some.end_of_track) == (Location(3, stop), ended)
+def test_ranges(start, end, groups, stop, ended):
+    found = cut(start, end)
+    assert found == FetchRange(tuple(GroupRange(*one) for one in groups), False, Location(*stop), ended)
 
 
 def test_the_order_of_groups_can_be_descending():
@@ -67,10 +62,6 @@ def test_the_order_of_groups_can_be_descending():
 def test_what_begins_behind_the_end_is_refused(start, end, says):
     with pytest.raises(InvalidRangeError, match=says):
         cut(start, end)
-
-
-def test_what_begins_behind_the_end_of_an_inner_group_has_the_groups_after_it():
-    assert cut((1, FINAL + 1), (2, 0)).groups == (GroupRange(1, FINAL + 1, None), GroupRange(2, 0, None))
 
 
 def test_last_objects():

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode
 from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
 from kvabr.moqt.messages import TrackStatus
-from kvabr.moqt.parameters import Filter, Parameters
+from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20
 from kvabr.server.growing import GrowingBytes
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
 
 pytestmark = pytest.mark.process
-
-
-async def test_a_track_that_has_ended():
-    track = GrowingBytes()
-    with pytest.raises(ValueError, match="got -1"):
-        track.grow(-1)
-    track.append(b"x")
-    track.finish("why")
-    track.finish("another reason")
-    assert (track.growing, track.failure, track.groups) == (False, "why", 1)
-    with pytest.raises(ValueError, match="has ended"):
-        track.append(b"y")
-    with pytest.raises(IndexError, match="1 group so far"):
-        track.open(1)
-
-
-async def test_watchers_hear_once_in_a_turn():
-    track, heard = GrowingBytes(), []
-    unwatch = track.watch(lambda: heard.append(track.groups))
-    track.append(b"x")
-    track.append(b"y")
-    assert heard == []
-    await asyncio.sleep(0)
-    assert heard == [2]
-    unwatch()
-    unwatch()
-    track.finish()
-    await asyncio.sleep(0)
-    assert heard == [2]
-    await track.reached(7)
 
 
 # ------------------------------------------------------------------ behind the edge
@@ -131,14 +99,6 @@ async def test_a_subscriber_that_comes_before_its_track(draft, tls):
         assert list(served.groups(number)) == [1]
 
 
-async def test_a_name_that_is_none_is_not_waited_for(tls):
-    async with serving(tls) as served:
-        served.end.session.subscribe((b"\xff",), b"\xff", Parameters(rendezvous_timeout=LONG_MS))
-        served.end.settle_and_send()
-        (refused,) = await served.soon(Refused)
-        assert refused.message.code == RequestCode.DOES_NOT_EXIST
-
-
 async def test_a_range_that_depends_on_the_largest_object(tls):
     """The last groups of a track, in drafts that can say so."""
     async with serving(tls, DRAFT_20) as served:
@@ -146,6 +106,20 @@ async def test_a_range_that_depends_on_the_largest_object(tls):
         number = served.fetch((0, 0), (0, 0), filter=Filter(groups_back=2))
         await served.soon(Ended)
         assert list(served.groups(number)) == [3, 4]
+
+
+async def test_a_track_that_has_ended():
+    track = GrowingBytes()
+    with pytest.raises(ValueError, match="got -1"):
+        track.grow(-1)
+    track.append(b"x")
+    track.finish("why")
+    track.finish("another reason")
+    assert (track.growing, track.failure, track.groups) == (False, "why", 1)
+    with pytest.raises(ValueError, match="has ended"):
+        track.append(b"y")
+    with pytest.raises(IndexError, match="1 group so far"):
+        track.open(1)
 
 
 async def test_the_state_of_a_growing_track(tls):

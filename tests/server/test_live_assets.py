@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import structlog
-from kvabr.store.live_folder import EDGE, LIVE, LiveFolder, LiveFolderWriter, new_key
+from kvabr.store.live_folder import LIVE, LiveFolder, LiveFolderWriter, new_key
 from structlog.testing import capture_logs
 
 from kvabr.moqt.codes import RequestCode
@@ -18,14 +18,15 @@ from kvabr.server import live_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import PROFILE
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
-from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
+from tests.server.relays import sent
+from tests.server.test_relay_live import chain
 from tests.store.test_live_folder import GROUPS, final, frame, live, publish
 
 socketed = pytest.mark.process
@@ -67,28 +68,6 @@ async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordina
         ended = await late.get(EDGE_TRACK, GROUPS + 1)
         assert (ended.code, ended.reason) == (RequestCode.DOES_NOT_EXIST, "the track has 4 groups, and is complete")
     await until(lambda: server.requests == 0)
-
-
-@socketed
-async def test_at_no_moment_there_is_neither_a_growing_nor_an_ordinary_asset(root, tls):
-    key = new_key()
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
-            await player.found()
-            for group in range(GROUPS):
-                publish(writer, group, key)
-            ordinary, ended = None, False
-            for step in range(40):
-                if step == 5:
-                    writer.commit(final())
-                if step == 15:
-                    writer.tell(LiveEnd(key))
-                growing, ordinary = await player.lookups()
-                assert growing or ordinary
-                ended = ended or (ordinary is not None and growing is not None)
-        await until(lambda: server.source.assets)
-        assert (await player.lookups())[1]
 
 
 TOKEN = "t"  # noqa: S105  # of a test
@@ -150,25 +129,6 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
             assert (await player.get("Int4", 1)).data == frame(1, "Int4")
 
 
-@socketed
-async def test_the_codec_profile_is_served_from_the_beginning(root, tls):
-    key, profile = new_key(), b"side information"
-    digest = hashlib.sha256(profile).hexdigest()
-    begun = live(key)
-    begun = replace(begun, catalog=replace(begun.catalog, profile=digest, profile_bytes=len(profile)))
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        space = TrackNamespace(SPACE.model, digest)
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.profile(profile)
-            writer.begin(begun)
-            await player.found()
-            assert (await player.get(PROFILE_TRACK, namespace=space)).data == profile
-            (path,) = live_folders(root)
-            server.source._cached.clear()
-            (path / PROFILE).write_bytes(b"something else")
-            assert (await player.get(PROFILE_TRACK, namespace=space)).code == RequestCode.DOES_NOT_EXIST
-
-
 # ------------------------------------------------------------------ producers that fail
 
 
@@ -194,15 +154,6 @@ WRONG = {
 }
 
 
-async def test_a_lookup_that_finds_an_asset_finds_what_is_published_of_it(root):
-    key, source = new_key(), LiveAssets(root, QUIET)
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(live(key))
-        publish(writer, 0, key)
-        await source.look()
-        assert [asset.chunks for asset in source.assets] == [1]
-
-
 @pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
 async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, told):
     messages, reason, groups = told
@@ -222,26 +173,6 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
         assert not asset.settled  # its producer lives, and may still make it an asset
     await source.check()
     assert asset.settled
-
-
-@socketed
-async def test_the_reason_reaches_those_who_wait(root, tls):
-    async with live_origin(root, tls) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key := new_key()))
-            await player.found()
-            following = asyncio.ensure_future(player.follow())
-            publish(writer, 0, key)
-            await player.news(0)
-            waiting = player.ask("FP16", 2)
-            with (next(iter(live_folders(root))) / EDGE).open("ab") as file:
-                file.write(b"nonsense\n")
-            frames, reason = await following
-            assert len(frames) == 2
-            assert "edge message" in reason
-            refused = await player.answer(waiting)
-            assert refused.code == RequestCode.DOES_NOT_EXIST
-            assert refused.reason == reason
 
 
 async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):
@@ -367,3 +298,74 @@ def make_final(path, begins):
                 writer.frame(group, track.name, data if (group, track) == (0, first) else frame(group, track.name))
         writer.commit(replace(made, tracks=(replace(first, bytes=sizes, digests=sums), *others)))
     return data
+
+
+def layered_news(group, names, key, rest_s=None):
+    data = {name: frame(group, name) for name in names}
+    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
+    return PublishedFrames(key, group, float(group), frames, rest_s)
+
+
+def publish_layers(writer, group, names, key, rest_s=None):
+    for name in names:
+        writer.frame(group, name, frame(group, name))
+    writer.tell(layered_news(group, names, key, rest_s))
+
+
+async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root):
+    key, source = new_key(), LiveAssets(root, QUIET)
+    with LiveFolderWriter(root / "asset") as writer:
+        writer.begin(live(key))
+        await source.look()
+        (asset,) = source.assets
+
+        def groups():
+            source.poll()
+            return asset.chunks, asset.levels["Int4"].groups, asset.levels["FP16"].groups
+
+        publish_layers(writer, 0, ["Int4"], key, 0.5)
+        assert groups() == (1, 1, 0)
+        publish_layers(writer, 1, ["Int4", "FP16"], key)
+        assert groups() == (2, 2, 0)
+        publish_layers(writer, 0, ["FP16"], key)
+        assert groups() == (2, 2, 2)
+        assert [level.has(0) for level in asset.levels.values()] == [True, True]
+        publish_layers(writer, 2, ["Int4"], key, 0.5)
+        assert groups() == (3, 3, 2)
+        assert [(one.group, sorted(one.frames)) for one in asset.news()] == [
+            (0, ["FP16", "Int4"]), (1, ["FP16", "Int4"]), (2, ["Int4"])
+        ]  # fmt: skip
+        writer.tell(LiveEnd(key))
+        assert groups() == (3, 3, 3)
+        assert not asset.levels["FP16"].has(2)
+        assert (asset.over, asset.edge.failure, asset.edge.groups) == (True, "", 5)
+
+
+@socketed
+@pytest.mark.parametrize("relays", [0, 1, 2])
+async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
+    key = new_key()
+    async with chain(root, tls, relays=relays) as (origin, server), decoder(server) as player:
+        with LiveFolderWriter(root / "asset") as writer:
+            writer.begin(live(key))
+            await player.found()
+            waiting = [player.ask("FP16", group) for group in range(GROUPS)]
+            for group in range(GROUPS):
+                publish_layers(writer, group, ["Int4"], key, 0.5)
+                assert (await player.news(group)).rest_s == 0.5
+                assert (await player.get("Int4", group)).data == frame(group, "Int4")
+            assert [player.answered(number) for number in waiting] == [None] * GROUPS
+            for group in reversed(range(1, GROUPS)):
+                publish_layers(writer, group, ["FP16"], key)
+                await player.news(2 * GROUPS - 1 - group)
+                assert player.answered(waiting[group]) is None
+            publish_layers(writer, 0, ["FP16"], key)
+            for group in range(GROUPS):
+                assert (await player.answer(waiting[group])).data == frame(group, "FP16")
+            writer.tell(LiveEnd(key))
+            assert await player.news(2 * GROUPS) == LiveEnd(key)
+            late = asyncio.ensure_future(player.get("FP16", 0))
+            assert (await late).data == frame(0, "FP16")
+        await until(lambda: origin.source.live.assets[0].over)
+        if relays:
+            assert [sent(origin)[name] for name in ("FP16", "Int4")] == [GROUPS, GROUPS]

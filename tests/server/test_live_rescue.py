@@ -111,53 +111,40 @@ async def test_what_was_published_is_kept_under_the_name_of_the_prompt_that_it_i
     assert not asset.gone
 
 
-async def test_what_the_producer_wrote_besides_is_not_kept(root):
-    def more(writer):
-        folder = writer._open_partial()
-        (folder / PROMPT).write_text("{}")
-        (folder / CATALOG).write_text('{"half')
-        with (folder / EDGE).open("ab") as file:
-            file.write(b'{"key": "0123')
-
-    with killed(root / "asset", 2, after=more):
-        pass
-    await settled(root)
-    check(root / OFFER.chunks[1], 2)
+def more(writer):
+    """What the producer writes besides."""
+    folder = writer._open_partial()
+    (folder / PROMPT).write_text("{}")
+    (folder / CATALOG).write_text('{"half')
+    with (folder / EDGE).open("ab") as file:
+        file.write(b'{"key": "0123')
 
 
-async def test_frames_that_never_reached_the_disk_shorten_it(root):
-    def lose(writer):
-        folder = writer._open_partial()
-        frame_file(folder, 2, "FP16").write_bytes(b"")
-        changed = frame_file(folder, 1, "Int4")
-        changed.write_bytes(bytes(changed.stat().st_size))
-
-    with killed(root / "asset", 3, after=lose):
-        pass
-    await settled(root)
-    check(root / OFFER.chunks[0], 1)
+def lose(writer):
+    """Frames that never reached the disk."""
+    folder = writer._open_partial()
+    frame_file(folder, 2, "FP16").write_bytes(b"")
+    changed = frame_file(folder, 1, "Int4")
+    changed.write_bytes(bytes(changed.stat().st_size))
 
 
-async def test_damaged_news_are_the_end_and_what_came_before_is_kept(root):
-    def damage(writer):
-        with (writer._open_partial() / EDGE).open("ab") as file:
-            file.write(b"nonsense\n")
+def damage(writer):
+    """The end of the news."""
+    with (writer._open_partial() / EDGE).open("ab") as file:
+        file.write(b"nonsense\n")
 
-    with killed(root / "asset", 2, after=damage):
+
+@pytest.mark.parametrize(
+    ("after", "groups", "kept", "why"),
+    [(more, 2, 2, "its process is gone"), (lose, 3, 1, "its process is gone"), (damage, 2, 2, "edge message")],
+    ids=["more", "lost", "damaged"],
+)
+async def test_only_what_was_published_and_is_whole_is_kept(root, after, groups, kept, why):
+    with killed(root / "asset", groups, after=after):
         pass
     source = await settled(root)
-    assert "edge message" in source.live.assets[0].edge.failure
-    check(root / OFFER.chunks[1], 2)
-
-
-async def test_an_asset_that_is_there_already_stays(root):
-    for _ in range(2):
-        with killed(root / "asset", 2):
-            pass
-        before = {path.name: path.stat().st_ino for path in root.iterdir() if path.name[0] != "."}
-        await settled(root)
-        assert before.items() <= {path.name: path.stat().st_ino for path in root.iterdir()}.items()
-        assert [path.name for path in root.iterdir()] == [OFFER.chunks[1]]
+    assert why in source.live.assets[0].edge.failure
+    check(root / OFFER.chunks[kept - 1], kept)
 
 
 async def test_a_producer_that_is_killed_after_its_asset_got_its_name(root):

@@ -13,7 +13,6 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from kvabr.cli import serve_processes
-from kvabr.cli.main import main
 from kvabr.cli.serve_processes import run_processes
 from tests.processes import gone
 
@@ -107,9 +106,3 @@ def test_one_that_is_killed_after_all_were_told_to_end_is_not_started_again(tmp_
     assert run_processes(2, partial(_killed, tmp_path)) == 1
     assert not capfd.readouterr().err
     assert len(list(tmp_path.glob("1-*"))) == 1
-
-
-def test_ports_of_metrics_past_the_last_one_are_refused_before_anything_starts(tmp_path, capfd):
-    words = ["serve", str(tmp_path), "--cert", "c", "--key", "k", "--bind", "127.0.0.1:4443"]
-    assert main([*words, "--processes", "2", "--metrics", "127.0.0.1:65535"]) == 2
-    assert "2 processes count from port 65535 on" in capfd.readouterr().err

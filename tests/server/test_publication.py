@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from kvabr.codec.base import payload_layout
-from kvabr.codec.container import SLICE_BYTES
 from kvabr.player.assembler import Assembler
 from kvabr.publish.frames import FrameEncoder
-from kvabr.server.publication import BytesPublication, LevelPublication
+from kvabr.server.publication import LevelPublication
 from kvabr.store.locations import open_asset, open_store
 from kvabr.types.catalog import Catalog, Track
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.types.errors import AssetError
 from kvabr.types.naming import TrackNamespace, chain
-from tests.assets import frame_file, make_asset, open_files
+from tests.assets import frame_file
 from tests.kvdata import cache, spec
 
 TRACKS = ("FP16", "FP8", "Int8", "FP4", "Int4")
@@ -68,20 +67,6 @@ def test_the_objects_end_to_end_are_the_frame(pristine, track):
     assert bool(torch.isfinite(assembler.take()).all())
 
 
-def test_a_large_frame_is_read_piece_by_piece_and_a_small_one_at_once(pristine, tmp_path):
-    found = LevelPublication(pristine, "FP16").open(0)
-    assert (found.files, found.memory) == (1, 0)
-    assert open_files(pristine.path) == 1
-    found.close()
-    assert open_files(pristine.path) == 0
-    with pytest.raises(AssetError, match="cannot be read"):
-        found.read(0, 1)
-    small = make_asset(tmp_path / "small", range(8))
-    found = LevelPublication(small, "FP16").open(0)
-    assert (found.files, found.memory) == (0, found.size)
-    assert open_files(small.path) == 0
-
-
 def test_a_file_that_is_cut_short_while_it_is_sent(asset):
     """Were it mapped into memory, reading it would end the process."""
     found = LevelPublication(asset, "FP16").open(0)
@@ -91,17 +76,6 @@ def test_a_file_that_is_cut_short_while_it_is_sent(asset):
     with pytest.raises(AssetError, match="has become shorter than 5001 bytes"):
         found.read(1000, 5001)
     found.close()
-
-
-def test_what_is_not_there(asset):
-    level = LevelPublication(asset, "Int4")
-    for group in (-1, asset.catalog.groups):
-        with pytest.raises(IndexError):
-            level.size(group)
-        with pytest.raises(IndexError):
-            level.open(group)
-    with pytest.raises(FormatError, match="MP3"):
-        LevelPublication(asset, "MP3")
 
 
 def test_a_file_that_is_gone_or_was_changed(asset):
@@ -129,17 +103,3 @@ def test_a_link_is_not_followed(asset, tmp_path, place):
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(AssetError, match="cannot be read"):
         level.open(1)
-
-
-def test_bytes_at_hand_are_one_group_in_slices():
-    data = bytes(range(256)) * 600
-    one = BytesPublication(data)
-    found = one.open(0)
-    assert one.groups == 1
-    assert found.size == len(data)
-    assert found.digest == hashlib.sha256(data).hexdigest()
-    assert [span.object_id for span in found.objects] == [0, 1, 2]
-    assert b"".join(found.data[span.begin : span.end] for span in found.objects) == data
-    assert max(span.end - span.begin for span in found.objects) == SLICE_BYTES
-    with pytest.raises(IndexError):
-        one.open(1)

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import itertools
 import os
-import random
 import shutil
 import sys
 import threading
@@ -84,13 +83,6 @@ def test_what_is_served_is_what_lies_on_disk(root):
     assert library.find(EVERYTHING, TrackNamespace(space.model, "0" * 64), CATALOG_TRACK) is None
 
 
-def test_publications_are_made_once(root):
-    space = make_asset(root / "a", range(8)).catalog.namespace
-    library = PublishedAssets(root)
-    for track in ("FP16", CATALOG_TRACK):
-        assert library.find(EVERYTHING, space, track) is library.find(EVERYTHING, space, track)
-
-
 def test_assets_lie_a_few_levels_down_and_hidden_folders_are_not_looked_into(root):
     for index, place in enumerate(["a", "t/b", "t/u/v/c", "t/u/v/w/too-deep", ".hidden", "t/.partial"]):
         path = root / place
@@ -101,11 +93,6 @@ def test_assets_lie_a_few_levels_down_and_hidden_folders_are_not_looked_into(roo
     (root / "file").write_text("x")
     assert [asset.name for asset in PublishedAssets(root).assets] == ["a", "t/b", "t/u/v/c"]
     assert [asset.name for asset in PublishedAssets(root / "a").assets] == ["."]
-
-
-def test_no_folder_is_an_error(tmp_path):
-    with pytest.raises(AssetError, match="no such folder"):
-        PublishedAssets(tmp_path / "nothing")
 
 
 def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
@@ -136,18 +123,6 @@ def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
     assert not names_of(library, EVERYTHING)
     names = [entry["event"] for entry in events]
     assert names == ["asset added", "asset replaced", "asset removed"]
-
-
-def test_frames_that_vanish_are_an_error_of_the_group_alone(root):
-    asset = make_asset(root / "a", range(8))
-    library = PublishedAssets(root)
-    publication = library.find(EVERYTHING, asset.catalog.namespace, "FP16")
-    frame_file(root / "a", 0, "FP16").unlink()
-    with pytest.raises(AssetError, match="cannot be read"):
-        publication.open(0)
-    assert publication.open(1)
-    with pytest.raises(IndexError):
-        publication.open(2)
 
 
 NAMESPACE = '"namespace": {\n  "model": "'
@@ -253,33 +228,6 @@ def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
     assert lookup(library, base[:2]) == (None, 1)
 
 
-@pytest.mark.slow
-def test_any_prefix_of_thousands_of_groups_takes_two_round_trips(root):
-    prompt = list(range(4 * 4096))
-    dice = random.Random(4)
-    ends = {1, 2, 13, 14, 4095, 4096, *dice.sample(range(1, 4096), 6)}
-    for end in ends:
-        # Each goes its own way from somewhere on, so that only the groups before that match.
-        make_asset(root / f"asset-{end}", prompt[: 4 * end] + [9] * 7, levels=("Int4",))
-    library = PublishedAssets(root)
-    most_trips = set()
-    for length in (*ends, 4096, 3000, 322, 321, 320):
-        for own in (0, 5):
-            mine = digests(prompt[: 4 * length] + [8] * own)
-            longest = max(shared(asset.catalog, mine) for asset in library.assets)
-            best, trips = lookup(library, prompt[: 4 * length] + [8] * own)
-            assert shared(best, mine) == longest == min(length, 4096)
-            assert trips <= (1 if len(mine) <= 321 else 2)
-            most_trips.add(trips)
-    for end in ends:
-        # A prompt that leaves the one asset's way as late as it does, on its own: nothing longer is there.
-        mine = digests([*prompt[: 4 * end], *[7] * (4 * (4096 - end))])
-        best, trips = lookup(library, [*prompt[: 4 * end], *[7] * (4 * (4096 - end))])
-        assert shared(best, mine) == end
-        most_trips.add(trips)
-    assert most_trips == {1, 2}
-
-
 def test_names_of_lookups_that_nobody_makes_find_nothing(root):
     space = make_asset(root / "a", range(8)).catalog.namespace
     first = TrackNamespace(space.model, digests(range(8))[0])
@@ -358,26 +306,6 @@ def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatc
         assert steps(space, track) == steps(absent, track)
 
 
-def test_grants_that_change_are_felt_at_once(root, two_tenants):
-    library = PublishedAssets(root, two_tenants)
-    a, b, *_ = two_tenants
-    space = Catalog.read(root / "team-a" / "x" / CATALOG).namespace
-    assert library.find(a, space, "FP16")
-    library.regrant(Grants([Grant("a", ("team-b/*",), ("*",), token("a")), b]))
-    assert library.find(a, space, "FP16") is None
-    library.regrant(Grants([Grant("a", ("*",), ("*",), token("new"))]))
-    with pytest.raises(RequestError, match="no longer accepted"):
-        library.find(a, space, "FP16")
-    assert library.find(library.admit(b"new"), space, "FP16")
-    assert library.admit(b"a") is None
-
-
-def test_grants_that_see_the_same_share_one_index(root, two_tenants):
-    grants = Grants(Grant(f"g{n}", ("team-a/*",), ("*",), token(f"g{n}")) for n in range(50))
-    library = PublishedAssets(root, grants)
-    assert len({id(index) for index in library._views.values()}) == 1
-
-
 def test_catalogs_in_memory_are_bounded(root, monkeypatch):
     monkeypatch.setattr(published_assets, "MAX_CACHED_BYTES", 20_000)
     spaces = [make_asset(root / f"a{n}", range(n, n + 40)).catalog.namespace for n in range(20)]
@@ -386,31 +314,6 @@ def test_catalogs_in_memory_are_bounded(root, monkeypatch):
         assert isinstance(library.find(EVERYTHING, space, CATALOG_TRACK), BytesPublication)
         assert library._cached.currsize <= 20_000
     assert library._cached.currsize > 10_000
-
-
-def test_catalogs_of_assets_that_are_gone_leave_memory(root):
-    library, profile = PublishedAssets(root), b"a profile"
-    spaces = {}
-    for name, more in (("stays", {"profile": profile}), ("goes", {"profile": b"another"}), ("changes", {})):
-        spaces[name] = make_asset(root / name, range(len(spaces) * 50, len(spaces) * 50 + 8), **more).catalog.namespace
-    library.refresh()
-
-    def read():
-        return [library.find(EVERYTHING, space, CATALOG_TRACK) for space in spaces.values()]
-
-    assert all(read())
-    for name in ("stays", "goes"):
-        space = spaces[name]
-        sha256 = next(asset.catalog.profile for asset in library.assets if asset.catalog.namespace == space)
-        assert library.find(EVERYTHING, TrackNamespace(space.model, sha256), PROFILE_TRACK)
-    assert len(library._cached) == 5
-    (root / "goes").rename(root / ".goes")
-    (root / "changes").rename(root / ".changes")
-    make_asset(root / "changes", range(100, 108), seed=2)
-    library.refresh()
-    assert len(library._cached) == 2
-    assert read()[1] is None
-    assert len(library._cached) == 3
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from kvabr.moqt.codes import PublishDoneCode, RequestCode
 from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import Location
-from kvabr.server.publication import BytesPublication
 from kvabr.server.pushing import MOST_STREAMS
 from tests.faults.test_guests import until
 from tests.server.tracks import LONG_MS, Wide, data, every, growing, serving
@@ -139,54 +138,6 @@ async def test_a_subscription_that_is_cancelled(tls):
         assert not served.end.over.done()
 
 
-async def test_a_group_that_is_not_wanted(tls):
-    """The subscriber stops its stream; the next ones come."""
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.subscribe()
-        await served.soon(Answered)
-        track.append(data(0, 5_000_000))
-        (received,) = (await served.soon(Received))[:1]
-        served.end._carry_out(Stop(received.stream, 1))
-        served.end.transport.flush()
-        await served.soon(Ended)
-        assert served.told(Ended)[0].reset is not None
-        track.append(data(1))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert served.groups(number)[1] == [(0, data(1))]
-
-
-async def test_a_group_that_cannot_be_read(tls):
-    """It ends the subscription, with a reason."""
-    async with serving(tls) as served:
-        track = growing(served, kind=Wide)
-        number = served.subscribe()
-        await served.soon(Answered)
-        track.append(data(0))
-        await served.soon(Ended)
-        track.broken = 1
-        track.append(data(1))
-        (ending,) = await served.soon(SubscriptionEnding)
-        assert ending.message.code == PublishDoneCode.INTERNAL_ERROR
-        assert ending.message.reason == "group 1 cannot be read"
-        assert sorted(served.groups(number)) == [0]
-        await until(lambda: served.requests == 0)
-
-
-async def test_what_may_no_longer_be_read(tls):
-    async with serving(tls) as served:
-        growing(served)
-        served.subscribe()
-        await served.soon(Answered)
-        served.source.readable = False
-        (peer,) = served.server.peers
-        peer.reconsider(0.0)
-        await served.soon(Refused)
-        await until(lambda: served.requests == 0)
-        assert not served.end.over.done()
-
-
 async def test_a_server_that_goes_away(tls):
     """Subscriptions end after what is being sent, and what waits is refused."""
     async with serving(tls) as served:
@@ -223,9 +174,31 @@ async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
         await served.soon(Answered, count=2)
 
 
-async def test_tracks_that_are_complete_end_at_once(tls):
+async def test_a_group_that_cannot_be_read(tls):
+    """It ends the subscription, with a reason."""
     async with serving(tls) as served:
-        served.source.tracks["whole"] = BytesPublication(b"all of it")
-        served.subscribe("whole")
-        await served.soon(SubscriptionDone)
-        assert served.told(Answered)[0].message.parameters.largest == (0, 0)
+        track = growing(served, kind=Wide)
+        number = served.subscribe()
+        await served.soon(Answered)
+        track.append(data(0))
+        await served.soon(Ended)
+        track.broken = 1
+        track.append(data(1))
+        (ending,) = await served.soon(SubscriptionEnding)
+        assert ending.message.code == PublishDoneCode.INTERNAL_ERROR
+        assert ending.message.reason == "group 1 cannot be read"
+        assert sorted(served.groups(number)) == [0]
+        await until(lambda: served.requests == 0)
+
+
+async def test_what_may_no_longer_be_read(tls):
+    async with serving(tls) as served:
+        growing(served)
+        served.subscribe()
+        await served.soon(Answered)
+        served.source.readable = False
+        (peer,) = served.server.peers
+        peer.reconsider(0.0)
+        await served.soon(Refused)
+        await until(lambda: served.requests == 0)
+        assert not served.end.over.done()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 
@@ -11,8 +10,8 @@ import pytest
 from kvabr.moqt.codes import RequestCode
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.relay_catalogs import Catalogs, check_small
-from kvabr.types.errors import FormatError, NotFoundError, RequestError
-from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, TrackNamespace, chain, prefix_track
+from kvabr.types.errors import FormatError, RequestError
+from kvabr.types.naming import CATALOG_TRACK, MODELS_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
 from tests.assets import make_asset
 from tests.hostile import DOCUMENTS
 from tests.memory_transport import Fault
@@ -32,33 +31,6 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
         assert not relay.groups
         assert len(relay.store) == 0
         assert upstream.downloads == 0
-
-
-@pytest.mark.process
-async def test_names_that_do_not_exist_leave_no_objects(asset, tls):
-    """Not in the relay, nor in what it asks with, nor in what it is asked with; also no names in metrics and logs."""
-    async with in_memory(asset) as upstream, relaying(upstream, tls) as server:
-        async with await dialled(server) as connection:
-
-            async def ask(numbers):
-                for number in numbers:
-                    digest = hashlib.sha256(b"%d" % number).hexdigest()
-                    namespace = TrackNamespace(asset.catalog.spec.model, digest)
-                    for track in (CATALOG_TRACK, prefix_track([digest, digest]), f"no-{number}", PROFILE_TRACK):
-                        with pytest.raises(NotFoundError):
-                            await get(connection, namespace, track)
-                upstream._asked.clear()  # the test's own record
-                gc.collect()
-                return len(gc.get_objects())
-
-            await ask(range(100))
-            before = await ask(range(100, 200))
-            after = await ask(range(200, 400))
-            assert after - before < 200  # 800 names later
-            labels = {value for metric in server.metrics.registry.collect() for one in metric.samples
-                      for value in one.labels.values()}  # fmt: skip
-            assert not any(value.startswith("no-") or len(value) > 60 for value in labels)
-        assert server.requests == 0
 
 
 @pytest.mark.slow
@@ -165,22 +137,6 @@ async def test_a_doubted_catalog_is_asked_for_again_and_kept_while_the_origin_is
         assert upstream.requests == 3
         assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         assert upstream.requests == 3
-        catalogs.close()
-
-
-async def test_a_lookup_that_finds_nothing_any_more_takes_nothing_with_it(asset, stale):
-    spec = asset.catalog.spec
-    digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
-    upstream = in_memory(asset, faults=lambda ask: gone if ask.track != CATALOG_TRACK and ask.attempt else None)
-    async with upstream:
-        catalogs, namespace = Catalogs(upstream, LOG), asset.catalog.namespace
-        lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
-        facts = (await catalogs.get(namespace, CATALOG_TRACK)).facts
-        await catalogs.get(*lookup)
-        with pytest.raises(NotFoundError):
-            await catalogs.get(*lookup)
-        assert (await catalogs.get(namespace, CATALOG_TRACK)).facts is facts
         catalogs.close()
 
 

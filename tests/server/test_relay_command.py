@@ -22,13 +22,6 @@ from tests.server.relays import LONG_S, get, grant, origin, play
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("67108864", 1 << 26), ("800MiB", 800 << 20), ("4g", 4 << 30), ("1TiB", 1 << 40)]
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
 @pytest.mark.parametrize("text", ["", "lots", "1.5GiB", "-1", "1MiB", "12XiB"])
 def test_sizes_that_are_none(text):
     with pytest.raises(UsageError, match="--memory"):

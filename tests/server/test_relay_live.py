@@ -93,22 +93,6 @@ async def test_each_byte_leaves_the_origin_once(root, tls, relays):
         await until(lambda: not relay.source.groups)
 
 
-async def test_a_relay_that_comes_late_asks_for_all_news_at_once(root, tls):
-    key = new_key()
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(live(key))
-        for group in range(GROUPS):
-            publish(writer, group, key)
-        async with chain(root, tls) as (origin, relay), decoder(relay) as player:
-            await player.found()
-            following = asyncio.ensure_future(player.follow())
-            await until(lambda: relay.source.live.find(SPACE) and relay.source.live.find(SPACE).chunks == GROUPS)
-            writer.commit(final())
-            writer.tell(LiveEnd(key))
-            assert await following == (EVERYTHING, "")
-            assert sent(origin)[EDGE_TRACK] == 2
-
-
 async def test_the_end_of_a_producer_is_passed_on(root, tls):
     key = new_key()
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
@@ -144,14 +128,6 @@ async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tl
             publish(writer, 0, second)
             assert (await player.news(0)).key == second
             assert (await player.get("FP16")).data == frame(0, "FP16")
-
-
-async def test_what_does_not_exist_is_not_followed(root, tls):
-    async with chain(root, tls) as (_, relay), decoder(relay) as player:
-        for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
-            assert (await player.get(track)).code == RequestCode.DOES_NOT_EXIST
-        assert await player.lookups() == [None, None]
-        assert len(relay.source.live) == 0
 
 
 @pytest.mark.parametrize("how", ["narrowed", "removed"])

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from types import SimpleNamespace
 
 import pytest
 import structlog
 import structlog.testing
 
 from kvabr.client.lookup import fetch_catalog, find_prefix
-from kvabr.link.moqt import connect as dialling
-from kvabr.link.moqt.connect import connect, dial
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_groups
-from kvabr.server import server as closing_server
-from kvabr.server.grants import EVERYTHING, Grants
-from kvabr.server.metrics import Metrics
-from kvabr.server.relay import Relay
-from kvabr.server.relay_catalogs import Catalogs
+from kvabr.server.grants import Grants
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
-from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError
+from kvabr.transfer.redial import RedialledConnection
+from kvabr.types.errors import Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
 from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
     ELSEWHERE,
-    LOG,
     LONG_S,
     REFUSED,
     chain_of,
@@ -37,14 +28,11 @@ from tests.server.relays import (
     get,
     grant,
     in_memory,
-    options,
-    origin,
     play,
     relaying,
     restartable,
     says_unauthorized,
     sent,
-    unreachable,
     until,
 )
 
@@ -92,26 +80,6 @@ async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
         assert await waiting == (asset.path / "catalog.json").read_bytes()
 
 
-async def test_an_origin_that_stays_away_is_told(asset, tls, monkeypatch):
-    monkeypatch.setattr(relay_groups, "AWAY_S", 0.1)
-    first = in_memory(asset)
-
-    async def again():
-        raise TransportError("nobody there")
-
-    redialled = RedialledConnection(first, again, patience_s=0.1)
-    async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        namespace = asset.catalog.namespace
-        assert await get(connection, namespace, "FP16", 0)
-        first.lose("killed")
-        with pytest.raises(RequestError) as away:
-            await get(connection, namespace, "FP16", 1)
-        assert away.value.reason == Reason.AWAY
-        assert away.value.retry_after_s
-        assert "the relay's origin is away" in str(away.value)
-        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
-
-
 async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls):
     """A player that does not have much time gets the reason, and what the relay has is there at once."""
     first = in_memory(asset)
@@ -136,26 +104,6 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
         with pytest.raises(RequestError) as away:
             await find_prefix(connection, tokens[::-1], asset.catalog.spec, live=True)
         assert away.value.reason == Reason.AWAY
-
-
-async def test_live_lookups_of_an_origin_that_is_away_ask_it_once(asset):
-    first = in_memory(asset)
-
-    async def again():
-        raise TransportError("nobody there")
-
-    async with RedialledConnection(first, again, patience_s=LONG_S) as upstream:
-        catalogs = Catalogs(upstream, LOG)
-        first.lose("killed")
-        asked = asyncio.create_task(catalogs.get(asset.catalog.namespace, CATALOG_TRACK))
-        await until(lambda: upstream.trouble is not None)
-        for number in range(20):
-            with pytest.raises(RequestError):
-                await catalogs.get(TrackNamespace("m", f"{number:064}"), LIVE_TRACK)
-        assert len(catalogs) == 1
-        with pytest.raises(RequestError):
-            await asked
-        catalogs.close()
 
 
 async def test_it_survives_the_origin(asset, tls, monkeypatch):
@@ -211,21 +159,6 @@ async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
         assert relay.source.store.total_bytes == 0
 
 
-async def test_a_removed_asset_is_gone_here_too(asset, tls, stale):
-    gone = Fault(refuse=int(RequestCode.DOES_NOT_EXIST))
-    removed = []
-    upstream = in_memory(asset, faults=lambda _: gone if removed else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        await play(connection, asset)
-        assert len(relay.source.store) == asset.catalog.groups
-        removed.append(True)
-        for track in ("FP16", CATALOG_TRACK):
-            with pytest.raises(NotFoundError):
-                await get(connection, asset.catalog.namespace, track)
-        await until(lambda: len(relay.source.store) == 0)
-        assert relay.source.catalogs.bytes == 0
-
-
 async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale):
     namespace = asset.catalog.namespace
     async with chain_of(tmp_path, tls) as (_, relay), await dialled(relay) as connection:
@@ -237,22 +170,6 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
         assert new.catalog.namespace == namespace
         await play(connection, new)
         await until(lambda: not any(digest in relay.source.store for digest in old))
-
-
-async def test_who_comes_back_while_an_origin_closes_is_told_so(asset, tls, monkeypatch):
-    """A relay dials again at once; it would not know for half a minute that nobody is there."""
-    dialled_again = asyncio.Event()
-    slept = SimpleNamespace(**vars(asyncio) | {"sleep": lambda _: dialled_again.wait()})
-    monkeypatch.setattr(closing_server, "asyncio", slept)
-    async with origin(asset.path, tls) as server, await dialled(server) as first:
-        where = options(server)
-        closing = asyncio.create_task(server.close())
-        await until(lambda: first.closed)
-        async with await dial(where, "aioquic") as second:
-            dialled_again.set()
-            await closing
-            with pytest.raises(TransportError, match="the server closes"):
-                await get(second, asset.catalog.namespace, CATALOG_TRACK)
 
 
 async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
@@ -284,48 +201,6 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
         assert relay.source.catalogs.bytes == 0
 
 
-async def test_a_relay_that_has_nothing_yet_says_that_its_token_is_refused(asset, tls):
-    refuse = Fault(refuse=int(RequestCode.UNAUTHORIZED))
-    with structlog.testing.capture_logs() as said:
-        upstream = in_memory(asset, faults=lambda _: refuse)
-        async with upstream, relaying(upstream, tls) as relay:
-            for _ in range(3):
-                with pytest.raises(TransportError) as error:
-                    async with await dialled(relay) as connection:
-                        await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-                assert says_unauthorized(error.value)
-    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
-
-
-async def test_a_token_that_is_withdrawn_while_the_relay_is_connected(asset, tls, stale):
-    grants = Grants([grant("the relay's own token")])
-    with structlog.testing.capture_logs() as said:
-        async with (
-            chain_of(asset.path, tls, grants=grants, token="the relay's own token") as (server, relay),  # noqa: S106
-            await dialled(relay) as connection,
-        ):
-            await play(connection, asset)
-            server.source.regrant(Grants([grant("another token")]))
-            for _ in range(2):
-                with pytest.raises(TransportError) as error:
-                    await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-                assert says_unauthorized(error.value)
-            await until(lambda: len(relay.source.store) == 0)
-    assert sum(REFUSED in one["event"] for one in said if one["log_level"] == "warning") == 1
-
-
-async def test_a_request_refused_for_its_token_drops_everything(asset, tls):
-    refused = Fault(refuse=int(RequestCode.UNAUTHORIZED))
-    upstream = in_memory(asset, faults=lambda ask: refused if ask.track == "Int4" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        await play(connection, asset)
-        with pytest.raises(TransportError) as error:
-            await get(connection, asset.catalog.namespace, "Int4")
-        assert says_unauthorized(error.value)
-        await until(lambda: len(relay.source.store) == 0)
-        assert relay.source.catalogs.bytes == 0
-
-
 WRONG = {
     "one bit": Fault(corrupt_at=1000),
     "short": Fault(truncate_to=299_000),
@@ -348,43 +223,3 @@ async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh
         async with await dialled(relay) as other:
             assert await get(other, namespace, "FP16", 3) == asset.frame(3, "FP16")
         assert upstream.requests == before
-
-
-async def test_requests_fail_for_now_while_the_origin_was_never_reached(asset, tls):
-    upstream = RedialledConnection(UnreachedConnection("no answer"), unreachable, patience_s=0.0)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        with pytest.raises(RequestError) as error:
-            await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-    assert error.value.retry_after_s is not None
-
-
-async def test_an_origin_whose_name_has_no_address_yet_is_away(asset, tls, monkeypatch):
-    """As when a relay starts before its name server: it says so, keeps trying, and serves once there is an address."""
-    asked, found = [], dialling.addresses_of
-
-    async def nowhere(host, *_, **__):
-        asked.append(host)
-        raise socket.gaierror(socket.EAI_AGAIN, "no name server")
-
-    async with origin(asset.path, tls) as server:
-        monkeypatch.setattr(dialling, "addresses_of", nowhere)
-        url = f"moqt://localhost:{server.address[1]}/"
-        async with connect(url, fingerprint=server.fingerprint, quic="aioquic", needed=False) as upstream:
-            assert "no such host" in upstream.trouble
-            async with Relay(upstream, LOG, Metrics()) as relay:
-                asking = asyncio.create_task(relay.find_soon(EVERYTHING, asset.catalog.namespace, CATALOG_TRACK))
-                await until(lambda: len(asked) > 3)
-                monkeypatch.setattr(dialling, "addresses_of", found)
-                async with asyncio.timeout(LONG_S):
-                    assert (await asking).open(0).data == (asset.path / "catalog.json").read_bytes()
-                assert upstream.trouble is None
-
-
-async def test_a_name_without_an_address_is_an_error_where_the_origin_is_needed(monkeypatch):
-    async def nowhere(*_, **__):
-        raise socket.gaierror(socket.EAI_NONAME, "unknown")
-
-    monkeypatch.setattr(dialling, "addresses_of", nowhere)
-    with pytest.raises(TransportError, match="no such host"):
-        async with connect("moqt://origin.example/", quic="aioquic"):
-            pass

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvabr.server.changes import Changes, mark_of
 from kvabr.types.errors import NotFoundError, RequestError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import make_asset
@@ -135,14 +134,3 @@ async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, l
         await until(lambda: world.readers == [1])
         assert await get(other, long.catalog.namespace, "FP16") == long.frame(0, "FP16")
         download.cancel()
-
-
-async def test_who_waits_for_the_first_byte_of_an_asset_that_goes_is_refused(tmp_path, long, short, tls):
-    async with held(tmp_path, tls, long, stall_after=0) as world:
-        one, other = await world.both_wait(long, short)
-        world.relay.source._take_back(Changes(1, (mark_of(long.catalog.namespace),)))
-        with pytest.raises(NotFoundError):
-            await one
-        world.release()
-        async with asyncio.timeout(LONG_S):
-            assert await other == short.frame(0, "FP16")

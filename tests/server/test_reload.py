@@ -17,7 +17,6 @@ import structlog.testing
 from kvabr.link.moqt.connect import dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
-from kvabr.server.grants import Grants
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
@@ -94,72 +93,6 @@ def test_files_that_belong_together_are_not_read_while_they_change(tmp_path, sai
     assert load.loaded == ["22"]
 
 
-async def test_it_looks_by_itself_and_goes_on_after_a_bug(tmp_path, said):
-    path = tmp_path / "tokens"
-    path.write_text("one")
-    load, bugs = Loads(path), [ZeroDivisionError()]
-
-    def buggy():
-        if bugs:
-            raise bugs.pop()
-        load()
-
-    before = signal.getsignal(signal.SIGHUP)
-    files = Reloads(structlog.get_logger(), every_s=0.001)
-    files.add("tokens", [path], buggy)
-    async with files:
-        renewed(path, "two")
-        await until(lambda: not bugs)
-        renewed(path, "three")
-        await until(lambda: load.loaded == ["three"])
-        path.write_text("four")
-        await until(lambda: "four" in load.loaded)
-    assert signal.getsignal(signal.SIGHUP) == before
-
-
-async def test_a_hangup_reads_everything_again(tmp_path, said):
-    path = tmp_path / "tokens"
-    path.write_text("one")
-    load, files = Loads(path), Reloads(structlog.get_logger(), every_s=LONG_S)
-    files.add("tokens", [path], load)
-    async with files:
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: load.loaded == ["one"])
-
-
-@pytest.mark.process
-async def test_a_new_certificate_is_for_new_connections(tmp_path):
-    tls = ServerTls(tmp_path / "cert.pem", tmp_path / "key.pem")
-
-    def write():
-        for path, data in zip((tls.certfile, tls.keyfile), make(), strict=True):
-            path.write_bytes(data)
-        return check(tls).fingerprint
-
-    (tmp_path / "assets").mkdir()
-    first = write()
-    library_of_assets = PublishedAssets(tmp_path / "assets")
-    server = Server(library_of_assets, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
-    async with server:
-
-        async def dialled(fingerprint):
-            return await dial(DialOptions("localhost", server.address[1], fingerprint=fingerprint, timeout_s=LONG_S))
-
-        async with await dialled(first) as old:
-            second = write()
-            server.renew_certificates()
-            async with await dialled(second):
-                pass
-            with pytest.raises(TransportError, match="fingerprint"):
-                await dialled(first)
-            tls.keyfile.write_text("garbage")
-            with pytest.raises(TransportError, match="not a certificate and its key"):
-                server.renew_certificates()
-            async with await dialled(second):
-                pass
-            assert not old.closed
-
-
 @pytest.mark.process
 async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
     """Also what is broken: then the old stays in use, and that is said once."""
@@ -227,30 +160,44 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
         await process.communicate()
 
 
-def test_grants_from_a_file_are_put_into_use(tmp_path, said):
-    """As `kvabr serve` does it."""
-    path, root = tmp_path / "grants.json", tmp_path / "root"
-    root.mkdir()
+async def test_a_hangup_reads_everything_again(tmp_path, said):
+    path = tmp_path / "tokens"
+    path.write_text("one")
+    load, files = Loads(path), Reloads(structlog.get_logger(), every_s=LONG_S)
+    files.add("tokens", [path], load)
+    async with files:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: load.loaded == ["one"])
 
-    def allow(*tokens):
-        entries = [
-            {"name": token, "token_sha256": hashlib.sha256(token.encode()).hexdigest(), "assets": ["*"]}
-            for token in tokens
-        ]
-        renewed(path, json.dumps({"schema": "kvabr.grants/1", "grants": entries}))
 
-    allow("a")
-    library = PublishedAssets(root, Grants.from_file(path))
-    files = Reloads(structlog.get_logger())
-    files.add("tokens", [path], lambda: library.regrant(Grants.from_file(path)))
-    allow("b")
-    files.look()
-    assert library.admit(b"a") is None
-    assert library.admit(b"b").name == "b"
-    path.write_text('{"schema": "kvabr.grants/1", "grant": []}')
-    files.look()
-    files.look()
-    assert library.admit(b"b").name == "b"
-    errors = [line["error"] for line in said if line["log_level"] == "error"]
-    assert len(errors) == 1
-    assert "unknown fields: grant" in errors[0]
+@pytest.mark.process
+async def test_a_new_certificate_is_for_new_connections(tmp_path):
+    tls = ServerTls(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    def write():
+        for path, data in zip((tls.certfile, tls.keyfile), make(), strict=True):
+            path.write_bytes(data)
+        return check(tls).fingerprint
+
+    (tmp_path / "assets").mkdir()
+    first = write()
+    library_of_assets = PublishedAssets(tmp_path / "assets")
+    server = Server(library_of_assets, "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+    async with server:
+
+        async def dialled(fingerprint):
+            return await dial(DialOptions("localhost", server.address[1], fingerprint=fingerprint, timeout_s=LONG_S))
+
+        async with await dialled(first) as old:
+            second = write()
+            server.renew_certificates()
+            async with await dialled(second):
+                pass
+            with pytest.raises(TransportError, match="fingerprint"):
+                await dialled(first)
+            tls.keyfile.write_text("garbage")
+            with pytest.raises(TransportError, match="not a certificate and its key"):
+                server.renew_certificates()
+            async with await dialled(second):
+                pass
+            assert not old.closed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from dataclasses import replace
@@ -14,7 +13,6 @@ from kvabr.link.moqt.connect import connect
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
-from kvabr.server.relay_catalogs import Catalogs
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import (
     ConnectionLostError,
@@ -29,7 +27,6 @@ from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
-    LOG,
     LONG_S,
     chain_of,
     dialled,
@@ -82,16 +79,15 @@ async def gone(download):
     return error.value
 
 
-@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
-async def test_an_expired_token_is_refused(asset, tls, library, draft):
+async def test_an_expired_token_is_refused(asset, tls):
     grants = Grants([replace(grant(MINE), expires_s=time.time() - 1), replace(grant(OTHER), expires_s=FAR_S)])
     namespace = asset.catalog.namespace
-    async with origin(asset.path, tls, quic=library, grants=grants) as server:
+    async with origin(asset.path, tls, grants=grants) as server:
         with pytest.raises(UnauthorizedError, match=r"EXPIRED_AUTH_TOKEN.*the token has expired; .*--token-file"):
-            async with await dialled(server, library, token=MINE, drafts=(draft,)) as connection:
+            async with await dialled(server, token=MINE) as connection:
                 await get(connection, namespace, CATALOG_TRACK)
         assert server.metrics.value("kvabr_connections_total", result="expired") == 1
-        async with await dialled(server, library, token=OTHER, drafts=(draft,)) as connection:
+        async with await dialled(server, token=OTHER) as connection:
             assert await get(connection, namespace, CATALOG_TRACK)
 
 
@@ -144,15 +140,6 @@ async def test_a_token_that_expires_ends_what_is_open(asset, tls, stuck):
         assert server.metrics.value("kvabr_token_losses_total", token="mine.1", why="expired") == 1  # noqa: S106
         assert server.metrics.value("kvabr_token_requests_total", token="mine.1") == 1  # noqa: S106
         downloads[1].cancel()
-
-
-async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
-    grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
-    async with origin(asset.path, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
-        assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
-        later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
-        monkeypatch.setattr(server_module, "time", later)
-        await until(lambda: connection.closed)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "not opened"])
@@ -283,23 +270,6 @@ async def test_what_went_while_the_origin_was_away_is_asked_for_again(asset, tmp
         await until(lambda: len(relay.source.store) == 0)
 
 
-async def test_an_answer_that_was_asked_for_before_a_removal_is_doubted(asset, fresh):
-    async with in_memory(asset) as upstream:
-        catalogs = Catalogs(upstream, LOG)
-        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
-        await asyncio.sleep(0)  # until it has begun
-        catalogs.withdraw([])
-        assert (await asking).doubted
-        asking = catalogs._ask((asset.catalog.namespace, CATALOG_TRACK))
-        await asyncio.sleep(0)
-        catalogs.revoke()
-        with pytest.raises(RequestError) as error:
-            await asking
-        assert error.value.reason == Reason.UNAUTHORIZED
-        assert catalogs.bytes == 0
-        catalogs.close()
-
-
 async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, fresh):
     file = tmp_path / "token"
     file.write_text(f"{MINE}\n")
@@ -340,11 +310,10 @@ async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
             assert await get(other, asset.catalog.namespace, "Int4")
 
 
-@pytest.mark.parametrize(("library", "draft"), [("qh3", "moqt-22"), ("aioquic", "moqt-20")])
-async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls, library, draft):
-    async with origin(asset.path, tls, quic=library) as server:
+async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls):
+    async with origin(asset.path, tls) as server:
         log = log_of(server)
-        async with await dialled(server, library, drafts=(draft,)) as connection:
+        async with await dialled(server) as connection:
 
             def ask(position):
                 return connection.fetch(MODELS_NAMESPACE, changes_track(position), limit=BIG)
@@ -372,3 +341,12 @@ async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_serv
             error = await gone(waiting)
             assert isinstance(error, ConnectionLostError) or error.reason == Reason.AWAY
             assert len(log) == 0
+
+
+async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
+    grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
+    async with origin(asset.path, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
+        assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
+        later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
+        monkeypatch.setattr(server_module, "time", later)
+        await until(lambda: connection.closed)

@@ -7,7 +7,7 @@ from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
 from kvabr.server.send_queue import MOST_AHEAD_BYTES, Sending, SendQueue
-from kvabr.types.errors import AssetError, TransportError
+from kvabr.types.errors import AssetError
 
 
 class Track(Publication):
@@ -110,26 +110,6 @@ def test_the_most_urgent_first_and_no_more_than_quic_can_use():
     assert order == [1, 3, 2]
 
 
-def test_a_change_of_priority_holds_from_the_next_piece_on():
-    quic = Quic()
-    box = quic.send_queue()
-    for number in (1, 2):
-        box.add(sending(number, Track(9 * MOST_AHEAD_BYTES), priority=number))
-    box.feed()
-    assert set(quic.streams) == {1001}
-    box.prioritise(2, 0)
-    box.prioritise(99, 0)
-    quic.queued = 0
-    box.feed()
-    assert len(quic.streams[1002]) > 0
-    begun = len(quic.streams[1001])
-    assert box.remove(2).request_id == 2
-    assert box.remove(2) is None
-    quic.queued = 0
-    box.feed()
-    assert len(quic.streams[1001]) > begun
-
-
 def test_what_breaks_does_not_hold_up_the_rest():
     quic = Quic()
     quic.dead = {1002}
@@ -141,15 +121,6 @@ def test_what_breaks_does_not_hold_up_the_rest():
     assert [(job.request_id, str(error)) for job, error in broken] == [(1, "gone")]
     assert [job.request_id for job in done] == [2, 3]
     assert set(quic.streams) == {1003}
-
-
-def test_nothing_is_opened_before_its_turn():
-    quic, track = Quic(), Track(9 * MOST_AHEAD_BYTES)
-    box = quic.send_queue()
-    box.add(sending(1, Track(9 * MOST_AHEAD_BYTES), priority=0))
-    box.add(sending(2, track, priority=1))
-    box.feed()
-    assert track.opened == []
 
 
 class Growing(ArrivingGroup):
@@ -193,26 +164,3 @@ def test_a_group_is_sent_as_it_arrives_and_lets_others_pass_meanwhile():
     assert quic.ended == [1002, 1001]
     assert not growing.open
     assert track.opened == [0]  # only the other answer had to be opened
-
-
-def test_a_group_that_fails_while_it_arrives_breaks_off():
-    quic, track = Quic(), Track()
-    box, growing = quic.send_queue(), Growing(track.objects(0))
-    box.add(sending(1, track, first=growing))
-    growing.here = 20
-    assert box.feed() == ([], [])
-    growing.error = TransportError("the origin is away")
-    ((job, error),) = box.feed()[1]
-    assert (job.request_id, error) == (1, growing.error)
-    assert not growing.open
-    assert len(box) == len(quic.ended) == 0
-
-
-def test_priorities_and_cancels_reach_what_is_arriving():
-    quic, track = Quic(), Track()
-    box, growing = quic.send_queue(), Growing(track.objects(0))
-    box.add(sending(1, track, first=growing))
-    box.prioritise(1, 7)
-    assert growing.priority == 7
-    assert box.remove(1) is not None
-    assert not growing.open

@@ -18,12 +18,10 @@ import pytest
 from kvabr.link.moqt.connect import asset_of, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
-from kvabr.server.server import claimed
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
-from kvabr.types.errors import NotFoundError, TransportError
+from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
-from kvabr.types.passage import PassageNotes
 from tests.assets import digests, make_asset
 from tests.processes import gone, workers_of
 
@@ -134,38 +132,6 @@ async def scrape(url):
         writer.close()
 
 
-async def test_a_token_opens_its_own_and_nothing_else(root, tmp_path):
-    tokens = tmp_path / "tokens.json"
-    grants = [
-        {"name": team, "token_sha256": hashlib.sha256(team.encode()).hexdigest(), "assets": [f"{team}/*"]}
-        for team in ("team-a", "team-b")
-    ]
-    tokens.write_text(json.dumps({"schema": "kvabr.grants/1", "grants": grants}))
-    a, b = (Catalog.read(root / team / "one" / "catalog.json") for team in ("team-a", "team-b"))
-    async with serving(root, "--quic", "aioquic", "--grants", tokens) as served:
-        for token in (None, "", "team-c"):
-            with pytest.raises(TransportError, match="token"):
-                await dial(served.options(token=token))
-        async with await dial(served.options(token="team-a")) as connection:  # noqa: S106
-            assert await fetch(connection, a.namespace, "FP16", 1)
-            answers = []
-            for namespace in (b.namespace, TrackNamespace(a.spec.model, "e" * 64)):
-                for track in (CATALOG_TRACK, "FP16", PROFILE_TRACK, prefix_track(b.chunks)):
-                    with pytest.raises(NotFoundError) as caught:
-                        await fetch(connection, namespace, track)
-                    said = str(caught.value).replace(namespace.prompt, "DIGEST")
-                    said = said.replace(namespace.prompt[:16], "DIGEST")
-                    answers.append((caught.value.reason, said, caught.value.retry_after_s))
-            assert answers[:4] == answers[4:]
-
-            # Taken away while the connection is open.
-            grants[0]["assets"] = []
-            tokens.write_text(json.dumps({"schema": "kvabr.grants/1", "grants": grants}))
-            await served.event("tokens read again")
-            with pytest.raises(NotFoundError):
-                await fetch(connection, a.namespace, "FP16", 1)
-
-
 async def test_a_port_in_use_is_an_error_and_no_traceback(root):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
@@ -180,30 +146,6 @@ async def test_a_port_in_use_is_an_error_and_no_traceback(root):
     assert b"in use" in err
     assert b"another --bind HOST:PORT" in err
     assert b"Traceback" not in err
-
-
-async def test_an_empty_root_is_served_and_said(tmp_path):
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        assert "kvabr encode" in (await served.event("no assets yet"))["hint"]
-
-
-async def test_a_root_whose_assets_cannot_be_looked_into_says_so(tmp_path):
-    make_asset(tmp_path / "a", range(8))
-    (tmp_path / "a" / "catalog.json").unlink()
-    (tmp_path / "a" / "catalog.json").symlink_to("catalog.json")
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        assert "cannot be looked into" in (await served.event("asset left out"))["error"]
-        assert (await served.event("no asset can be served"))["left_out"] == 1
-
-
-async def test_the_example_is_no_passage(tmp_path):
-    make_asset(tmp_path / "a-passage", range(8), passage=PassageNotes("alone"))
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        assert "play(parts=[...])" in (await served.process.stdout.readline()).decode()
-    whole = make_asset(tmp_path / "whole", range(8)).catalog
-    async with serving(tmp_path, "--quic", "aioquic") as served:
-        words = shlex.split((await served.process.stdout.readline()).decode())
-        assert asset_of(words[words.index("fetch", 5) + 1]) == whole.namespace
 
 
 @pytest.mark.parametrize("where", ["a full disk", "a pipe that nobody reads"])
@@ -261,21 +203,6 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-def test_of_two_that_share_an_address_one_begins():
-    """In the same moment: neither has bound it yet."""
-    port = free_port()
-    with claimed("127.0.0.1", port, tcp=True):
-        with (
-            pytest.raises(TransportError, match="another server is running there"),
-            claimed("127.0.0.1", port, tcp=True),
-        ):
-            pass
-        with claimed("127.0.0.1", free_port(), tcp=True):
-            pass
-    with claimed("127.0.0.1", port, tcp=True):
-        pass
 
 
 def free_port():

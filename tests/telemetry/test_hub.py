@@ -7,22 +7,8 @@ import threading
 import pytest
 
 from kvabr.telemetry import Listener, Telemetry
-from kvabr.types.errors import UsageError
 from kvabr.types.events import CacheDelivered
 from tests.telemetry.plays import Ear, progress, simulated
-
-
-def test_every_listener_hears_every_line_in_order():
-    ears = [Ear(), Ear()]
-    events = simulated()
-    with Telemetry(*ears) as telemetry:
-        sid = telemetry.feed(events, began_s=1000.0)
-    for ear in ears:
-        assert [heard.event.name for heard in ear.heard] == ["called", *(event.name for event in events), "ended"]
-        assert {heard.play for heard in ear.heard} == {sid}
-        assert ear.heard[-1].wall_s == pytest.approx(1000.0 + events[-1].t)
-        assert ear.heard[-1].event.error is None
-        assert ear.closed == 1
 
 
 def test_a_play_is_told_of_from_its_call_to_its_end_and_its_own_log_too():
@@ -106,28 +92,6 @@ def test_a_listener_that_hangs_is_left_behind(caplog):
     slow.go.set()
 
 
-def test_what_is_closed_has_heard_all_that_it_ever_will():
-    ear = Ear()
-    telemetry = Telemetry(ear)
-    telemetry.feed(simulated())
-    telemetry.close()
-    assert telemetry.flush(0.0)  # there is nothing to wait for
-    assert len(ear.heard) == len(simulated()) + 2
-
-
-def test_a_finished_play_waits_for_listeners_that_are_behind():
-    class Late(Ear):
-        def hear(self, heard):
-            threading.Event().wait(0.0002)
-            super().hear(heard)
-
-    ear = Late()
-    with Telemetry(ear, limit=8) as telemetry:
-        telemetry.feed(simulated())
-    assert len(ear.heard) == len(simulated()) + 2
-    assert telemetry.counts["ear"].dropped == 0
-
-
 def test_listeners_hear_in_the_context_of_the_call():
     who = contextvars.ContextVar("who", default="nobody")
     asked = []
@@ -167,17 +131,3 @@ def test_plays_in_many_threads_are_kept_apart():
     for events in by_play.values():
         assert len({event.received for event in events[1:-1]}) == 1
         assert [event.t for event in events[1:-1]] == [float(step) for step in range(50)]
-
-
-def test_nobody_to_tell_is_a_mistake():
-    with pytest.raises(UsageError, match="at least one listener"):
-        Telemetry()
-    with pytest.raises(UsageError, match="limit of at least 1"):
-        Telemetry(Ear(), limit=0)
-
-
-def test_a_telemetry_that_no_play_used_ends_at_once():
-    ear = Ear()
-    with Telemetry(ear):
-        pass
-    assert ear.closed == 1

@@ -59,18 +59,6 @@ def test_a_play_is_counted():
     assert 0 < lower <= found["kvabr_play_rate_bytes_per_second", ()]
 
 
-def test_what_the_engine_computes_is_counted():
-    lines = simulated((2e5, *[0.0] * 40, 1.0), engine=True)
-    starts = [line.t for line in lines if line.name == "recompute_start"]
-    ends = [line for line in lines if line.name == "recompute_done"]
-    assert ends
-    found = counted(lines)
-    seconds = sum(end.t - start for start, end in zip(starts, ends, strict=True))
-    assert found["kvabr_play_recompute_seconds_total", ()] == pytest.approx(seconds)
-    groups = sum(end.last - end.first for end in ends)
-    assert found["kvabr_play_groups_total", (("source", "recomputed"),)] == groups
-
-
 def test_plays_that_bring_nothing_are_told_apart():
     metrics = PlayerMetrics()
     with Telemetry(metrics) as telemetry:

@@ -74,29 +74,6 @@ def test_a_play_is_a_span_with_one_below_it_for_all_that_takes_time(tracing):
         assert play.start_time <= span.start_time <= span.end_time <= play.end_time
 
 
-def test_the_span_that_calls_is_the_parent(tracing):
-    provider, exporter = tracing
-    tracer = provider.get_tracer("application")
-    telemetry = Telemetry(OpenTelemetry(provider))
-    with telemetry, tracer.start_as_current_span("request") as request, telemetry.play() as log:
-        for line in simulated():
-            log(line)
-    (play,) = spans(exporter)["kvabr.play"]
-    assert play.parent.span_id == request.get_span_context().span_id
-    assert play.context.trace_id == request.get_span_context().trace_id
-
-
-def test_prefill_is_a_span(tracing):
-    provider, exporter = tracing
-    with Telemetry(OpenTelemetry(provider)) as telemetry:
-        telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
-    computed = spans(exporter)["kvabr.recompute"]
-    ends = [line for line in lines if line.name == "recompute_done"]
-    assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
-        (line.first, line.last) for line in ends
-    ]
-
-
 def test_what_fails_is_an_error_and_what_was_given_up_is_none(tracing):
     provider, exporter = tracing
     status = provider.get_tracer("x").start_span("x").status.status_code.__class__
@@ -143,6 +120,17 @@ def test_a_live_play_of_a_million_tokens_has_events_up_to_a_bound(tracing):
     assert play.attributes["kvabr.events_left_out"] == 8192 - 100
     assert play.events[-1].name == "kvabr.gave_up"
     assert sum(len(span.to_json(indent=None)) for span in exporter.get_finished_spans()) < 2_500_000
+
+
+def test_prefill_is_a_span(tracing):
+    provider, exporter = tracing
+    with Telemetry(OpenTelemetry(provider)) as telemetry:
+        telemetry.feed(lines := simulated((2e5, *[0.0] * 40, 1.0), engine=True))
+    computed = spans(exporter)["kvabr.recompute"]
+    ends = [line for line in lines if line.name == "recompute_done"]
+    assert [(span.attributes["kvabr.first"], span.attributes["kvabr.last"]) for span in computed] == [
+        (line.first, line.last) for line in ends
+    ]
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):

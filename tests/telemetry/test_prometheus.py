@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvabr.server.metrics import Metrics
 from kvabr.telemetry import prometheus
-from kvabr.telemetry.prometheus import MAX_LABEL_VALUES, MetricSet, ScrapeServer
+from kvabr.telemetry.prometheus import MAX_LABEL_VALUES, ScrapeServer
 from kvabr.types.errors import TransportError
 from kvabr.types.naming import prefix_track
 
@@ -53,27 +49,6 @@ def test_a_set_is_exposed_under_its_names():
     assert metrics.value("kvabr_groups_sent_total", track="FP16") == 0
 
 
-def test_sets_do_not_share_metrics_unless_they_share_a_registry():
-    one, other = MetricSet(), MetricSet()
-    one.counter("c_total", "text").inc()
-    assert other.counter("c_total", "text") is not None
-    assert (one.value("c_total"), other.value("c_total")) == (1, 0)
-    mine = CollectorRegistry()
-    MetricSet(mine).gauge("g", "text").set(3)
-    assert mine.get_sample_value("g") == 3
-
-
-@given(st.lists(st.text(max_size=20), max_size=20))
-def test_tracks_of_any_name_are_escaped(tracks):
-    metrics = Metrics()
-    for track in tracks:
-        metrics.groups_sent_total.labels(track).inc()
-    found = samples(metrics.expose())
-    assert {key[1]: value for key, value in found.items() if key[0] == "kvabr_groups_sent_total"} == {
-        track: tracks.count(track) for track in tracks
-    }
-
-
 def test_tracks_that_peers_name_are_bounded():
     metrics = Metrics()
     for index in range(MAX_LABEL_VALUES * 3):
@@ -83,15 +58,6 @@ def test_tracks_that_peers_name_are_bounded():
     assert metrics.value("kvabr_groups_sent_total", track="other") == 2 * MAX_LABEL_VALUES
     metrics.group_sent("track-0")
     assert metrics.value("kvabr_groups_sent_total", track="track-0") == 2
-
-
-def test_names_of_lookups_are_not_shown():
-    metrics = Metrics()
-    metrics.group_sent(prefix_track(["a" * 64, "b" * 64]))
-    metrics.group_sent(prefix_track(["a" * 64]))
-    metrics.group_sent("prefix")
-    assert "prefix." not in metrics.expose()
-    assert metrics.value("kvabr_groups_sent_total", track="lookup") == 2
 
 
 def ask(server, request, *, end=False):
@@ -119,14 +85,6 @@ def test_metrics_over_http():
         assert samples(body.decode())["kvabr_bytes_sent_total",] == 5
         assert ask(server, b"GET /healthz HTTP/1.0\r\n\r\n").endswith(b"ok\n")
         assert ask(server, b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
-
-
-def test_health_says_when_it_drains():
-    metrics = Metrics()
-    with ScrapeServer(metrics, "127.0.0.1", 0, healthy=lambda: not metrics.value("kvabr_draining")) as server:
-        assert b"200 OK" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
-        metrics.draining.set(1)
-        assert b"503 Service Unavailable" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -168,12 +126,21 @@ def test_connections_are_bounded(monkeypatch):
             one.close()
 
 
-def test_a_closed_server_leaves_the_port():
-    with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
-        address = server.address
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvabr-metrics"]
+def test_names_of_lookups_are_not_shown():
+    metrics = Metrics()
+    metrics.group_sent(prefix_track(["a" * 64, "b" * 64]))
+    metrics.group_sent(prefix_track(["a" * 64]))
+    metrics.group_sent("prefix")
+    assert "prefix." not in metrics.expose()
+    assert metrics.value("kvabr_groups_sent_total", track="lookup") == 2
+
+
+def test_health_says_when_it_drains():
+    metrics = Metrics()
+    with ScrapeServer(metrics, "127.0.0.1", 0, healthy=lambda: not metrics.value("kvabr_draining")) as server:
+        assert b"200 OK" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+        metrics.draining.set(1)
+        assert b"503 Service Unavailable" in ask(server, b"GET /healthz HTTP/1.1\r\n\r\n")
 
 
 def test_a_port_in_use():

@@ -27,7 +27,6 @@ from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play
 from tests.client.served import LIMIT_S, Served
-from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
 
 pytestmark = pytest.mark.process
@@ -110,18 +109,6 @@ def test_the_environment_has_a_token(monkeypatch):
 # ------------------------------------------------------------- real networks
 
 
-async def test_a_play_over_quic(served):
-    before = asyncio.all_tasks()
-    async with connect(served.url, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S) as origin:
-        assert origin.backend == "aioquic"
-        played = await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)
-        assert played.met
-        assert close(played.kv)
-        many = [play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC, policy="fixed:FP16") for _ in range(5)]
-        assert all(close(each.kv, error=1e-5) for each in await asyncio.gather(*many))
-    assert asyncio.all_tasks() == before
-
-
 async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
     async with connect(served.url, ca=served.pem, timeout_s=LIMIT_S) as origin:
         assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
@@ -132,31 +119,6 @@ async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
 
 
 # ------------------------------------------------------------------ blocking
-
-
-def test_the_blocking_twin(served):
-    before = threads()
-    with Client(served.url, timeout_s=LIMIT_S, ca=served.pem, quic="aioquic", model=SPEC) as client:
-        played = client.play(TOKENS, deadline=LIMIT_S)
-        assert close(played.kv)
-        assert client.play_asset(played.catalog.namespace, deadline=LIMIT_S).tokens == 70
-        assert client.find(TOKENS).catalog == played.catalog
-        assert client.stats().bytes_received > 0
-        with pytest.raises(UsageError, match="at least one token"):
-            client.play([], deadline=LIMIT_S)
-        results = []
-        workers = [
-            threading.Thread(target=lambda: results.append(client.play(TOKENS, deadline=LIMIT_S))) for _ in range(4)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert [result.tokens for result in results] == [70] * 4
-    assert threads() == before
-    with pytest.raises(UsageError, match="closed"):
-        client.play(TOKENS, deadline=LIMIT_S)
-    assert threads() == before
 
 
 def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
@@ -259,12 +221,3 @@ async def test_a_file_that_has_no_certificates_is_named(served, tmp_path, librar
     with pytest.raises(TransportError, match=re.escape(f"{path}: ")):
         async with asyncio.timeout(300), connect(served.url, ca=str(path), quic=library, timeout_s=5.0):
             pass
-
-
-async def test_paths_may_be_text(served, tmp_path):
-    secret = tmp_path / "token"
-    secret.write_text("anything")
-    async with connect(served.url, token_file=str(secret), fingerprint=served.fingerprint, timeout_s=LIMIT_S) as origin:
-        assert not origin.closed
-    with pytest.raises(UsageError, match="cannot be read as text"):
-        connect(served.url, token_file=str(tmp_path / "none"))

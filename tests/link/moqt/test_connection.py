@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import socket
-from dataclasses import replace
 
 import pytest
 import structlog
@@ -15,9 +13,8 @@ import structlog
 from kvabr.link.moqt import connect as quic
 from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtFetch
 from kvabr.link.moqt.options import DialOptions
-from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
-from kvabr.moqt.wire import DRAFTS, by_alpn
+from kvabr.moqt.wire import DRAFTS
 from kvabr.server import server as quicserver
 from kvabr.server.certificates import check
 from kvabr.server.limits import ServerLimits
@@ -25,7 +22,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
 from tests.client.virtual import virtual
@@ -93,43 +90,6 @@ async def test_groups_arrive_as_they_are(asset, tls, ours, theirs, alpn):
         assert server.metrics.value("kvabr_groups_sent_total", track="FP16") == asset.catalog.groups
 
 
-@pytest.mark.parametrize(("ours", "theirs", "alpn"), [*PAIRS[: len(DRAFTS)], PAIRS[-1]])
-async def test_what_is_not_there(asset, tls, ours, theirs, alpn):
-    space = asset.catalog.namespace
-    other = replace(space, prompt="0" * 64)
-    async with joined(asset, tls, ours, theirs, alpn=alpn) as (_, connection):
-        for namespace, track, group in ((space, "Int8", 0), (other, "FP16", 0), (space, "FP16", 99)):
-            with pytest.raises(NotFoundError, match=f"{track}, group {group}: not found"):
-                await read_all(connection.fetch(namespace, track, group, limit=1 << 20))
-        with pytest.raises(
-            NotFoundError, match=rf"^no such asset {other.model}/0{{64}}, or none that your token opens$"
-        ):
-            await read_all(connection.fetch(other, CATALOG_TRACK, limit=1 << 20))
-        assert await read_all(connection.fetch(space, CATALOG_TRACK, limit=1 << 20))
-
-
-@pytest.mark.parametrize("library", TRANSPORTS)
-async def test_a_client_that_leaves_normally_is_no_warning(asset, tls, library, caplog):
-    caplog.set_level(logging.WARNING, logger="quic")  # other tests silence it
-    async with joined(asset, tls, library, library) as (server, connection):
-        await connection.close()
-        async with asyncio.timeout(300):
-            while server.metrics.value("kvabr_connections"):  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.005)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-async def test_a_peer_that_closes_with_an_error_is_a_warning(asset, tls, caplog):
-    caplog.set_level(logging.WARNING, logger="quic")  # other tests silence it
-    async with joined(asset, tls, "qh3", "qh3") as (server, connection):
-        connection.shut(SessionCode.INTERNAL_ERROR, "on purpose")
-        async with asyncio.timeout(300):
-            while server.metrics.value("kvabr_connections"):  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.005)
-    said = [record for record in caplog.records if "on purpose" in record.getMessage()]
-    assert [record.levelname for record in said if record.name == "quic"] == ["WARNING"]
-
-
 @pytest.mark.parametrize("library", TRANSPORTS)
 async def test_a_group_that_is_declared_too_long_is_not_downloaded(asset, tls, library):
     """Its first object's header says how long the whole group is, and is of a smaller object itself."""
@@ -140,24 +100,6 @@ async def test_a_group_that_is_declared_too_long_is_not_downloaded(asset, tls, l
             await read_all(download)
         assert download.stats.received == 0
         assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 1, limit=1 << 20))
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-async def test_cancelled_downloads_leave_nothing(asset, tls, library):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, library, library) as (server, connection):
-        cancelled = [connection.fetch(space, "FP16", 0, limit=1 << 20) for _ in range(100)]
-        for index, download in enumerate(cancelled):
-            if index % 10 == 0:
-                await download.read()
-            download.cancel()
-            download.cancel()
-        with pytest.raises(RequestError, match="cancelled"):
-            await cancelled[0].read()
-        assert await read_all(connection.fetch(space, "FP16", 1, limit=1 << 20)) == asset.frame(1, "FP16")
-        assert server.requests == 0
-        (peer,) = server.peers
-        assert len(peer.session.responder) == 0
 
 
 @contextlib.asynccontextmanager
@@ -224,35 +166,6 @@ async def test_the_urgent_comes_first(asset, tls, ours):
         assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("ours", EITHER)
-async def test_a_priority_can_be_changed_under_way(asset, tls, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours) as (server, connection):
-        async with held(server, 10) as peer:
-            downloads = [connection.fetch(space, "FP16", group, priority=group, limit=1 << 20) for group in range(10)]
-            while len(peer._queue) < 10:  # noqa: ASYNC110  # nothing tells of it
-                await asyncio.sleep(0.005)
-            downloads[9].prioritise(0)
-            while not any(job.priority == 0 and job.request_id for job in peer._queue):  # noqa: ASYNC110  # as above
-                await asyncio.sleep(0.005)
-        await asyncio.gather(*map(read_all, downloads))
-        done = [download.stats.done_s for download in downloads]
-        assert done[9] < done[8]
-        assert len(server.peers) == 1
-
-
-@pytest.mark.parametrize("ours", EITHER)
-async def test_more_requests_than_streams_wait_their_turn(asset, tls, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours) as (_, connection):
-        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * MAX_IN_FLIGHT)]
-        many[-1].prioritise(0)
-        waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
-        waiting.cancel()
-        assert {len(data) for data in await asyncio.gather(*map(read_all, many))} == {len(asset.catalog.dumps())}
-        assert many[-1].stats.done_s < many[-2].stats.done_s
-
-
 @pytest.mark.parametrize("library", TRANSPORTS)
 async def test_a_lost_connection_is_told_to_every_reader(asset, tls, library):
     space = asset.catalog.namespace
@@ -266,60 +179,6 @@ async def test_a_lost_connection_is_told_to_every_reader(asset, tls, library):
         assert connection.closed
         with pytest.raises(ConnectionLostError):
             await connection.fetch(space, "FP16", 0, limit=1 << 20).read()
-
-
-@pytest.mark.parametrize("ours", EITHER)
-@pytest.mark.parametrize("alpn", [draft.alpn for draft in DRAFTS])
-async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(asset, tls, alpn, ours):
-    space = asset.catalog.namespace
-    async with joined(asset, tls, ours, alpn=alpn) as (server, connection):
-        download = connection.fetch(space, "FP16", 0, limit=1 << 20)
-        await download.read()
-        draining = asyncio.create_task(server.drain(300.0))
-        rest = await read_all(download)
-        assert len(rest) < FRAME + 8
-        assert download.stats.received == asset.catalog.track("FP16").bytes[0]
-        await draining
-        with pytest.raises(ConnectionLostError):
-            await connection.fetch(space, "FP16", 1, limit=1 << 20).read()
-
-
-@pytest.mark.parametrize("ours", EITHER)
-async def test_too_many_connections(asset, tls, ours):
-    async with joined(asset, tls, ours, connections=1) as (server, _):
-        with pytest.raises(TransportError, match="too many connections"):
-            await quic.dial(options(server, tls), ours)
-
-
-@pytest.mark.parametrize("library", TRANSPORTS)
-async def test_certificates_are_checked(asset, tls, library):
-    async with asyncio.timeout(300), served(asset, tls, library) as server:
-        good = options(server, tls)
-        with pytest.raises(TransportError, match=r"TLS failed|certificate"):
-            await quic.dial(replace(good, fingerprint=None), library)
-        with pytest.raises(TransportError, match="not the expected one"):
-            await quic.dial(replace(good, fingerprint="0" * 64), library)
-        async with await quic.dial(replace(good, fingerprint=None, insecure=True), library) as connection:
-            assert not connection.closed
-    with pytest.raises(TransportError, match=r"cannot be read|no PEM certificate"):
-        await quic.dial(replace(good, fingerprint=None, ca=asset.path / "none.pem"), library)
-
-
-@pytest.mark.parametrize("library", TRANSPORTS)
-async def test_nobody_in_common(asset, tls, library):
-    async with asyncio.timeout(300), served(asset, tls, library, drafts=(by_alpn("moqt-22"),)) as server:
-        with pytest.raises(TransportError, match="no common protocol"):
-            await quic.dial(options(server, tls, drafts=("moqt-20",)), library)
-        with pytest.raises(TransportError, match="this kvabr speaks moqt-20, moqt-22"):
-            await quic.dial(options(server, tls, drafts=("moqt-99",)), library)
-
-
-async def test_an_address_in_use(asset, tls):
-    async with served(asset, tls) as server:
-        port = server.address[1]
-        second = quicserver.Server(server.source, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics())
-        with pytest.raises(TransportError, match="cannot be bound"):
-            await second.start()
 
 
 def test_a_gap_or_a_foreign_group_ends_a_download():
@@ -389,13 +248,6 @@ async def test_the_first_address_that_answers_is_taken():
     what = {"dead": (3600.0, None), "good": (0.01, None), "never tried": (0.0, None)}
     assert await quic.first_of(list(what), attempts(what, log), 0.05) == "good"
     assert log == ["dead", "good", "dead cancelled"]
-
-
-@virtual
-async def test_an_address_that_fails_is_followed_at_once_by_the_next():
-    log = []
-    what = {"refused": (0.0, TransportError("refused")), "good": (0.0, None)}
-    assert await quic.first_of(list(what), attempts(what, log), 600.0) == "good"
 
 
 @virtual
@@ -509,3 +361,15 @@ async def test_a_connection_goes_on_when_qh3_loses_a_packet_but_no_stream(asset,
         for group in range(3):
             assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", group, limit=FRAME + 8))
         assert lost
+
+
+@pytest.mark.parametrize("ours", EITHER)
+async def test_more_requests_than_streams_wait_their_turn(asset, tls, ours):
+    space = asset.catalog.namespace
+    async with joined(asset, tls, ours) as (_, connection):
+        many = [connection.fetch(space, CATALOG_TRACK, limit=1 << 20) for _ in range(3 * MAX_IN_FLIGHT)]
+        many[-1].prioritise(0)
+        waiting = connection.fetch(space, "Int4", 0, limit=1 << 20)
+        waiting.cancel()
+        assert {len(data) for data in await asyncio.gather(*map(read_all, many))} == {len(asset.catalog.dumps())}
+        assert many[-1].stats.done_s < many[-2].stats.done_s

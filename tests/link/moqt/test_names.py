@@ -6,8 +6,6 @@ import asyncio
 import socket
 import threading
 
-import pytest
-
 from kvabr.link.moqt.names import _asked, addresses_of
 
 
@@ -33,8 +31,3 @@ async def test_silent_name_servers_hold_up_nobody_else(monkeypatch):
     assert all(isinstance(each, socket.gaierror) for each in found[1:])
     assert sorted(asked) == sorted(f"{number}.silent" for number in range(40))  # each name once
     assert not _asked
-
-
-async def test_a_name_that_nobody_has():
-    with pytest.raises(OSError):  # noqa: PT011  # as the system says it
-        await addresses_of("no-such-host.invalid", 1)

@@ -9,22 +9,13 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from kvabr.link.moqt.options import check_pinned, fingerprint_of, why_refused
+from kvabr.link.moqt.options import check_pinned, why_refused
 from kvabr.server.certificates import make
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.errors import TransportError
 
 
 def der(now=None):
     return x509.load_pem_x509_certificate(make(now=now)[0]).public_bytes(Encoding.DER)
-
-
-def test_a_fingerprint_has_one_spelling():
-    digest = "Ab" * 32
-    assert fingerprint_of(digest) == "ab" * 32
-    assert fingerprint_of(":".join(["AB"] * 32)) == "ab" * 32
-    for bad in ("", "ab", "g" * 64, "ab" * 33):
-        with pytest.raises(UsageError, match="SHA-256 fingerprint"):
-            fingerprint_of(bad)
 
 
 def test_the_pinned_certificate_and_no_other():

@@ -79,14 +79,6 @@ def test_equal_objects_are_neither_copied_nor_parsed_one_by_one():
     assert fed < len(wire) / 8
 
 
-def test_many_tiny_objects_before_larger_ones_are_no_fault():
-    wire, payload = written([(1, 1, None)] * 1038 + [(1000, 1, None)] * 20)
-    begin = len(written([(1, 1, None)] * 1038)[0]) + 3
-    data, _, fed = asyncio.run(read_in_place(wire, [begin, 10_000], len(payload), exact=True))
-    assert data == payload
-    assert fed < begin + 5_000
-
-
 def test_the_group_in_a_header_that_is_written_longer_than_needed_is_not_overlooked():
     flags = b"\x80\x1c"
     header = flags + write_varint(5) + write_varint(0) + b"\1" + write_varint(100)

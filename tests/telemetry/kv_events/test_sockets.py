@@ -97,16 +97,6 @@ def test_readers_early_and_late_know_what_is_there(store):
     assert store.metrics.value("kvabr_kv_events_assets") == 1
 
 
-def test_a_store_that_starts_again_is_heard_anew(store):
-    store.prompts["a"] = PROMPT
-    with Reader(store.sockets) as reader:
-        with store.publisher():
-            reader.wait_for(96)
-        store.prompts = {"b": PROMPT[:40]}
-        with store.publisher():
-            reader.wait_for(32)
-
-
 def test_what_a_replay_no_longer_has_is_told_again(store, monkeypatch):
     monkeypatch.setattr(publishers, "_RETURN_S", 0.0)  # a publisher that has run for a while
     store.prompts["a"] = PROMPT[:40]
@@ -238,22 +228,6 @@ def test_a_gap_that_is_not_answered_is_forgotten_and_messages_that_are_none_are_
         reader.wait_for(96, OTHER)
         assert reader.held.cached(PROMPT) == {}
         assert reader.subscriber.refused == 4
-
-
-def test_a_gap_is_closed_by_what_the_publisher_answers(store):
-    with context() as made, Reader(store.sockets, replay_s=LIMIT_S) as reader:
-        other = Hostile(made, store.sockets)
-        other.begin()
-        batches = [encoded(other.events(**prompts), 1.0) for prompts in ({"a": SHORT}, {"a": SHORT, "b": PROMPT}, {})]
-        other.say(0, batches[0])
-        other.say(2, batches[2])
-        peer, start = other.asked()
-        assert start == 1
-        other.router.send_multipart((peer, b"", b"kv@kvabr@m", sequence_frame(1), batches[1]))
-        reader.wait_for(96)  # and what came meanwhile waits
-        other.router.send_multipart((peer, b"", b"", END, b""))
-        reader.wait_for(0)
-        assert not reader.forgotten
 
 
 def test_addresses_that_cannot_be_bound_and_endpoints_that_are_none(store, tmp_path):

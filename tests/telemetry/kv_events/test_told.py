@@ -8,7 +8,7 @@ import pytest
 
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
-from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, encoded
+from kvabr.telemetry.kv_events.wire import encoded
 from kvabr.types.errors import UsageError
 from tests.telemetry.kv_events.routers import LlmdIndex, NamedIndex
 from tests.toymodel import toy_asset, toy_passage
@@ -59,21 +59,6 @@ def test_readers_believe_what_is_there():
         assert store.llmd.place("m", [*trunk[:4], *range(5000, 5016)]) == ({"kvabr": 1} if begun else {})
 
 
-def test_long_prompts_come_in_parts_that_follow_each_other():
-    store = Store()
-    store.prompts["long"] = tuple(range(20_000))
-    store.look()
-    cleared, *parts = store.events
-    assert isinstance(cleared, KVBlocksCleared)
-    assert [len(part.token_ids) for part in parts] == [8192, 8192, 3616]
-    assert [part.parent_block_hash for part in parts] == [None, parts[0].block_hashes[-1], parts[1].block_hashes[-1]]
-    assert store.llmd.place("m", range(20_000)) == {"kvabr": 5000}
-    del store.prompts["long"]
-    store.look()
-    assert isinstance(store.events[-1], KVBlocksRemoved)
-    assert store.llmd.place("m", range(20_000)) == {}
-
-
 def test_what_is_not_told_is_counted_and_named_once():
     store = Store(topic="kv@here@mine")
     store.prompts = {"a": "no tokens", "b": "no tokens", "c": "salted", "d": (1, 2), "e": (1, 2, 3, 4)}
@@ -88,17 +73,6 @@ def test_what_is_not_told_is_counted_and_named_once():
     for topic in ("", "x" * 2000, "\udcff"):
         with pytest.raises(UsageError, match="topic"):
             Store(topic=topic)
-
-
-def test_a_topic_without_a_model_is_for_one_model_and_patterns_choose():
-    def told(**options):
-        store = ToldAssets(HASHES, lambda model: ToldPrompt(model, "a" * 64, (1, 2, 3, 4)), **options)
-        found = [(topic, events) for topic, events in store.changes({"1": "one", "2": "two", "3": "one"}) if events]
-        return [topic for topic, events in found if isinstance(events[0], KVBlocksStored)], store.untold
-
-    assert told() == (["kv@kvabr@one", "kv@kvabr@two", "kv@kvabr@one"], {})
-    assert told(topic="kv@pod@served") == (["kv@pod@served"] * 2, {"another model": 1})
-    assert told(models="t*", topic="kv@pod@served") == (["kv@pod@served"], {"another model": 2})
 
 
 def test_assets_tell_their_tokens_if_they_may(tmp_path):

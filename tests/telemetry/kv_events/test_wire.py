@@ -67,7 +67,8 @@ def test_events_that_are_none_are_skipped(event):
 
 
 def test_what_is_no_batch_is_refused():
-    for data in (b"", b"\xc1", msgspec.msgpack.encode([1.0]), b"\x91" * 100_000, b"\0" * (wire.MAX_MESSAGE_BYTES + 1)):
+    huge = msgspec.msgpack.encode([1.0, [{"no": bytes(wire.MAX_MESSAGE_BYTES)}]])
+    for data in (b"", b"\xc1", msgspec.msgpack.encode([1.0]), b"\x91" * 100_000, huge):
         with pytest.raises(FormatError, match="KV events: "):
             decoded(data)
     for frame in (b"", b"\0" * 7, wire.END, b"\0" * 9):
