@@ -51,19 +51,6 @@ def test_at_a_point_it_says_what_was_simulated():
         assert [way["seconds"] for way in answer["ways"]] == pytest.approx(seconds)
 
 
-def test_twice_the_bytes_of_a_token_are_half_the_rate():
-    (entry,) = (each for each in ENTRIES if each["name"] == "my own, on a GPU")
-    own = {"name": entry["name"], "tokens": 10_000, "speed": 2000}
-    one, other = estimates(
-        [
-            own | {"mbit": 700, "kilobytes": entry["kilobytes"]},
-            own | {"mbit": 1400, "kilobytes": 2 * entry["kilobytes"]},
-        ]
-    )
-    assert one == other
-    assert one["cold"] == 5
-
-
 @pytest.mark.parametrize(
     "change",
     [{"tokens": 100}, {"mbit": 0}, {"speed": None}, {"tokens": "many"}, {"mbit": 1e9}, {"kilobytes": 0}],

@@ -69,49 +69,10 @@ def test_what_excludes_an_option_of_the_command_line_is_taken_back(write):
     assert parse(["fetch", URL]).ca is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[fetch]\ndeadlin = 2", r"\[fetch\] deadlin: no such option \(did you mean 'deadline'\?\)"),
-        ("[fetch]\nxyzzy = 2", r"\[fetch\] xyzzy: no such option; `kvabr fetch --help` lists them"),
-        ("[fetch]\nhelp = true", r"\[fetch\] help: no such option"),
-        ("[fetch]\nurl = 'moqt://x/'", r"\[fetch\] url: no such option"),
-        ("[fetch]\ndeadline = '2s'", r"\[fetch\] deadline: '2s' is not a number of seconds; write 2"),
-        ("[fetch]\ndeadline = [1, 2]", r"\[fetch\] deadline: must be a number or a string"),
-        ("[fetch]\ndeadline = true", r"\[fetch\] deadline: must be a number or a string"),
-        ("[fetch]\ninsecure = 1", r"\[fetch\] insecure: must be true or false"),
-        ("[fetch]\nquic = 'tcp'", r"\[fetch\] quic: invalid choice: 'tcp'"),
-        ("[fetch]\nca = 'a'\nfingerprint = 'b'", r"\[fetch\] ca and fingerprint exclude each other"),
-        ("[fetch.more]\nx = 1", r"\[fetch\] more: no such option"),
-        ("[calibrate]\nkept = [1, 2, 3]", r"\[calibrate\] kept: must be a list of 2"),
-        ("[replay]\npolicy = []", r"\[replay\] policy: must not be empty"),
-        ("[fetsh]\ndeadline = 2", r"fetsh: no command \(did you mean 'fetch'\?\); sections are commands"),
-        ("deadline = 2", r"deadline: an option outside a section"),
-        ("[fetch\n", r"given\.toml: .*line 1"),
-        ("[fetch]\nx = " + "{a = " * 5000, r"too deep to be read"),
-    ],
-)
-def test_mistakes_are_named_with_their_place(write, capsys, text, said):
-    path = write(text)
-    command = found[1] if (found := re.match(r"\[(replay|calibrate)\]", text)) else "fetch"
-    assert main([command, *([URL] if command == "fetch" else [])]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"kvabr: {path}: ")
-    assert re.search(said, err), err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_mistake_of_another_command_is_none_of_this_one(write):
     write("[fetch]\ndeadlin = 2")
     assert parse(["replay"]).deadline == 2.0
     assert "deadlin" in _configuration().detail  # which looks at all
-
-
-def test_help_works_with_any_file(write, capsys):
-    write("[fetch\n")
-    with pytest.raises(SystemExit) as caught:
-        main(["fetch", "--help"])
-    assert caught.value.code == 0
 
 
 def test_which_file_is_read(tmp_path, monkeypatch):

@@ -85,28 +85,6 @@ def test_metrics_exist(name: str):
     assert used <= known
 
 
-def test_rules_record_what_the_alerts_use():
-    groups = documents("prometheus/kvabr.rules.yml")[0]["groups"]
-    rules = [rule for group in groups for rule in group["rules"]]
-    recorded = {rule["record"] for rule in rules if "record" in rule}
-    used = {name for rule in rules for name in re.findall(r"\bkvabr:[a-z0-9_:]+", rule["expr"])}
-    assert used <= recorded
-    assert all("summary" in rule["annotations"] for rule in rules if "alert" in rule)
-
-
-def test_panels_do_not_overlap():
-    taken: set[tuple[int, int]] = set()
-    for panel in json.loads((DEPLOY / "grafana" / "kvabr.json").read_text())["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken
-        taken |= cells
-
-
 def test_mounted_secrets_are_declared():
     compose = documents("compose.yaml")[0]
     for service in compose["services"].values():

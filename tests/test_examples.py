@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -58,14 +59,6 @@ def test_play(served, prompt_file, tmp_path):
     assert "70 of 70 tokens" in run("play", served.url, prompt_file, served.fingerprint, folder=tmp_path)
 
 
-@pytest.mark.process
-def test_the_prompt_of_an_asset_is_taken_as_fetch_takes_it(served, tmp_path):
-    path = tmp_path / "prompt.json"
-    path.write_text(json.dumps({"format": "kvabr-prompt/1", "tokens": prompt(70).tokens}))
-    assert "70 of 70 tokens" in run("play", served.url, path, served.fingerprint, folder=tmp_path)
-    assert "fetch group 0" in run("telemetry", served.url, path, served.fingerprint, folder=tmp_path)
-
-
 @pytest.mark.parametrize("name", ["play", "relay", "telemetry", "two_engines"])
 def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -79,23 +72,12 @@ def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monk
 @pytest.mark.parametrize(("lost", "says"), [(2, "(16|32) of 70 tokens"), (0, "nothing of this prompt came in time")])
 def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
     shutil.copytree(root / "short", tmp_path / "asset")
-    origin = Served(tmp_path / "asset", tmp_path)
-    try:
+    with closing(Served(tmp_path / "asset", tmp_path)) as origin:
         for frame in (tmp_path / "asset" / "groups").glob(f"*/{lost:05}.kvg"):
             frame.unlink()  # only now: an asset that is not whole is not served
         said = run("play", origin.url, prompt_file, origin.fingerprint, folder=tmp_path)
-    finally:
-        origin.close()
     assert f"group {lost} failed on every track" in said
     assert re.search(says, said)  # the second group may be on its way when the third is given up
-
-
-@pytest.mark.process
-def test_telemetry(served, prompt_file, tmp_path):
-    out = run("telemetry", served.url, prompt_file, served.fingerprint, folder=tmp_path)
-    assert "fetch group 0" in out
-    assert "kvabr_plays_total" in out
-    assert [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
 
 
 def test_own_policy(tmp_path):

@@ -10,18 +10,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from kvabr.cli import display, encode, options
+from kvabr.cli import display, options
 from kvabr.cli.main import main
-from kvabr.codec.threads import decoder_threads
-from kvabr.data import default_catalog
-from kvabr.publish import encoder as publishing
-from kvabr.replay import run
-from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.report.queries import nats
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
@@ -29,50 +24,7 @@ from tests.client.served import Served
 TRACES = Path(__file__).parent.parent / "traces"
 
 
-_demos: dict[ReplayOptions, run.Report] = {}
-
-
-@pytest.fixture
-def played_once(monkeypatch):
-    """Have tests of what a demo prints share its plays, which are the same every time."""
-    replay = run.replay
-
-    def once(matrix, **how):
-        if matrix.options not in _demos:
-            _demos[matrix.options] = replay(matrix, **how)
-        return _demos[matrix.options]
-
-    monkeypatch.setattr(run, "replay", once)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("played_once")
-@pytest.mark.parametrize(
-    ("words", "columns"),
-    [
-        (("demo", "--html", "page.html"), 60),
-        (("policies",), 60),
-        (("policies",), 80),
-        (("inspect", "CATALOG"), 60),
-        (("inspect", "CATALOG"), 80),
-    ],
-)
-def test_prose_wraps_between_words(words, columns, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "500")
-    Path("CATALOG").write_text(default_catalog().dumps())
-    assert main([*words]) == 0
-    words_of = {word for word in capsys.readouterr().out.split() if word.isascii()}
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main([*words]) == 0
-    shown = capsys.readouterr().out
-    broken = {word for word in shown.partition("not shown in")[0].split() if word.isascii()} - words_of
-    assert not broken
-    assert all(len(line) <= columns or " " not in line.strip() for line in shown.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("played_once")
 def test_the_demo_and_its_page_agree(capsys, tmp_path):
     """It says what was won; both have the median of TTFT and the mean of losses, and say so."""
     assert main(["demo", "--html", str(tmp_path / "page.html")]) == 0
@@ -94,15 +46,6 @@ def test_the_demo_and_its_page_agree(capsys, tmp_path):
     ).groups()
     said = f"came after {first} s (median of 32 simulated plays), with a plain Int8 cache after {int8} s, and with the"
     assert f"{said} exact one after {fp16} s. The expected loss was {nats(mine['loss_mean'])} nats per token." in home
-
-
-def test_loss_and_kl_are_told_apart(capsys, tmp_path):
-    (tmp_path / "catalog.json").write_text(default_catalog().dumps())
-    assert main(["inspect", str(tmp_path / "catalog.json")]) == 0
-    shown = capsys.readouterr().out
-    assert "loss: the mean of the KL over the first 8, 32 and all measured tokens" in shown
-    assert "KL: of the exact cache and this one, over all those tokens" in shown
-    assert "split over groups in proportion" not in shown
 
 
 @pytest.mark.slow
@@ -129,26 +72,9 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
     assert re.search(r"1 of \d+ checks failed; \d+ optional parts? missing\.$", out)
 
 
-def test_doctor_says_which_number_of_threads_makes_no_sense(capsys, monkeypatch):
-    monkeypatch.setenv("KVABR_DECODER_THREADS", "several")
-    decoder_threads.cache_clear()
-    try:
-        assert main(["doctor"]) == 1
-    finally:
-        decoder_threads.cache_clear()
-    assert "unset KVABR_DECODER_THREADS" in " ".join(capsys.readouterr().out.split())
-
-
-def test_doctor_names_extras_in_full(capsys, monkeypatch):
-    monkeypatch.setattr("kvabr.link.quic.backend.installed_libraries", lambda _: ("aioquic",))
-    main(["doctor"])
-    assert "add: pip install -c constraints.txt '.[fast]'" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.process
 def test_doctor_asks_an_origin(capsys, root, tmp_path):
-    origin = Served(root / "short", tmp_path)
-    try:
+    with closing(Served(root / "short", tmp_path)) as origin:
         main(["doctor", origin.url, "--fingerprint", origin.fingerprint])
         out = " ".join(capsys.readouterr().out.split())
         assert "connected in" in out
@@ -160,8 +86,6 @@ def test_doctor_asks_an_origin(capsys, root, tmp_path):
         assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())
         assert main(["doctor", origin.url]) == 1
         assert "--fingerprint HEX" in " ".join(capsys.readouterr().out.split())
-    finally:
-        origin.close()
 
 
 def test_a_picture_of_a_play(tmp_path):
@@ -187,52 +111,6 @@ def test_the_readme_shows_what_the_command_draws(tmp_path):
     numbers = re.search(r"after ([\d.]+) s .* with ([\d.]+)% of .* loss ([\d.]+) nats", shipped.read_text())
     assert numbers is not None
     assert all(each in first for each in (f"{numbers[1]} s", f"{numbers[2]} %", f"{numbers[3]} nats"))
-
-
-def test_less_than_a_second_left_is_not_said(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({}) as bar:
-        for done in (0, 99, 100):
-            now[0] += 12.0
-            bar("work", done, 100)
-    assert "0 s left" not in capsys.readouterr().err
-
-
-def test_nothing_is_said_of_the_time_left_before_a_second_report(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({"prefill": "prefill (tokens)"}) as bar:
-        for done in (512, 1024):
-            now[0] += 11.0
-            bar("prefill", done, 2048)
-    assert capsys.readouterr().err.splitlines() == [
-        "prefill (tokens): 512 of 2048",
-        "prefill (tokens): 1024 of 2048, about 22 s left",
-    ]
-
-
-def test_what_an_earlier_run_has_done_does_not_shorten_the_time_left(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({}) as bar:
-        for done in range(1, 301):
-            now[0] += 0.001 if done <= 200 else 10.0
-            bar("loss", done, 400)
-    assert capsys.readouterr().err.splitlines()[-1] == "loss: 300 of 400, about 1000 s left"
-
-
-def test_a_terminal_shows_the_time_left_of_a_stage(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
-    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
-    console = Console(file=screen, force_terminal=True, width=100)
-    with display.StageBar({"prefill": "prefill (tokens)"}, console) as bar:
-        for done in (1, 2):
-            now[0] += 30.0
-            bar("prefill", done, 12)
-    assert "about 300 s left" in screen.getvalue()
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
@@ -264,28 +142,6 @@ def test_numbered_stages_say_a_line_each_and_how_long_all_of_them_take(capsys, m
         "step 2 of 3: encoding groups: 1 of 3, about 32 s left",
         "step 3 of 3: measuring: 1 of 2, about 9 s left",
     ]
-
-
-def test_what_comes_before_numbered_stages_does_not_count_for_the_time_left(capsys, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with display.StageBar({"encode": "encoding groups"}, shares={"encode": 1}) as bar:
-        for stage, done in (("contexts", 1), ("encode", 1)):
-            now[0] += 30.0
-            bar(stage, done, 2)
-    assert capsys.readouterr().err.splitlines()[-1] == "step 1 of 1: encoding groups: 1 of 2, about 30 s left"
-
-
-def test_short_work_in_numbered_stages_says_nothing(capsys):
-    with display.StageBar({}, shares={"one": 1, "two": 1}) as bar:
-        bar("one", 1, 1)
-        bar("two", 1, 1)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_command_that_encodes_knows_the_share_of_every_stage():
-    assert tuple(encode.SHARES) == tuple(encode.STAGES) == publishing.STAGES
-    assert set(encode.QUICK_SHARES) < set(encode.SHARES)
 
 
 _SPINS = """
@@ -325,10 +181,3 @@ def test_a_wait_is_told_once_unless_it_changes(monkeypatch):
         while "counting ...\n" not in screen.getvalue():
             time.sleep(0.001)
     assert screen.getvalue() == "loading ...\ncounting ...\n"
-
-
-def test_a_short_wait_is_not_told(monkeypatch, capsys):
-    monkeypatch.setattr(display, "_FIRST_S", 300.0)
-    with display.waiting("quick"):
-        pass
-    assert "quick" not in capsys.readouterr().err

@@ -153,20 +153,3 @@ def test_telemetry_and_its_server():
         assert in_child(telemetry.close) == "none"
     with ScrapeServer(Metrics(), "127.0.0.1", 0) as server:
         assert in_child(lambda: server.__exit__(None, None, None)) == "none"
-
-
-def test_kv_events(tmp_path):
-    from kvabr.telemetry.kv_events.hashes import BlockHashes
-    from kvabr.telemetry.kv_events.publisher import EventSockets, KVEventPublisher
-    from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
-    from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt
-
-    log = logging.getLogger("test")
-    sockets = EventSockets(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r")
-    told = ToldAssets(BlockHashes(16), lambda tokens: ToldPrompt("m", "a" * 64, tokens))
-    with KVEventPublisher(sockets, told, dict, log) as publisher:
-        assert in_child(publisher.changed) == FORKED
-        assert in_child(publisher.__exit__) == "none"
-        with KVEventSubscriber(sockets, lambda *_: None, lambda *_: None, log) as subscriber:
-            assert in_child(subscriber.__exit__) == "none"
-        publisher.changed()

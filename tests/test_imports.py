@@ -37,30 +37,12 @@ def test_a_simulated_replay_never_loads_torch(trace, tmp_path):
     assert loaded(RUN, *args, "--prefill-rate", 1500, *files) == "0 []"
 
 
-def test_the_laboratory_never_loads_torch(trace, tmp_path):
-    args = ("lab", trace.parent, "--policy", "anytime", "mpc", "--load", 0.1, "--rtt", 10, "--starts", 1)
-    assert loaded(RUN, *args, "--jobs", 1, "--out", tmp_path / "results") == "0 []"
-
-
 @pytest.mark.parametrize(
     "module", ["kvabr.abr.plugins", "kvabr.codec.container", "kvabr.player.session", "kvabr.types.engine"]
 )
 def test_what_a_replay_is_made_of_loads_neither_torch_nor_numpy(module):
     code = "import importlib, sys\nimportlib.import_module(sys.argv[1])\nprint({'torch', 'numpy'} & set(sys.modules))"
     assert loaded(code, module) == "set()"
-
-
-def test_a_relay_never_loads_torch():
-    """It passes bytes on; the difference is 200 MiB of memory."""
-    assert loaded("import sys, kvabr.server.relay\nprint('torch' in sys.modules)") == "False"
-
-
-def test_store_administration_is_loaded_by_its_command_alone():
-    users = (
-        "kvabr.client.async_client, kvabr.server.server, kvabr.server.relay, kvabr.publish.publisher, kvabr.cli.serve"
-    )
-    code = f"import sys, {users}\nprint([name for name in sys.modules if name.startswith('kvabr.store.admin')])"
-    assert loaded(code) == "[]"
 
 
 LISTING = """
@@ -100,12 +82,6 @@ def test_help_of_a_command_loads_that_command_only(command):
     assert {name for name in loaded if not name.startswith(f"{home}_")} <= {home, *shared}
     lab = {name.split(".")[2] for name in modules if name.startswith("kvabr_lab.cli.")}
     assert lab <= ({command, "lab"} if command in LAB else set())  # `report` and `tune` have the options of `lab`
-
-
-def test_importing_kvabr_loads_nothing_heavy():
-    command = [sys.executable, "-c", "import sys, kvabr; print(*sys.modules)"]
-    names = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout.split()  # noqa: S603
-    assert not {"torch", "numpy", "asyncio", "kvabr.client"} & set(names)
 
 
 FIRST_PLAY = """

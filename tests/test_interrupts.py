@@ -18,15 +18,17 @@ from pathlib import Path
 import pytest
 
 from tests import tinymodels
-from tests.processes import LIMIT_S, cpu_s
+from tests.processes import LIMIT_S, cpu_s, gone, workers_of
 from tests.toymodel import toy_asset
 
 pytestmark = pytest.mark.process
 
 TRACES = Path(__file__).parent.parent / "traces"
-MODEL, SCRATCH = "MODEL", "SCRATCH"
+MODEL = "MODEL"
 STARTED_S = 1.5
 """CPU seconds after which a command that says nothing is past its start."""
+STARTING_S = (0.1, 0.3, 0.6, 0.9, 1.2, STARTED_S)
+"""CPU seconds at which it is still loading what it needs."""
 
 LOOPS = """
 import signal
@@ -47,6 +49,7 @@ class Loops(Policy):
                 pass
 """
 
+CODEC = ("bench", "codec", "--models", "llama-8b", "--seconds", 4000, "--json", "x.json", "--work", "work")
 COMMANDS = {
     "encode": (
         ("encode", "--text", "text", "--model", MODEL, "--tokens", 30000, "--continuation", 1000, "--out", "x.asset"),
@@ -58,17 +61,8 @@ COMMANDS = {
     ),
     "calibrate": (
         (
-            "calibrate",
-            "--model",
-            MODEL,
-            "--text",
-            "text",
-            "--contexts",
-            5000,
-            "--context-tokens",
-            128,
-            "--out",
-            "x.st",
+            *("calibrate", "--model", MODEL, "--text", "text", "--contexts", 5000, "--context-tokens", 128),
+            *("--out", "x.st"),
         ),
         r"\(contexts\): \d+",
     ),
@@ -100,10 +94,6 @@ COMMANDS = {
         ),
         r"recipes: \d+ of",
     ),
-    "bench codec": (
-        ("bench", "codec", "--models", "llama-8b", "--seconds", 4000, "--json", "x.json", "--work", "work"),
-        None,
-    ),
     "traces": (
         ("traces", "synth", "markov", "--mean-mbps", 50, "--duration", 39999, "--step", 0.01, "--out", "x.csv"),
         None,
@@ -124,7 +114,7 @@ class Command:
 
     def __init__(self, words, folder: Path) -> None:
         self.said: list[str] = []
-        self._process = subprocess.Popen(  # noqa: S603
+        self.process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-m", "kvabr", *map(str, words)],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRACES.parent), "PYTHONUNBUFFERED": "1"},
@@ -135,7 +125,7 @@ class Command:
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self.process.stdout:
             with self._changed:
                 self.said.append(line)
                 self._changed.notify()
@@ -153,26 +143,26 @@ class Command:
     def _has(self, pattern: str) -> bool:
         return re.search(pattern, "".join(self.said)) is not None
 
-    def until_busy(self) -> None:
+    def until_busy(self, seconds: float = STARTED_S) -> None:
         """Wait until it has used some CPU time."""
         end = time.monotonic() + LIMIT_S
-        while cpu_s(self._process.pid) < STARTED_S:
+        while cpu_s(self.process.pid) < seconds:
             assert time.monotonic() < end
-            assert self._process.poll() is None, "".join(self.said)
+            assert self.process.poll() is None, "".join(self.said)
             time.sleep(0.01)
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""
-        os.killpg(self._process.pid, signal.SIGINT)
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def status(self) -> int:
         """Wait for the end."""
         try:
-            status = self._process.wait(LIMIT_S)
+            status = self.process.wait(LIMIT_S)
             self._reader.join(LIMIT_S)
             return status
         finally:
-            self._process.kill()
+            self.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +194,24 @@ def test_ctrl_c_ends_a_command_in_order(name, folder, request):
         command.until_busy()
     else:
         command.until(at_work)
+    workers = workers_of(command.process.pid, 2, deaf=True) if "in processes" in name else []
     command.interrupt()
     status, said = command.status(), "".join(command.said)
+    assert all(map(gone, workers))
     assert status == (0 if name in SERVERS else 130), said
     assert name in SERVERS or "kvabr: interrupted" in said
     assert "Traceback" not in said
     assert "Exception" not in said
     left = {path.name for path in set(folder.iterdir()) - before}
     assert left == ({"kept"} if "kept" in words else set())  # what was done so far
+
+
+@pytest.mark.parametrize("seconds", STARTING_S)
+def test_ctrl_c_ends_a_command_while_it_starts(seconds, folder):
+    command = Command(CODEC, folder)
+    command.until_busy(seconds)
+    command.interrupt()
+    assert (command.status(), command.said[-1:]) == (130, ["kvabr: interrupted\n"])
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -253,16 +253,45 @@ def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_proce
         assert done.stdout.startswith("printed\n")
 
 
-def test_an_interrupt_while_it_is_imported_leaves_no_traceback():
-    """Ctrl-C in the first moments, at an import of the command line."""
-    code = """
-import runpy, sys
-class Interrupted:
+INTERRUPTED = """
+import os, runpy, signal, sys, weakref
+
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def at_once():
+    raise KeyboardInterrupt
+
+def in_a_destructor():
+    Thing()  # Python ignores exceptions of destructors
+
+def in_a_careless_library():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except:
+        pass
+
+class Interrupts:
     def find_spec(self, name, path=None, target=None):
-        if name == "kvabr.cli.interrupt":
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupted())
+        if name == "{where}":
+            sys.meta_path.remove(self)
+            {how}()
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:] = "replay --policy all --starts 4000 --jobs 1".split()
 runpy.run_module("kvabr", run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvabr: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("kvabr.cli.interrupt", "at_once"), ("rich", "in_a_destructor"), ("rich", "in_a_careless_library")],
+)
+def test_an_interrupt_while_something_is_imported_is_not_lost(where, how):
+    """Wherever it comes: the work would take minutes."""
+    code = INTERRUPTED.format(where=where, how=how)
+    done = subprocess.run(  # noqa: S603 - ours
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stderr[-19:]) == (130, "kvabr: interrupted\n")
+    assert how == "in_a_destructor" or done.stderr == "kvabr: interrupted\n"  # else Python says that it ignores it

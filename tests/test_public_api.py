@@ -3,87 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
-from dataclasses import fields, is_dataclass
 
 import pytest
 
 import kvabr
 
 NAMES = {
-    "AssetError",
-    "AsyncClient",
-    "BusyError",
-    "Catalog",
-    "Client",
-    "ConnectionLostError",
-    "Decision",
-    "Engine",
-    "Estimator",
-    "Exact",
-    "ExhaustedError",
-    "ForbiddenError",
-    "ForeignError",
-    "ForkedError",
-    "FormatError",
-    "Found",
-    "Handle",
-    "Hinted",
-    "HoleError",
-    "IncompleteError",
-    "KVSpec",
-    "KvabrError",
-    "Limits",
-    "MediaTokens",
-    "Medium",
-    "MissingAssetError",
-    "MissingTraceError",
-    "ModelError",
-    "NotFiniteError",
-    "NotFoundError",
-    "NothingCached",
-    "Passage",
-    "PlayError",
-    "PlayOptions",
-    "Played",
-    "PlayedPrefix",
-    "Policy",
-    "PolicyError",
-    "PrefillCost",
-    "RequestError",
-    "Snapshot",
-    "StoreError",
-    "StepGate",
-    "TraceError",
-    "TraceQuestionError",
-    "TrackNamespace",
-    "TransportError",
-    "UnauthorizedError",
-    "UnknownPolicyError",
-    "Upgrades",
-    "UsageError",
-    "VersionError",
-    "View",
-    "__version__",
-    "save",
-}
+    "AssetError", "AsyncClient", "BusyError", "Catalog", "Client", "ConnectionLostError", "Decision", "Engine",
+    "Estimator", "Exact", "ExhaustedError", "ForbiddenError", "ForeignError", "ForkedError", "FormatError", "Found",
+    "Handle", "Hinted", "HoleError", "IncompleteError", "KVSpec", "KvabrError", "Limits", "MediaTokens", "Medium",
+    "MissingAssetError", "MissingTraceError", "ModelError", "NotFiniteError", "NotFoundError", "NothingCached",
+    "Passage", "PlayError", "PlayOptions", "Played", "PlayedPrefix", "Policy", "PolicyError", "PrefillCost",
+    "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",
+    "TransportError", "UnauthorizedError", "UnknownPolicyError", "Upgrades", "UsageError", "VersionError", "View",
+    "__version__", "save",
+}  # fmt: skip
 CLIENT = {
-    "begin",
-    "close",
-    "connect",
-    "find",
-    "find_asset",
-    "hint_asset",
-    "measure_prefill",
-    "metrics",
-    "models",
-    "options",
-    "peer",
-    "play",
-    "play_asset",
-}
-HEAVY = {"torch", "numpy", "aioquic", "qh3", "asyncio", "prometheus_client", "kvabr.client", "kvabr.link.quic"}
+    "begin", "close", "connect", "find", "find_asset", "hint_asset", "measure_prefill", "metrics", "models",
+    "options", "peer", "play", "play_asset",
+}  # fmt: skip
 
 
 def test_the_exported_names():
@@ -118,19 +56,3 @@ def test_nothing_public_takes_options_of_any_kind():
             if name[0] != "_" or name == "__init__":
                 kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
                 assert inspect.Parameter.VAR_KEYWORD not in kinds, name
-
-
-@pytest.mark.parametrize("name", ["PlayOptions", "Limits", "Played", "NothingCached", "PlayedPrefix"])
-def test_what_flows_is_frozen_and_documented(name):
-    made = getattr(kvabr, name)
-    assert is_dataclass(made)
-    assert made.__dataclass_params__.frozen
-    source = inspect.getsource(made)
-    for field in fields(made):
-        assert f"    {field.name}: " in source
-
-
-def test_importing_kvabr_loads_next_to_nothing():
-    code = f"import sys; before = set(sys.modules); import kvabr; print({HEAVY!r} & (set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True)  # noqa: S603
-    assert done.stdout.strip() == "set()"

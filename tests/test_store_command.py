@@ -107,23 +107,3 @@ def test_verify_and_copy(place, tmp_path, capsys):
     assert "1 removed, the rest is undamaged" in capsys.readouterr().out
     assert store("copy", place, target) == 0
     assert store("verify", target, "--deep") == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("copy", "xyz://nowhere"), "stores are folders or"),
-        (("ls", "--json", "/nowhere/out.json"), "there is no folder"),
-    ],
-)
-def test_what_is_wrong_is_said(tmp_path, capsys, words, message):
-    publish(tmp_path / "assets", LONG[:20])
-    assert store(words[0], tmp_path / "assets", *words[1:]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_store_that_is_not_there(tmp_path, capsys):
-    assert store("ls", tmp_path / "nowhere") == 2
-    assert "no such folder" in capsys.readouterr().err
-    assert store("rm", _other(tmp_path), "f") == 1
-    assert "no asset of that name" in capsys.readouterr().err

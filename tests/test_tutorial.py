@@ -113,14 +113,6 @@ def guide_line(text, start):
     return shlex.split(words)
 
 
-def test_what_tuning_won_in_the_guide(folder, capsys):
-    text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
-    assert main(guide_line(text, "tune")) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    said = " ".join(text.split())
-    assert out[out.index("mean regret over families") :] in said
-
-
 def test_the_crowd_of_the_guide(capsys):
     text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
     assert main(guide_line(text, "crowd")) == 0

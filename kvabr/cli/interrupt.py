@@ -2,6 +2,10 @@
 
 The first raises `KeyboardInterrupt`, or cancels the task of `run_async`. From then on the signal has the system's
 effect, so that neither cleaning up nor code that swallows exceptions can hold the process.
+
+An exception that is raised while Python runs a destructor or a callback of a weak reference is dropped, and some
+libraries catch everything while they are imported. So `KeyboardInterrupt` is raised again as long as it is not on its
+way.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+_AGAIN_S = 0.1
+"""Seconds after which an interrupt that got lost is raised again."""
 _came = threading.Event()
 """Whether this process has been interrupted."""
 
@@ -39,7 +45,10 @@ def run_in_order(command: Callable[[], int], *, alone: bool) -> int:
     atexit.register(leave)
     try:
         with _on_interrupt(_raise, signal.default_int_handler):
-            ended = command()
+            try:
+                ended = command()
+            finally:
+                handled()
     except BaseException:
         atexit.unregister(leave)
         raise
@@ -87,8 +96,25 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def handled() -> None:
+    """Tell that `KeyboardInterrupt` has reached its end: from now on it is not raised again."""
+    if _came.is_set() and threading.current_thread() is threading.main_thread():
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
 def _raise() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, _again)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
     raise KeyboardInterrupt
+
+
+def _again(*_: object) -> None:
+    under_way = sys.exception()
+    while under_way is not None and not isinstance(under_way, KeyboardInterrupt):
+        under_way = under_way.__context__  # something else went wrong while it was handled
+    if under_way is None:
+        raise KeyboardInterrupt
 
 
 @contextmanager

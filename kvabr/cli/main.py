@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kvabr import __version__
 from kvabr.cli.commands import COMMANDS, LAB, declare, exists, names
-from kvabr.cli.interrupt import INTERRUPTED, run_in_order
+from kvabr.cli.interrupt import INTERRUPTED, handled, run_in_order
 from kvabr.types import installing
 from kvabr.types.errors import KvabrError, UsageError, did_you_mean, exhausted
 
@@ -74,6 +74,7 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"kvabr: {said}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt as error:
+        handled()
         # Python ends by the signal, not by our status, if the exception has passed through an `exec`, as of a
         # dataclass that was being defined. Another `exec` makes it forget that.
         exec("")  # noqa: S102

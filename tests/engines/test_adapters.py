@@ -7,13 +7,12 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from importlib.util import find_spec
 
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.engines.adapters import BUILTIN, adapters, release
+from kvabr.engines.adapters import BUILTIN, adapters
 from kvabr.engines.transformers import ADAPTER as TRANSFORMERS
 from kvabr.types.errors import UsageError
 
@@ -29,12 +28,6 @@ def test_tested_ranges(version, known):
     assert TRANSFORMERS.knows(version) == known
 
 
-def test_what_a_version_begins_with():
-    assert release("0.32.0+cpu") == release("0.32") == (0, 32)
-    assert release("0.5.6.post1") == (0, 5, 6)
-    assert release("v1") == ()
-
-
 def test_a_version_that_was_not_tested_is_told_once(caplog):
     other = replace(TRANSFORMERS, name="some-engine")
     with caplog.at_level(logging.WARNING, "kvabr.engines"):
@@ -44,13 +37,6 @@ def test_a_version_that_was_not_tested_is_told_once(caplog):
         assert not other.check("9.1")
     (record,) = caplog.records
     assert "tested with some-engine >=5.17,<5.25, this is 9.1" in record.getMessage()
-
-
-def test_what_is_not_installed():
-    missing = replace(TRANSFORMERS, package="no-such-engine-of-anyone", also=("nor-this",))
-    assert missing.installed is None
-    assert not missing.check()
-    assert replace(missing, also=("pytest",)).installed == metadata.version("pytest")
 
 
 def test_every_adapter_is_where_it_says():

@@ -207,19 +207,6 @@ def test_folders_of_models_have_names_by_their_weights(tmp_path, monkeypatch):
 # ------------------------------------------------------- usual names
 
 
-def test_usual_models_are_called_as_the_engine_calls_them(monkeypatch):
-    usual = {name: values[0] for name, values in SGLANG.items()}
-    spec = spec_of("org/model", "sglang", 2, 2, 16, torch.bfloat16)
-    assert sglang_name(monkeypatch, usual) == tuple(key_digests(spec, "org/model@1@0@1@0@6f1d", 128))
-    ranked = usual | {"tp": (1, 2), "pp": (1, 2)}
-    assert sglang_name(monkeypatch, ranked) == tuple(key_digests(spec, "org/model@2@1@2@1@6f1d", 128))
-    usual = {name: values[0] for name, values in LMCACHE.items()}
-    spec = spec_of("org/model", "lmcache", 2, 4, 16, torch.float16)
-    assert lmcache_name(monkeypatch, usual) == tuple(key_digests(spec, "org/model@1@0@abc@half", 256))
-    usual = {name: values[0] for name, values in VLLM.items()}
-    assert vllm_name(monkeypatch, usual) == tuple(chain(range(256), model="declared", tokenizer="t"))
-
-
 @pytest.mark.parametrize(
     ("told", "tokens"), [(4096, 4096), (-1, STEP_TOKENS), (None, STEP_TOKENS), ("4096", STEP_TOKENS)]
 )
@@ -228,9 +215,3 @@ def test_a_step_of_sglang_has_the_tokens_that_it_was_told(told, tokens):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, sglang._CONTEXT, context)
         assert sglang.step_tokens() == tokens
-
-
-def test_a_salt_of_any_characters_has_a_name():
-    """Callers in the process may give what HTTP refuses: half of a surrogate pair."""
-    names = {salt_of(SimpleNamespace(cache_salt=own), b"") for own in ("\ud800", "\udfff", "?", "\ufffd")}
-    assert len(names) == 4

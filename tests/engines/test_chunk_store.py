@@ -29,12 +29,6 @@ def origin(tmp_path):
     made.close()
 
 
-def test_the_group_size_is_a_setting():
-    settings = KeyedSettings(url="moqt://origin.example/", group_tokens=64)
-    assert settings.grouped(SPEC).group_tokens == 64
-    assert KeyedSettings(url="moqt://origin.example/").grouped(SPEC) is SPEC
-
-
 def test_what_is_shorter_or_longer_than_its_key_stands_for_is_not_there(origin):
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
     loop = LoopThread()
@@ -175,13 +169,6 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
     loop.call(other.close())
 
 
-def test_where_only_layers_are_wanted_nothing_is_published_without_a_position(tmp_path, profile, loop):
-    one = store(loop, publish=tmp_path / "assets", profile=profile, tracks=("AC-L0", "AC-L1"))
-    assert not one.put("a", piece(256)).result(300.0)
-    assert one.put("a", piece(256), 256).result(300.0)
-    loop.call(one.close())
-
-
 def test_caches_of_another_rotary_embedding_are_of_another_kind(origin, tmp_path, profile, loop):
     shape = SHAPE.changed(rope=replace(SHAPE.rope, theta=500.0))
     foreign = tmp_path / "foreign.safetensors"
@@ -210,26 +197,6 @@ def test_profiles_fit_by_their_shape(tmp_path, profile):
     (tmp_path / "text").write_text("this is no profile")
     with pytest.raises(FormatError, match="text: profile"):
         profile_for(SPEC, KeyedSettings(publish=tmp_path, profile=tmp_path / "text"))
-
-
-def test_the_profile_that_kvabr_ships_is_for_the_model_of_its_name(tmp_path):
-    settings, name = KeyedSettings(publish=tmp_path), "SmolLM2-135M-Instruct-Q4_1"
-    assert profile_for(spec_of(name, "engine", 30, 3, 64, torch.float16), settings).spec.rope.theta == 100000.0
-    assert profile_for(spec_of(name, "engine", 30, 1, 64, torch.float16), settings) is None
-    assert profile_for(spec_of("another", "engine", 30, 3, 64, torch.float16), settings) is None
-
-
-def test_an_instance_that_has_the_profile_does_not_fetch_it(origin, profile, loop):
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    one = store(loop, publish=origin.root, profile=profile)
-    assert one.put("a", piece(256), 256).result(300.0)
-    loop.call(one.close())
-    origin.look(1)
-    other = store(loop, policy="fixed:AC-L0", profile=profile, **reach)
-    assert kvdata.is_base_of(loop.call(other.play("a")).kv, piece(256))
-    (catalog,) = [asset.catalog for asset in origin.holdings.assets]
-    assert other.client.metrics.value("kvabr_client_downloaded_bytes_total") < catalog.profile_bytes
-    loop.call(other.close())
 
 
 def test_a_profile_that_does_not_come_leaves_the_plain_tracks(origin, profile, loop, caplog):

@@ -11,7 +11,6 @@ from kvabr.client.blocking import LoopThread
 from kvabr.data import default_catalog
 from kvabr.engines.chunk_store import ChunkStore, KeyedSettings, spec_of
 from kvabr.engines.keyed_tails import as_one
-from kvabr.types.errors import UsageError
 from tests.engines.served import Origin
 
 PAGE, PAGES = 128, 8
@@ -76,13 +75,6 @@ def test_the_last_pages_are_left_to_the_engine_and_the_answer_holds(reader):
     assert leading(KEYS[: kept - 1]) == kept - 1
 
 
-def test_what_another_prompt_was_promised_does_not_count(reader):
-    """Two prompts begin alike, and of the second no more is cached."""
-    leading = reader(prefill_rate=FAST)
-    kept = leading(KEYS)
-    assert leading([*KEYS[:kept], "another page"]) < kept
-
-
 def test_plays_count_with_what_follows_and_share_the_price_of_time(loop, origin):
     """A page far from the end of its prompt loses less than one near to it, on the same track."""
     reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
@@ -128,12 +120,6 @@ def test_a_tail_longer_than_the_prompt_leaves_a_page_and_what_the_engine_fetches
     assert reader(prefill_rate=1e6, least=3 * PAGE)(KEYS[:3]) == 3
 
 
-def test_nothing_found_is_nothing_promised(reader):
-    leading = reader(prefill_rate=FAST)
-    assert leading(["nothing", *KEYS]) == 0
-    assert leading([]) == 0
-
-
 def test_catalogs_that_do_not_follow_each_other_are_not_joined():
     whole = default_catalog()
     long, short = replace(whole, asked=(1.0,) * whole.groups).prefix(2), whole.prefix(1)
@@ -149,9 +135,3 @@ def test_catalogs_that_do_not_follow_each_other_are_not_joined():
     assert {track.name for track in as_one([plain, short]).tracks} == {track.name for track in plain.tracks}
     base = replace(short, tracks=(short.track("AC-L0"),))
     assert as_one([base, replace(short, tracks=(short.track("Int4"),))]) is None
-
-
-@pytest.mark.parametrize("bad", [{"prefill_rate": 0.0}, {"step_tokens": 0}])
-def test_numbers_that_make_no_sense_are_refused(bad):
-    with pytest.raises(UsageError, match=next(iter(bad))):
-        KeyedSettings.read({"url": "moqt://origin.example/", **bad}, "here")

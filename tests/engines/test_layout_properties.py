@@ -66,34 +66,6 @@ def test_over_ranks_and_blocks_and_back(world):
         assert torch.allclose(back.float(), kv.float(), rtol=2 * step, atol=2.0**-24)
 
 
-@examples(40)
-@given(worlds, st.sampled_from([1, 2, 3, 6, 12]))
-def test_engines_of_different_sizes_read_one_cache(world, other):
-    """What a token's heads hold does not depend on how many ranks they are spread over."""
-    kv = made(world)
-
-    def gathered(ranks):
-        seen = torch.full_like(kv, float("nan"))
-        for rank in range(ranks):
-            heads = head_shard(world["heads"], rank, ranks)
-            seen[:, :, heads.start : heads.stop] = kv[:, :, heads.start : heads.stop]
-        return seen
-
-    assert torch.equal(gathered(world["ranks"]), gathered(other))
-    assert torch.equal(gathered(other), kv)
-
-
-@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3, 4, 8, 16]))
-def test_shards_cover_all_heads_alike(heads, ranks):
-    if heads % ranks and ranks % heads:
-        return
-    shards = [head_shard(heads, rank, ranks) for rank in range(ranks)]
-    held = [head for shard in shards for head in shard]
-    assert len({len(shard) for shard in shards}) == 1
-    assert sorted(set(held)) == list(range(heads))
-    assert len(held) == max(heads, ranks)
-
-
 @pytest.mark.parametrize("layout", BlockLayout)
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
 def test_what_is_beyond_fp16_becomes_its_largest_number(layout, own):

@@ -10,7 +10,6 @@ from kvabr.engines.layouts import (
     check_block_size,
     head_shard,
     keys_and_values,
-    whole_blocks,
 )
 from kvabr.types.errors import FormatError, UsageError
 from tests.engines.paging import paged_blocks
@@ -28,31 +27,6 @@ def paged(dtype=torch.float32, *, tokens_outside_heads=False):
 
 def numbers(count):
     return torch.arange(2 * HEADS * count * SIZE * DIM, dtype=torch.float32).view(2, HEADS, count * SIZE, DIM) % 1013
-
-
-@pytest.mark.parametrize("layout", BlockLayout)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("blocks", [[0], [6, 2, 4], [3, 2, 1, 0, 6, 5, 4]])
-def test_what_is_written_is_read_back_and_nothing_else_changes(layout, dtype, blocks):
-    cache = paged(dtype)
-    kv = numbers(len(blocks)) % 250  # exact in every type
-    paged_blocks([cache], blocks, layout).write(kv[None])
-    out = torch.empty_like(kv)
-    paged_blocks([cache], blocks, layout).read(out[None])
-    assert torch.equal(out, kv)
-    untouched = [block for block in range(BLOCKS) if block not in blocks]
-    assert bool(cache[untouched].isnan().all())
-    assert not bool(cache[blocks].isnan().any())
-
-
-def test_a_part_of_a_longer_cache_and_some_of_its_heads():
-    whole = torch.rand(2, HEADS + 2, 5 * SIZE, DIM)
-    cache = paged()
-    part = whole[:, 1 : 1 + HEADS, SIZE : 3 * SIZE]
-    paged_blocks([cache], [5, 1], BlockLayout.TRANSPOSED).write(part[None])
-    keys, values = keys_and_values(cache, BlockLayout.TRANSPOSED)
-    assert torch.equal(keys[1], part[0, :, SIZE:])
-    assert torch.equal(values[5], part[1, :, :SIZE])
 
 
 def test_the_plain_layout_takes_any_strides():
@@ -133,7 +107,3 @@ def test_blocks_that_fit_groups(block):
 def test_blocks_that_do_not(block):
     with pytest.raises(UsageError, match="multiple of the other"):
         check_block_size(block, 128)
-
-
-def test_whole_blocks():
-    assert [whole_blocks(tokens, 16) for tokens in (0, 15, 16, 47)] == [0, 0, 16, 32]

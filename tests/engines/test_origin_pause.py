@@ -91,16 +91,3 @@ async def test_a_request_that_had_no_time_for_an_answer_pauses_nothing(monkeypat
         peer.alive = True
         await tasks[-1]
     assert not pause.active
-
-
-async def test_one_that_failed_while_another_was_answered_says_little():
-    peer = Peer()
-    peer.alive = True
-    pause, tasks = paused(peer)
-    began_s = time.monotonic() - 1.0
-    pause.answered()
-    assert pause.failed(began_s, within_s=10.0) is None
-    assert not pause.active
-    async with asyncio.timeout(LIMIT_S):
-        await tasks[0]  # a probe
-    assert (peer.probes, pause.active) == (1, False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from multiprocessing import get_context
 
 import pytest
 
@@ -129,15 +128,6 @@ def test_a_folder_that_cannot_be_written_has_its_record_elsewhere(folder, settle
     folder.chmod(0o700)
 
 
-def test_a_record_elsewhere_serves_as_well(folder, settled, reads):
-    first = weights_digest(folder)
-    elsewhere = weights._cached(folder, ".json")
-    shutil.move(folder / RECORD, elsewhere)
-    reads.clear()
-    assert weights_digest(folder) == first
-    assert reads == []
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": "kvabr.weights/2", "files": {}}', b"\xff" * 9])
 def test_a_damaged_record_is_none(folder, settled, content, reads):
     first = weights_digest(folder)
@@ -174,30 +164,6 @@ def test_files_that_cannot_be_read_are_an_error(folder, tmp_path):
         weights_digest(folder)
     with pytest.raises(ModelError, match="none: cannot be read"):
         weights_digest(tmp_path / "none")
-
-
-def test_progress_is_told(folder, monkeypatch):
-    monkeypatch.setattr(weights, "_TELL_S", -1.0)
-    told = []
-    weights_digest(folder, lambda done, total: told.append((done, total)))
-    total = sum(path.stat().st_size for path in folder.iterdir() if path.name != "tokenizer.json")
-    assert max(told) == (total, total)
-
-
-def _digest(folder, results):
-    results.put(weights_digest(folder))
-
-
-def test_processes_that_start_at_once_agree(folder):
-    spawn = get_context("spawn")
-    results = spawn.Queue()
-    ranks = [spawn.Process(target=_digest, args=(folder, results)) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    found = {results.get(timeout=120) for _ in ranks}
-    for rank in ranks:
-        rank.join()
-    assert len(found) == 1
 
 
 def test_a_declared_version_stands_for_the_weights(folder, reads):

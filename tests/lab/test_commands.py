@@ -75,21 +75,6 @@ def test_a_policy_from_a_file_is_played_once_wherever_it_is_called_from(links, t
     assert re.search(r"(\d+) plays, \1 of them from earlier runs", capsys.readouterr().out)
 
 
-def test_a_file_and_options_before_it(links, tmp_path, capsys):
-    path = tmp_path / "m.toml"
-    path.write_text(
-        'traces = ["links"]\nassets = ["small.json"]\npolicies = ["mpc"]\nloads = [0.2]\ndeadlines = [1.0]\n'
-    )
-    out = str(tmp_path / "out")
-    assert main(["lab", str(path), "--load", ".3", "--jobs", "1", "--out", out]) == 0
-    told = json.loads((tmp_path / "out" / "result.json").read_text())["matrix"]
-    assert (told["loads"], told["policies"]) == ([0.3], ["mpc"])
-    assert main(["lab", str(path), str(path), "--out", out]) == 2
-    assert main(["lab", str(path), "--load", "much", "--out", out]) == 2
-    assert main(["lab", str(tmp_path / "absent.toml"), "--out", out]) == 2
-    assert "kvabr:" in capsys.readouterr().err
-
-
 def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
     found, out = tmp_path / "tuned.json", str(tmp_path / "out")
     words = ["tune", tuned(tmp_path), *links, "--load", ".3", "--points", "3", "--rounds", "1", "--near", "1"]
@@ -103,19 +88,6 @@ def test_tune_writes_what_it_found_and_lab_takes_it(links, tmp_path, capsys):
     assert main(["lab", *links, "--load", ".3", "--policy", told["chosen"], "--out", out]) == 0
     assert re.search(r"4 plays, 4 of them from earlier runs", capsys.readouterr().out)
     assert main(["tune", "cachegen", *links, "--out", out]) == 2
-
-
-def test_report_needs_results(tmp_path, capsys):
-    assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "kvabr lab" in capsys.readouterr().err
-    assert not (tmp_path / "nothing").exists()
-
-
-@pytest.mark.parametrize("command", ["lab", "tune", "report"])
-def test_help_teaches(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert "examples:" in capsys.readouterr().out
 
 
 @pytest.mark.process

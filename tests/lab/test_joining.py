@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import kvabr
 from kvabr.abr.plugins import policies
 from kvabr.abr.policies import BUILTIN
 from kvabr.cli.commands import COMMANDS, LAB
@@ -79,11 +78,6 @@ def test_the_trial_of_wheels_passes_here(capsys):
     assert trial["round_trip"]()
     assert trial["lab_is_here"]()
     assert "million indices a second\nkvabr-lab: lab, " in capsys.readouterr().out
-
-
-def test_the_two_have_one_version():
-    assert PROJECT["version"] == kvabr.__version__
-    assert f"kvabr=={kvabr.__version__}" in PROJECT["dependencies"]
 
 
 @pytest.mark.process

@@ -1,9 +1,7 @@
 import pytest
 
-from kvabr.abr.tail import MOST_TAIL
-from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
-from kvabr.replay.engines import ENGINES
-from kvabr.types.errors import AssetError, KvabrError, UsageError
+from kvabr.player.session_types import GPU_PRICE
+from kvabr.types.errors import AssetError, KvabrError
 from kvabr_lab.matrix import EngineSpec, build, read_toml, varying
 from kvabr_lab.results_folder import load_matrix, save_axes
 from tests.catalogs import catalog
@@ -28,54 +26,6 @@ def test_engines(text, kind, number, mode):
     engine = EngineSpec.parse(text)
     assert (engine.kind, engine.number, engine.mode) == (kind, number, mode)
     assert engine.gpu_price == GPU_PRICE
-
-
-def test_what_an_engines_time_is_worth():
-    busy = EngineSpec.parse("2x@0.05:suffix")
-    assert (busy.number, busy.gpu_price, busy.mode) == (2.0, 0.05, "suffix")
-    what = matrix(engines=(busy, EngineSpec.parse("2x@inf")))
-    assert [what.options(cell).config.gpu_price for cell in what.cells()][:2] == [0.05, float("inf")]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "x", "0x", "-1x", "1e999x", "2y", "2x:tail", "1.2.3/s", "none:", "e5x", "2x@", "2x@-1", "2x@much",
-        "2x:suffix@1",
-    ],
-)  # fmt: skip
-def test_engines_that_make_no_sense(text):
-    with pytest.raises(UsageError, match="engine"):
-        EngineSpec.parse(text)
-
-
-def test_what_engines_cost():
-    offer = catalog(8)
-    assert EngineSpec.parse("none").cost(offer, 2.0) is None
-    assert EngineSpec.parse("2x").cost(offer, 1.5).seconds(0, offer.tokens) == pytest.approx(3.0)
-    assert EngineSpec.parse("h200-8b").cost(offer, 2.0) == ENGINES["h200-8b"]
-    assert EngineSpec.parse("100/s").cost(offer, 2.0).seconds(0, 50) == pytest.approx(0.5)
-    with pytest.raises(UsageError, match="does not say"):
-        EngineSpec.parse("asset").cost(offer, 2.0)
-
-
-def test_a_question_may_follow_the_cache(tmp_path):
-    assert {(options.question, options.tail) for options in map(matrix().options, matrix().cells())} == {(0, MOST_TAIL)}
-    axes = tmp_path / "matrix.toml"
-    axes.write_text('question = 20\ntail = 256\nengines = ["none", "8000/s"]\n')
-    made = build(read_toml(axes) | {"families": {"a": [str(trace_file(tmp_path / "t.csv"))]}})
-    assert {(options.question, options.tail) for options in map(made.options, made.cells())} == {(20, 256)}
-    for bad in ({"question": -1}, {"tail": -1}, {"question": 1.5}, {"tail": True}):
-        with pytest.raises(UsageError, match=r"question|tail"):
-            build({"families": {"a": [str(tmp_path / "t.csv")]}} | bad)
-
-
-def test_time_has_a_price():
-    assert {matrix().options(cell).config.time_price for cell in matrix().cells()} == {TIME_PRICE}
-    assert {matrix(time_price=0.01).options(cell).config.time_price for cell in matrix().cells()} == {0.01}
-    for price in (-1e-3, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match="price of time"):
-            matrix(time_price=price)
 
 
 def test_cells_are_every_combination_and_starts_only_add():

@@ -3,7 +3,6 @@ import random
 import numpy as np
 import pytest
 
-from kvabr.types.errors import UsageError
 from kvabr_lab.paired import Bootstrap, compare
 
 
@@ -75,24 +74,6 @@ def test_better_on_every_trace_is_told_apart_though_rare_misses_make_the_mean_un
     assert not compare({"good": good, "rare": rare}, names).versus("good", "rare").apart
 
 
-@pytest.mark.slow
-def test_misses_that_befall_either_by_chance_tell_nothing():
-    wrong = 0
-    for seed in range(40):
-        names, dice = plays(40, 2), random.Random(seed)
-        found = compare({f"p{i}": [0.6 * (dice.random() < 0.02) for _ in names] for i in range(6)}, names, seed=seed)
-        wrong += any(pair.apart for pair in found.pairs)
-    assert wrong <= 7
-
-
-def test_a_handful_of_traces_cannot_tell_anything():
-    for traces, told in ((5, False), (9, True)):
-        names = plays(traces, 4)
-        found = compare({"a": [0.1] * len(names), "b": [0.2] * len(names)}, names)
-        assert found.versus("a", "b").apart == told
-        assert found.versus("a", "b").chance == pytest.approx(2 * 0.5**traces, abs=0.015)
-
-
 def test_plays_of_one_trace_do_not_count_as_independent():
     """Ten traces played a hundred times each are ten pieces of evidence, not a thousand."""
     dice = random.Random(3)
@@ -102,26 +83,3 @@ def test_plays_of_one_trace_do_not_count_as_independent():
     single = Bootstrap([str(number) for number in range(1000)]).interval(values)
     assert clustered.high - clustered.low > 5 * (single.high - single.low)
     assert clustered.low <= clustered.mean <= clustered.high
-
-
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    covered = 0
-    for seed in range(100):
-        names, dice = plays(40, 2), random.Random(seed)
-        interval = Bootstrap(names, seed=seed, draws=800).interval(np.array(noisy(names, dice, level=0.2)))
-        covered += interval.low <= 0.2 <= interval.high
-    assert 86 <= covered <= 100
-
-
-def test_the_same_seed_gives_the_same_answer():
-    names, dice = plays(), random.Random(4)
-    table = {"a": noisy(names, dice, level=0.1), "b": noisy(names, dice, level=0.12)}
-    assert compare(table, names) == compare(table, names)
-
-
-def test_one_trace_tells_nothing_and_no_play_is_no_comparison():
-    found = compare({"a": [0.1, 0.2], "b": [0.5, 0.9]}, ["t", "t"])
-    assert not found.versus("a", "b").apart
-    assert compare({"a": [], "b": []}, []).ranking == ()
-    with pytest.raises(UsageError):
-        compare({"a": [0.1], "b": [0.1, 0.2]}, ["t"])

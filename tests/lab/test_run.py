@@ -8,15 +8,14 @@ import pytest
 
 import kvabr
 import kvabr_lab
-from kvabr.abr.plugins import policy_class
-from kvabr.types.errors import AssetError, PlayError, PolicyError, UsageError
+from kvabr.types.errors import AssetError, PlayError, PolicyError
 from kvabr_lab import digests
 from kvabr_lab.matrix import EngineSpec, Offer
 from kvabr_lab.results_folder import FILE, PlayStore
 from kvabr_lab.run import Keys, run
 from kvabr_lab.totals import result
 from tests.catalogs import catalog
-from tests.lab.matrices import matrix, traces, tuned
+from tests.lab.matrices import matrix, traces
 
 pytestmark = pytest.mark.slow
 
@@ -38,23 +37,6 @@ def test_any_number_of_processes_gives_the_same_and_nothing_is_played_twice(tmp_
     assert planned == [(0, what.plays)]
     assert again.lines == one.lines
     assert json.dumps(result(what, again)) == json.dumps(result(what, one))
-
-
-def test_only_what_is_new_is_played(tmp_path):
-    first = matrix(policies=("cheapfirst",), loads=(0.1,))
-    assert played(tmp_path, first).fresh == 12
-    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1,))).fresh == 12
-    assert played(tmp_path, matrix(policies=("cheapfirst", "mpc"), loads=(0.1, 0.4))).fresh == 24
-    assert played(tmp_path, matrix(policies=("mpc",), starts=3)).fresh == 2 * 6
-    assert played(tmp_path, matrix(policies=("mpc", "cheapfirst"))).fresh == 0
-
-
-def test_families_of_any_size_have_as_many_plays(tmp_path):
-    found = played(tmp_path, matrix(per_family=4, policies=("mpc",), loads=(0.1,)))
-    counts = {}
-    for line in found.lines[0]:
-        counts[line["trace_family"]] = counts.get(line["trace_family"], 0) + 1
-    assert counts == {"calm": 4, "rough": 4, "bursts": 4}
 
 
 def test_what_a_play_depends_on_is_in_its_key():
@@ -118,27 +100,6 @@ def test_all_code_that_a_play_loads_is_in_a_digest():
     assert not covered & apart
 
 
-@pytest.mark.parametrize(
-    ("policy", "file"), [("bola", "video.py"), ("mpc", "budget.py"), ("oracle", "oracle.py foresight.py")]
-)
-def test_the_source_of_a_policy_is_in_its_digest(policy, file):
-    found = {}
-    digests._gather(policy_class(policy).__module__, found)
-    assert [path.name for path in found] == file.split()
-
-
-def test_parameters_and_built_in_bases_are_in_a_policys_digest(tmp_path):
-    mine = tuned(tmp_path)
-    assert len({digests.of_policy(mine), digests.of_policy(f"{mine}:caution=0.5"), digests.of_policy("mpc")}) == 3
-    from kvabr.abr.policies import CheapFirst, Mpc
-
-    class Twin(Mpc):
-        pass
-
-    assert len({digests.of_class(cls) for cls in (CheapFirst, Mpc, Twin)}) == 3
-    assert len(digests.of_code()) == 64
-
-
 def test_an_interrupt_keeps_what_is_done(tmp_path):
     what, done = matrix(), []
 
@@ -182,14 +143,6 @@ def test_a_policy_that_ends_its_process_ends_the_run_and_keeps_the_rest(tmp_path
     assert played(tmp_path / "out", matrix(policies=("cheapfirst",))).fresh == 0 < first.fresh
 
 
-def test_two_runs_may_share_a_folder(tmp_path):
-    one, two = matrix(policies=("cheapfirst",)), matrix(policies=("mpc",))
-    with PlayStore(tmp_path) as first, PlayStore(tmp_path) as second:
-        run(one, first, jobs=1)
-        run(two, second, jobs=1)
-        assert run(two, first, jobs=1).fresh == run(one, second, jobs=1).fresh == 0
-
-
 def test_corrupt_lines_are_played_again(tmp_path):
     what = matrix(policies=("cheapfirst",), loads=(0.1,))
     first = played(tmp_path, what)
@@ -223,11 +176,6 @@ def test_what_is_no_store_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AssetError):
         PlayStore(tmp_path / "file" / "below")
-
-
-def test_no_processes_is_refused(tmp_path):
-    with pytest.raises(UsageError):
-        played(tmp_path, matrix(), jobs=0)
 
 
 def test_totals_say_what_the_lines_say(tmp_path):

@@ -1,7 +1,6 @@
 """The rivals among selectors."""
 
 import pytest
-import torch
 
 from kvabr.blend import Selection, choose
 from kvabr.blend.selectors import load_selector
@@ -20,12 +19,6 @@ from tests.blend.test_selectors import PROMPT
 )
 def test_what_each_selector_chooses(name, share, chosen):
     assert choose(PROMPT, load_selector(name)().scores(PROMPT), share) == chosen
-
-
-def test_the_random_choice_is_the_same_every_time():
-    first, second = (load_selector("random")().scores(PROMPT) for _ in range(2))
-    assert torch.equal(first, second)
-    assert len(set(first.tolist())) == 10
 
 
 @pytest.mark.parametrize("name", ["hkvd", "oracle"])

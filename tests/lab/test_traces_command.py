@@ -1,16 +1,13 @@
 """`kvabr traces` through the command line."""
 
 import json
-import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvabr.cli.main import main
 from kvabr.replay.readers import read
 from kvabr.replay.trace import Trace
-from kvabr_lab.cli.traces import describe, dumps, sparkline
+from kvabr_lab.cli.traces import dumps
 
 
 def run(*words):
@@ -47,13 +44,6 @@ def test_import_loses_nothing_and_keeps_names(tmp_path, capsys):
     assert [read(out / name)[0] for name in made] == read(source)
     assert run("import", out, "--out", tmp_path / "again") == 0
     assert (tmp_path / "again" / made[0]).read_text().splitlines()[-3:] == (out / made[0]).read_text().splitlines()[-3:]
-
-
-def test_import_refuses_two_traces_of_one_name(tmp_path, capsys):
-    for ending in ("log", "txt"):
-        (tmp_path / f"a.{ending}").write_text("0 1\n1 2\n")
-    assert run("import", tmp_path, "--out", tmp_path / "out") == 2
-    assert "would overwrite" in capsys.readouterr().err
 
 
 def test_import_stays_inside_its_folder(tmp_path):
@@ -106,17 +96,6 @@ def test_info_by_family_weights_by_time(tmp_path, capsys):
     assert row.split()[1:] == ["pensieve", "2", "2", "4.00", "8.00", "3.50", "2.00", "8.00", "0%"]
 
 
-def test_info_on_a_narrow_terminal_keeps_names_and_numbers_whole(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    source = tmp_path / "a-name-of-some-length.txt"
-    source.write_text("0 1234.5\n1 1234.5\n")
-    assert run("info", source) == 0
-    shown = capsys.readouterr().out
-    assert "…" not in shown
-    assert shown.count("1234") == 3
-    assert max(map(len, shown.splitlines())) <= 80
-
-
 def test_columns_can_be_named(tmp_path, capsys):
     source = tmp_path / "log"
     source.write_text("at,dl\n0,8\n500,8\n")
@@ -128,59 +107,5 @@ def test_columns_can_be_named(tmp_path, capsys):
     assert run("info", source, "--format", "pensieve", *named) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "says"),
-    [
-        (["info", "/nowhere"], 2, "no such file or folder"),
-        (["synth", "constant", "--mean-mbps", "0", "--duration", "1", "--out", "x"], 2, "mean_mbps is 0"),
-        (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "/nowhere/x"], 1, "cannot be written"),
-        (["synth", "constant", "--mean-mbps", "1", "--duration", "1", "--out", "x", "--name", "../x"], 1, "plain name"),
-    ],
-)
-def test_errors_say_what_to_do(words, status, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run(*words) == status
-    assert says in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("action", ["info", "import", "synth"])
-def test_help_has_examples(action, capsys):
-    with pytest.raises(SystemExit) as caught:
-        run(action, "--help")
-    assert caught.value.code == 0
-    assert f"kvabr traces {action}" in capsys.readouterr().out.split("examples:")[1]
-
-
 def trace(times, rates, duration, rtt=None):
     return Trace("test/a", "test", times, rates, duration, rtt)
-
-
-def test_description_is_weighted_by_time():
-    # 1 s of nothing, 18 s at 8 Mbit/s, 1 s at 16: the mean is 8, and 1 of 20 s is the lowest 5 %.
-    told = describe(trace((0.0, 1.0, 19.0), (0.0, 1e6, 2e6), 20.0, 0.03))
-    assert told["mean_mbps"] == pytest.approx(8.0)
-    assert told["cv"] == pytest.approx(math.sqrt((64 + 64) / 20) / 8)
-    assert (told["min_mbps"], told["p5_mbps"], told["max_mbps"]) == (0.0, 0.0, 16.0)
-    assert told["zero_share"] == pytest.approx(0.05)
-    assert (told["segments"], told["duration_s"], told["rtt_s"]) == (3, 20.0, 0.03)
-
-
-def test_sparkline_shows_level_and_outage():
-    assert sparkline(trace((0.0, 1.0, 2.0), (8e6, 0.0, 4e6), 4.0), 4) == "█ ▅▅"
-    assert sparkline(trace((0.0, 0.5), (8e6, 2e6), 1.0), 1) == "█"
-
-
-rates = st.just(0.0) | st.floats(1e-3, 1e9)
-
-
-@given(st.lists(st.tuples(st.floats(1e-3, 50), rates), min_size=1, max_size=30), st.integers(1, 40))
-def test_sparkline_has_as_many_cells_as_asked(segments, cells):
-    if not any(rate for _, rate in segments):
-        segments = [(1.0, 1.0)]
-    times = [0.0]
-    for length, _ in segments:
-        times.append(times[-1] + length)
-    line = sparkline(trace(tuple(times[:-1]), tuple(rate for _, rate in segments), times[-1]), cells)
-    assert len(line) == cells
-    assert "█" in line

@@ -7,7 +7,7 @@ import pytest
 from kvabr.types.errors import UsageError
 from kvabr_lab.cli.tune import as_json
 from kvabr_lab.results_folder import PlayStore
-from kvabr_lab.tune import Search, choose, tune
+from kvabr_lab.tune import Search, tune
 from tests.lab.matrices import matrix, traces, tuned
 from tests.replay.worlds import world
 
@@ -46,36 +46,6 @@ def test_a_bad_default_is_found_out_and_the_gain_holds_where_it_was_not_sought(t
     for fold in found.folds:
         assert fold.default_outside >= 0
     json.dumps(as_json(found), allow_nan=False)
-
-
-def test_a_parameter_that_does_nothing_wins_nothing(tmp_path):
-    path = tmp_path / "same.py"
-    path.write_text(
-        "from kvabr.abr.policies.mpc import Mpc\n\n\nclass Same(Mpc):\n"
-        "    parameters = {'nothing': (0.0, 1.0, 0.5)}\n\n    def __init__(self, *, nothing=0.5):\n        pass\n"
-    )
-    found = search(tmp_path / "out", f"{path}:Same")
-    assert not found.won
-    assert found.chosen == found.default
-    assert (found.gain.mean, found.gain.low, found.gain.high) == (0.0, 0.0, 0.0)
-    assert "won nothing" in found.verdict()
-
-
-def test_luck_does_not_win(tmp_path):
-    """A parameter that is noise: chosen where it was lucky, it is no better elsewhere, and the verdict knows."""
-    path = tmp_path / "lucky.py"
-    path.write_text(
-        "import random\nfrom kvabr.abr import Decision, Policy\n\n\nclass Lucky(Policy):\n"
-        "    parameters = {'number': (0.0, 1.0, 0.5)}\n\n    def __init__(self, *, number=0.5):\n"
-        "        self._number = number\n\n    def start(self, view):\n        view.track_of\n"
-        "        self._dice = random.Random(f'{self._number}')\n\n    def decide(self, view):\n"
-        "        group = view.first_missing()\n        if group is None:\n            return Decision.finish('done')\n"
-        "        track = self._dice.choice(view.ladder.names[:2])\n"
-        "        return Decision.fetch(group, track, 'luck')\n"
-    )
-    found = search(tmp_path / "out", f"{path}:Lucky", options=Search(points=8, rounds=1, near=3))
-    assert found.inside_regret <= found.default_regret + 1e-12
-    assert not found.won
 
 
 def test_a_fold_never_sees_what_it_holds_out(tmp_path):
@@ -126,9 +96,3 @@ def test_families_that_nobody_can_play_are_left_out_and_said_so(tmp_path):
     assert (alone.gain, alone.held_out_regret) == (found.gain, found.held_out_regret)
     with pytest.raises(UsageError, match="no play over dead is feasible: give less load"):
         search(tmp_path / "out", mine, matrix(loads=(0.25,), traces=(walks()[0], dead), starts=1))
-
-
-def test_the_default_stays_unless_another_is_better():
-    scores = {"other": {"a": 1.0, "b": 1.0}, "default": {"a": 1.0, "b": 1.0}, "best": {"a": 0.0, "b": 3.0}}
-    assert choose(scores, ["a", "b"], "default") == "default"
-    assert choose(scores, ["a"], "default") == "best"

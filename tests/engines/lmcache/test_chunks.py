@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvabr.engines.chunk_store import KeyedSettings, key_digests, namespace
-from kvabr.engines.lmcache.chunks import Places, as_kv, name_of, read_settings, spec_of
+from kvabr.engines.lmcache.chunks import Places, as_kv, read_settings, spec_of
 from kvabr.types.errors import FormatError, UsageError
 
 SHAPE = (3, 2, 256, 2, 16)
@@ -56,22 +56,6 @@ def test_of_mla_a_chunk_has_one_vector_of_a_token():
         assert kv.data_ptr() == chunk.data_ptr()
     with pytest.raises(FormatError, match=r"not \[1, 3, tokens, 576\]"):
         as_kv(torch.zeros(2, 3, 5, 576), spec)
-
-
-class Metadata:
-    """What `name_of` takes of an ``LMCacheMetadata``."""
-
-    def __init__(self, shape, workers):
-        self.model_name, self.kv_shape, self.world_size = "org/model", shape, workers
-
-
-def test_however_many_ranks_there_are_the_latents_have_one_name():
-    """Of heads, and of the layers of a pipeline, each rank has its own."""
-    settings = KeyedSettings(url="moqt://origin.example/")
-    names = {workers: name_of(settings, Metadata((61, 1, 256, 1, 576), workers)) for workers in (1, 2, 8)}
-    assert len(set(names.values())) == 1
-    assert name_of(settings, Metadata((30, 1, 256, 1, 576), 2)) != names[2]
-    assert name_of(settings, Metadata((61, 2, 256, 4, 128), 2)) != name_of(settings, Metadata((61, 2, 256, 8, 128), 1))
 
 
 class Hasher:
@@ -140,16 +124,3 @@ def test_the_database_that_cuts_a_prompt_tells_where_its_chunks_begin():
     # Hashes need not be those of a whole prompt.
     assert list(Watched().process_tokens(hashes=[77], offsets=[2])) == [(0, 2, 77)]
     assert places.at(77) is None
-
-
-def test_a_hash_at_two_places_has_none():
-    places = Places()
-    for first in (512, 512):
-        places.note(5, first)
-    assert places.at(5) == 512
-    assert places.possible(5) == range(512, 513)
-    for first in (256, 512):
-        places.note(5, first)
-    assert places.at(5) is None
-    assert places.possible(5) == range(0)
-    assert places.possible(6) is None

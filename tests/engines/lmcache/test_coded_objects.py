@@ -11,7 +11,7 @@ import torch
 from kvabr.codec.profile import Profile
 from kvabr.engines.lmcache.chunks import ObjectLayout
 from kvabr.engines.lmcache.coded_objects import ObjectCoder, SerdeSettings
-from kvabr.types.errors import ForeignError, FormatError, KvabrError, NotFiniteError, UsageError
+from kvabr.types.errors import ForeignError, FormatError, KvabrError, NotFiniteError
 from tests import kvdata
 
 LAYERS, HEADS, DIM = 2, 2, 32
@@ -77,16 +77,6 @@ def test_an_object_that_is_not_finite_is_not_stored_and_that_is_logged_once(prof
                 coded(coder, chunk, 512)
         assert (refused.value.layer, refused.value.half, refused.value.first) == (1, "values", 512 + 150)
         assert caplog.text.count("is not stored") == 1
-
-
-def test_an_object_whose_level_does_not_hold_a_number_is_not_stored():
-    layout = ObjectLayout(LAYOUT.shapes, (torch.bfloat16,))
-    chunk = chunk_at(0).bfloat16()
-    chunk[0, 0, 3, 3] = 1e5
-    exact = ObjectCoder(SerdeSettings(track="BF16"))
-    assert torch.equal(decoded(exact, coded(exact, chunk, layout=layout), chunk, layout=layout), chunk)
-    with pytest.raises(FormatError, match="Int8 ends at"):
-        coded(ObjectCoder(SerdeSettings(track="Int8")), chunk, layout=layout)
 
 
 def test_layers_fill_the_room_and_more_of_it_is_closer(profile):
@@ -155,18 +145,3 @@ def test_what_is_damaged_truncated_or_another_object_is_refused(profile):
     data = coded(ObjectCoder(SerdeSettings()), bytes_, layout=uneven)
     with pytest.raises(FormatError, match="damaged, or another"):
         decoded(ObjectCoder(SerdeSettings()), data, bytes_, name="another", layout=uneven)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"track": "layers"}, "need a profile of the model"),
-        ({"track": "AC-L0"}, "no constant rate"),
-        ({"track": "Int5"}, "no codec for track 'Int5'"),
-        ({"tracks": ["Int8"]}, "did you mean 'track'"),
-        ({"share": 0}, "share is 0: it must be greater than 0"),
-    ],
-)
-def test_wrong_settings_are_named(given, says):
-    with pytest.raises((UsageError, FormatError), match=says):
-        ObjectCoder(SerdeSettings.read(given, '"serde"'))

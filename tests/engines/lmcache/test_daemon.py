@@ -30,8 +30,6 @@ from lmcache.v1.multiprocess.transfer_context.base import EngineDrivenContextMet
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
-from kvabr.engines.lmcache.daemon import KvabrL2
-from kvabr.types.errors import KvabrError, UsageError
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -169,26 +167,6 @@ def test_what_a_daemon_stores_another_loads_to_the_byte(origin, daemon, layout, 
     assert fetch(other, [keys_of(range(1100), kv_rank=ranks[0], cache_salt="else")], layout) == ([[]], {})
 
 
-def test_chunks_have_the_ac_tracks_of_their_place(origin, daemon, tmp_path):
-    """The daemon hashed their prompt. Another one plays them without a profile, and without knowing the heads."""
-    shape = kvdata.spec(LAYERS, HEADS, DIM)
-    (tmp_path / "profile").write_bytes(kvdata.profile(shape).to_bytes())
-    before = set(origin.holdings.assets)
-    keys = keys_of(range(50_000, 51_024))
-    kv = kvdata.cache(shape, 1024).permute(1, 0, 3, 2, 4).flatten(3).half()
-    chunks = list(kv.split(CHUNK, 2))
-    one = daemon(publish=str(origin.root), profile=str(tmp_path / "profile"), **reach(origin))
-    store(one, keys, chunks)
-    origin.look(len(before) + 4)
-    catalogs = [asset.catalog for asset in origin.holdings.assets if asset not in before]
-    assert sorted(each.position for each in catalogs) == [0, 256, 512, 768]
-    assert all("AC-L3" in each.by_name and each.spec.kv_heads == HEADS for each in catalogs)
-    came, got = fetch(daemon(policy="fixed:AC-L0", **reach(origin)), [keys])
-    assert came == [keys]
-    for key, chunk in zip(keys, chunks, strict=True):
-        assert kvdata.is_base_of(got[key], chunk)
-
-
 def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
     before = set(origin.holdings.assets)
     keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
@@ -205,67 +183,6 @@ def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
         came, got = fetch(other, [keys])
     assert came == [keys[:2]]
     assert all(torch.equal(got[key], chunk) for key, chunk in zip(keys[:2], chunks, strict=False))
-
-
-def test_what_does_not_come_by_the_deadline_is_a_miss_and_costs_nothing_afterwards(tmp_path, daemon, caplog):
-    own = Origin(tmp_path)
-    keys, chunks = keys_of(range(70_000, 70_512)), chunks_of(2, seed=8)
-    one = daemon(publish=str(own.root), **reach(own))
-    store(one, keys, chunks)
-    own.look(2)
-    other = daemon(store_mib=0, **reach(own, deadline_s=0.4, lookup_s=60.0))
-    inner = adapter(other)
-    client, asked, go_on = inner._origin.client, [], threading.Event()
-    find, play = client.find_asset, client.play_coded
-
-    async def find_counted(*args, within_s, **kwargs):
-        asked.append(args)
-        return await find(*args, within_s=0.3 if own.hangs else within_s, **kwargs)
-
-    async def play_silently(*args, **kwargs):
-        silent()  # the origin answers lookups, and then no more
-        return await play(*args, **kwargs)
-
-    def silent():
-        async def hang():
-            go_on.wait(LIMIT_S)
-
-        if not own.hangs:
-            own.hangs = own.loop.begin(hang())
-
-    own.hangs = None
-    client.find_asset, client.play_coded = find_counted, play_silently
-    try:
-        with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-            assert fetch(other, [keys]) == ([[]], {})
-            assert len(asked) == 2
-            for number in range(5):
-                assert fetch(other, [keys_of(range(80_000 + number, 80_600 + number))]) == ([[]], {})
-        assert len(asked) == 4  # the first lookup that was not answered, and no other
-        assert "nothing is asked for until it answers" in caplog.text
-        assert not inner.report_status()["origin_answers"]
-        assert other.report_status()["is_healthy"]
-    finally:
-        go_on.set()
-        own.close()
-
-
-def test_many_objects_at_once_wait_for_their_turn_and_are_published_before_the_daemon_ends(tmp_path, daemon):
-    keys, chunks = keys_of(range(16 * CHUNK)), chunks_of(16, seed=9)
-    one = daemon(publish=str(tmp_path / "unused"))  # for its memory
-    inner = KvabrL2({"publish": str(tmp_path / "assets"), "queue": 2, "tracks": ["FP16"]})
-    objects = one.reserve_write(keys, LAYOUT)
-    for key, chunk in zip(keys, chunks, strict=True):
-        objects[key].tensor.copy_(chunk)
-    task = inner.submit_store_task(keys, [objects[key] for key in keys])
-    with pytest.raises(ValueError, match="16 keys and 1 objects"):
-        inner.submit_load_task(keys, [objects[keys[0]]])
-    inner.close()
-    result = inner.pop_completed_store_tasks()[task]
-    assert result.is_successful()
-    assert len([each for each in (tmp_path / "assets").iterdir() if (each / "catalog.json").is_file()]) == 16
-    with pytest.raises(UsageError, match="closed"):
-        inner.submit_store_task(keys[:1], [objects[keys[0]]])
 
 
 @pytest.mark.parametrize(
@@ -290,16 +207,6 @@ def test_objects_that_kvabr_has_no_tracks_for_are_left_to_others(origin, daemon,
     assert why in caplog.text
     assert caplog.text.count("neither stored nor loaded") == 1
     origin.look(before)
-
-
-def test_a_wrong_setting_ends_the_daemon_s_start(tmp_path):
-    for params, says in (
-        ({}, "adapter_params: set url to fetch caches, publish to publish them, or both"),
-        ({"url": "moqt://origin.example/", "deadline": 3}, "did you mean 'deadline_s'"),
-        ({"publish": str(tmp_path), "tracks": ["Int5"]}, "'Int5'"),
-    ):
-        with pytest.raises(KvabrError, match=says):
-            KvabrL2(params)
 
 
 def test_the_serde_codes_what_lmcaches_own_store_keeps(daemon, tmp_path):

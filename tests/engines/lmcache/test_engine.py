@@ -21,8 +21,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
-from kvabr.engines.lmcache import ADAPTER
-from kvabr.engines.lmcache.chunks import PLACES, as_kv, chunk_key
+from kvabr.engines.lmcache.chunks import PLACES, as_kv
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -97,10 +96,6 @@ def cache(tokens, dtype=torch.float16, seed=0):
 def retrieve(engine, tokens, dtype=torch.float16):
     into = torch.zeros((2, LAYERS, len(tokens), HEADS * DIM), dtype=dtype)
     return engine.retrieve(tokens=tokens, cache=into), into
-
-
-def test_this_version_is_one_that_is_tested():
-    assert ADAPTER.check(), ADAPTER.installed
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -189,43 +184,6 @@ def test_what_waits_is_published_before_lmcache_frees_its_memory(tmp_path, engin
     assert len(list(asset.glob("groups/FP16/*"))) == 2
 
 
-def test_a_folder_that_another_rank_has_is_done_without(origin, engine, tmp_path):
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "disk": str(tmp_path)}
-    one, other = engine(**options), engine(**options)
-    tokens = torch.arange(256) + 700_000
-    assert one.lookup(tokens) == other.lookup(tokens) == 0
-    stores = [connector(each)._store.client.store for each in (one, other)]
-    assert [store.disk is not None for store in stores] == [True, False]
-
-
-def test_a_chunk_that_is_longer_than_a_chunk_is_none(origin, engine):
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "publish": str(origin.root)}
-    conn = connector(engine(**options))
-    before = len(origin.holdings.assets)
-    key = CacheEngineKey("test/model", 1, 0, 4711, torch.float16)
-    kv = torch.zeros(LAYERS, 2, HEADS, CHUNK + 128, DIM, dtype=torch.float16)
-    conn._store.put(chunk_key(key), kv)
-    conn._store.publisher._thread.submit(lambda: None).result(300.0)
-    origin.look(before + 1)
-    assert not conn.exists_sync(key)
-
-
-def test_the_policy_chooses_the_track(origin, engine):
-    tokens, kv = torch.arange(512) + 200_000, cache(512, seed=4)
-    before = len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 10.0}
-    one = engine(publish=str(origin.root), policy="fixed:Int4", **options)
-    one.store(tokens=tokens, cache=kv)
-    origin.look(before + 2)
-    errors = {}
-    for policy in ("fixed:Int4", "anytime"):
-        mask, into = retrieve(engine(policy=policy, **options), tokens)
-        assert bool(mask.all())
-        errors[policy] = float((into.float() - kv.float()).square().mean())
-    assert 1e-3 < errors["fixed:Int4"] < 3e-2
-    assert errors["anytime"] < errors["fixed:Int4"] / 10
-
-
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
 
 
@@ -272,90 +230,6 @@ def test_chunks_have_the_ac_tracks_of_their_place(origin, engine, profile, caplo
         assert asyncio.run_coroutine_threadsafe(conn.get(key), conn._loop).result(300.0) is None
     assert "token 512 of a prompt, wanted is 256" in caplog.text
     assert other.lookup(longer) == 512  # it is seen at two places now
-
-
-def test_a_chunk_that_was_not_cut_here_has_plain_tracks(origin, engine, profile, caplog):
-    conn = connector(engine(publish=str(origin.root), profile=profile))
-    before = set(origin.holdings.assets)
-    chunk = conn._memory.allocate(conn.meta_shapes[0], conn.meta_dtypes[0], conn.meta_fmt)
-    as_kv(chunk.tensor, conn._store.spec).zero_()
-    key = CacheEngineKey("test/model", 1, 0, 4712, torch.float16)
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        asyncio.run_coroutine_threadsafe(conn.put(key, chunk), conn._loop).result(300.0)
-    chunk.ref_count_down()
-    origin.look(len(before) + 1)
-    (asset,) = [asset for asset in origin.holdings.assets if asset not in before]
-    assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
-    assert "did not cut it" in caplog.text
-
-
-def test_the_last_chunks_are_left_to_the_question(origin, engine):
-    """A lookup answers with a shorter hit, which is all that is then retrieved."""
-    tokens, kv, before = torch.arange(1900) + 600_000, cache(1900), len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
-    engine(publish=str(origin.root), tracks=["Int4"], **options).store(tokens=tokens[: 7 * CHUNK], cache=kv)
-    origin.look(before + 7)
-    other = engine(prefill_rate=20_000.0, **options)
-    hit = other.lookup(tokens)
-    assert 0 < hit < 7 * CHUNK
-    assert hit % CHUNK == 0
-    mask, into = retrieve(other, tokens[:hit])
-    assert int(mask.sum()) == hit
-    assert torch.allclose(into, kv[:, :, :hit], atol=0.5)
-    # The engine asks for no more, but what lies behind would come, too.
-    assert int(retrieve(engine(**options), tokens)[0].sum()) == engine(**options).lookup(tokens) == 7 * CHUNK
-
-
-def test_what_is_not_there_is_not_found(origin, engine):
-    one = engine(url=origin.url, fingerprint=origin.fingerprint)
-    tokens = torch.arange(512) + 300_000
-    assert one.lookup(tokens) == 0
-    mask, into = retrieve(one, tokens)
-    assert not mask.any()
-    assert not into.any()
-
-
-def test_a_cache_of_another_shape_is_not_taken(origin, engine, caplog):
-    """Two engines with different parallelism, or models of one name, read one origin."""
-    tokens = torch.arange(256) + 400_000
-    before = len(origin.holdings.assets)
-    options = {"url": origin.url, "fingerprint": origin.fingerprint}
-    engine(publish=str(origin.root), **options).store(tokens=tokens, cache=cache(256))
-    origin.look(before + 1)
-    assert engine(**options).lookup(tokens) == 256
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        assert engine(layers=LAYERS + 1, **options).lookup(tokens) == 0
-    assert "of another kind" in caplog.text
-
-
-def test_a_dead_origin_costs_no_more_than_a_lookup(engine, caplog):
-    one = engine(url="moqt://127.0.0.1:9/", lookup_s=0.5)
-    tokens = torch.arange(1024)
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        assert one.lookup(tokens) == 0
-        mask, _ = retrieve(one, tokens)
-    assert not mask.any()
-    assert "cannot be asked" in caplog.text
-
-
-def test_an_origin_that_goes_away_loses_the_chunks_and_no_more(tmp_path, engine):
-    own = Origin(tmp_path)
-    tokens, kv = torch.arange(256), cache(256)
-    options = {"url": own.url, "fingerprint": own.fingerprint, "lookup_s": 0.5}
-    engine(publish=str(own.root), **options).store(tokens=tokens, cache=kv)
-    own.look(1)
-    one = engine(store_mib=0, deadline_s=0.5, **options)
-    assert one.lookup(tokens) == 256
-    own.close()
-    mask, _ = retrieve(one, tokens)
-    assert not mask.any()
-
-
-def test_a_wrong_key_is_named(engine, caplog):
-    """LMCache itself goes on without a storage that does not start, and logs why."""
-    one = engine(url="moqt://origin.example/", deadlines=3)
-    assert "did you mean 'deadline_s'" in caplog.text
-    assert not any(name.startswith("RemoteBackend") for name in one.storage_manager.storage_backends)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -50,13 +50,6 @@ async def pair():
     pair.close()
 
 
-async def test_large_messages_come_in_their_order(pair):
-    for number in range(4):
-        pair.one.send((number, bytes(3_000_000)))
-    for number in range(4):
-        assert pair.two.read(await pair.came.get()) == (number, bytes(3_000_000))
-
-
 async def test_bytes_lie_in_shared_memory_that_a_file_brings(pair):
     made = regions.Regions(1 << 30, lambda _: None)
     pieces = [memoryview(os.urandom(size)) for size in (1, 70, 5000)]
@@ -88,20 +81,6 @@ async def test_a_file_that_does_not_come_is_not_mistaken_for_the_next(pair):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert pair.came.empty()
-
-
-async def test_a_region_is_told_of_once_it_is_gone():
-    gone = []
-    made = regions.Regions(3 << 20, gone.append)
-    taken = [made.take(1 << 20) for _ in range(2)]
-    assert [each.size for each in taken] == [2 << 20, 2 << 20]
-    for each in taken:
-        each.close()  # the other end has its file
-        made.give_back(each.number)
-    assert gone == [1]
-    assert made.take(100).number == 2
-    made.give_back(77)  # nothing of the kind
-    made.close()
 
 
 async def test_a_file_that_could_be_cut_short_is_not_mapped():
@@ -140,17 +119,6 @@ async def test_a_catalog_crosses_once_and_is_named_by_both_ends(pair):
         message = await back.get()
         assert pair.one.read(message) in (wanted, {"found": wanted})
     assert len(message.data) < 300
-
-
-async def test_a_catalog_that_is_larger_than_what_is_kept_crosses_once_too(pair, monkeypatch):
-    monkeypatch.setattr(channel, "_MOST_CATALOG_BYTES", 1)
-    for _ in range(2):
-        for one in (catalog(20), catalog(21)):
-            assert (await pair.cross(one))[0] == one
-            pair.one.send(one)
-            message = await pair.came.get()
-            assert len(message.data) < 300
-            assert pair.two.read(message) == one
 
 
 async def test_what_a_catalog_has_worked_out_neither_crosses_nor_changes_its_name(pair):
@@ -212,12 +180,3 @@ async def test_an_error_that_cannot_be_made_again_is_told(pair):
     found, _ = await pair.cross(ExceptionGroup("several", [KeyError("a"), ValueError("b")]))
     assert isinstance(found, PlayError)
     assert "ExceptionGroup: ('several'" in str(found)
-
-
-async def test_an_end_that_goes_is_noticed_once(pair):
-    pair.one.close()
-    pair.one.send("nobody hears")
-    assert "closed the connection" in str(await pair.lost.get())
-    pair.two.send("nor this")
-    pair.two.close()
-    assert pair.lost.empty()

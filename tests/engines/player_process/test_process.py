@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from kvabr.engines.clients import open_client
 from kvabr.engines.player_process import client as remote
 from kvabr.engines.player_process.sockets import own_socket
 from kvabr.engines.settings import INSIDE, OWN, EngineSettings
-from kvabr.player.decode_queue import DecodeRates
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, TransportError, UsageError
 from tests.client.served import LIMIT_S, Served
@@ -50,11 +49,8 @@ def served(tmp_path_factory):
 @contextlib.contextmanager
 def engine(served, player=OWN, **more):
     given = {"url": served.url, "fingerprint": served.fingerprint, "player": str(player)}
-    client = Background(open_client(EngineSettings.read(given | more, "here")))
-    try:
+    with closing(Background(open_client(EngineSettings.read(given | more, "here")))) as client:
         yield client
-    finally:
-        client.close()
 
 
 def play(client, tokens=TOKENS, **options):
@@ -80,27 +76,6 @@ def test_what_is_played_is_what_would_be_played_inside(served, home):
         assert client.begin(lambda client: client.round_trip(probe_s=LIMIT_S)).result(LIMIT_S) > 0
 
 
-def test_the_process_is_told_how_fast_a_gpu_expands_groups(served, home, monkeypatch):
-    """It has none itself: how fast this process' is comes with the play."""
-    with engine(served) as client:
-        rates = DecodeRates(client.begin(lambda client: client.find(TOKENS, model=SPEC)).result(LIMIT_S).catalog)
-        sent, call = [], remote._Link.call
-
-        async def seen(link, name, args, options):
-            sent.append(options.get("options"))
-            return await call(link, name, args, options)
-
-        monkeypatch.setattr(remote._Link, "call", seen)
-        monkeypatch.setattr(client._client._speeds, "lacks", lambda *_: False)
-        monkeypatch.setattr(client._client._speeds, "rates", lambda *_: rates)
-        assert play(client, device=torch.device("cuda")).tokens == 70
-        assert sent[-1].device is None
-        assert sent[-1].decode_share.seconds("FP16") == rates.seconds("FP16")
-        monkeypatch.setattr(client._client._speeds, "lacks", lambda *_: True)
-        assert play(client, device=torch.device("cuda")).tokens == 70
-        assert sent[-1].decode_share is None
-
-
 def test_memory_is_used_for_one_play_after_the_other_and_never_for_two_at_once(served, home):
     with engine(served) as client:
         first, second = play(client), play(client)
@@ -123,34 +98,6 @@ def test_plays_that_an_engine_keeps_take_none_of_its_descriptors(served, home):
         kept += [play(client) for _ in range(5)]
         assert len(link_of(client)._regions) == 6
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_a_catalog_crosses_once_and_again_if_the_process_has_forgotten_it(served, home, monkeypatch):
-    with engine(served) as client:
-
-        async def ask(client):
-            return await client.find(TOKENS, model=SPEC, any_dtype=True, within_s=LIMIT_S)
-
-        async def again(client, found):
-            how = PlayOptions(policy="fixed:FP16", tail=0)
-            return await client.play_prefix(found, deadline=LIMIT_S, cost=COST, options=how)
-
-        found, same = (client.begin(ask).result(LIMIT_S) for _ in range(2))
-        assert found.catalog is same.catalog
-        link, seen = link_of(client), []
-        answer = link._answer
-
-        async def noted(number, message, **how):
-            seen.append(how)
-            return await answer(number, message, **how)
-
-        monkeypatch.setattr(link, "_answer", noted)
-        wanted = client.begin(lambda client: again(client, found)).result(LIMIT_S)
-        unheard = replace(found, catalog=found.catalog.with_tracks({"FP16", "Int8"}))
-        link._channel._got.use({unheard.catalog.digest: (unheard.catalog, 1)})
-        played = client.begin(lambda client: again(client, unheard)).result(LIMIT_S)
-        assert torch.equal(played.kv, wanted.kv)
-        assert seen == [{"theirs": True}] * 2 + [{}]
 
 
 def test_what_goes_wrong_is_told_as_inside(served, home):
@@ -255,22 +202,6 @@ def test_the_deadline_holds_while_the_process_starts(served, tmp_path, waiting):
         assert client.begin(find).result(LIMIT_S) < remote._ANSWER_S
 
 
-def test_who_finds_too_many_waiting_tries_again(served, tmp_path):
-    with full(tmp_path / "p", 8) as listener, engine(served, tmp_path / "p") as client:
-
-        async def connects(client):
-            return await client._dialled()
-
-        dialling = client.begin(connects)
-        listener.settimeout(0.1)
-        taken = [listener.accept()[0]]
-        while not dialling.done():
-            with contextlib.suppress(TimeoutError):
-                taken.append(listener.accept()[0])
-        for link in (dialling.result(LIMIT_S), *taken):
-            link.close()
-
-
 def test_a_policy_is_found_from_where_its_engine_is(served, home, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("from kvabr.abr.policies import Anytime\nclass Own(Anytime): pass\n")
     with engine(served) as client:
@@ -293,21 +224,22 @@ def vars_of(played):
 def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_path):
     other = tmp_path / "two"
     toy_asset(other / "two", ("FP16",), tokens=40)
-    served_too = Served(other, tmp_path)
-    try:
-        with engine(served) as one, engine(served_too) as two, engine(served) as three:
-            assert play(one).tokens == 70
-            assert play(two, list(prompt(40).tokens)).tokens == 40
-            assert play(three).tokens == 70
-            code = (
-                "from tests.engines.player_process.test_process import *\n"
-                f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
-                "    print(play(client).tokens, remote._started)"
-            )
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
-            assert done.stdout.split() == ["70", "[]"]
-    finally:
-        served_too.close()
+    with (
+        closing(Served(other, tmp_path)) as served_too,
+        engine(served) as one,
+        engine(served_too) as two,
+        engine(served) as three,
+    ):
+        assert play(one).tokens == 70
+        assert play(two, list(prompt(40).tokens)).tokens == 40
+        assert play(three).tokens == 70
+        code = (
+            "from tests.engines.player_process.test_process import *\n"
+            f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
+            "    print(play(client).tokens, remote._started)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+        assert done.stdout.split() == ["70", "[]"]
 
 
 def test_a_process_that_does_not_start_is_not_started_for_every_request(served, home, monkeypatch):
@@ -343,11 +275,6 @@ def test_another_process_comes_for_one_that_was_about_to_end(served, home, monke
     with engine(served) as client:
         assert play(client).tokens == 70
     ending.join()
-
-
-def test_a_socket_without_a_process(served, home):
-    with engine(served, home / "nobody.sock") as client, pytest.raises(TransportError, match="see `kvabr player`"):
-        play(client)
 
 
 def run(*words):
@@ -403,20 +330,6 @@ def test_engines_join_again_once_there_are_descriptors(served, home):
     finally:
         process.terminate()
         process.communicate()
-
-
-def test_each_environment_of_python_has_its_own(home, monkeypatch):
-    before = own_socket()
-    assert before.parent == home / "kvabr"
-    monkeypatch.setattr(sys, "prefix", "/another")
-    assert own_socket().parent == before.parent
-    assert own_socket() != before
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
-    monkeypatch.setenv("HOME", "/proc")
-    with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR"):
-        own_socket()
 
 
 def test_others_cannot_enter(home):

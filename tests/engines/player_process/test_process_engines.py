@@ -15,7 +15,7 @@ from kvabr import __version__
 from kvabr.engines.player_process import regions
 from kvabr.engines.player_process.channel import ProcessChannel
 from kvabr.engines.player_process.messages import CallMethod, CancelCall, OpenClient
-from kvabr.engines.player_process.process import PlayerProcess, _Engine, _Shared
+from kvabr.engines.player_process.process import PlayerProcess, _Engine
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import PlayError
 
@@ -74,28 +74,6 @@ async def test_memory_whose_file_cannot_be_sent_is_given_up(engine, monkeypatch)
     with pytest.raises(PlayError, match="Too many open files"):
         await engine._hand_over(1, played(1))
     assert not engine._regions._used
-
-
-async def test_of_a_call_that_is_cancelled_before_it_begins_nothing_is_left(engine):
-    engine, _ = engine
-    engine._client = SimpleNamespace(find=asyncio.sleep)
-    engine._take(CallMethod(1, "find", (60,), {}))
-    engine._take(CancelCall(1))
-    await asyncio.wait(engine._calls.values())
-    await asyncio.sleep(0)
-    assert not engine._calls
-
-
-async def test_an_engine_that_talks_nonsense_and_is_gone_leaves_once(engine):
-    engine, there = engine
-    shared = engine._process._clients["arguments"] = _Shared(None)
-    engine._arguments, shared.users = "arguments", 2
-    there.sendall((4).to_bytes(8, "little") + b"\0none")
-    there.close()
-    engine._channel._read()
-    engine.close()
-    assert shared.users == 1
-    engine._process._clients.clear()
 
 
 async def test_an_engine_is_told_whatever_goes_wrong_when_it_joins(engine, monkeypatch):

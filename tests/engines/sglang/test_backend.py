@@ -21,7 +21,6 @@ pytest.importorskip("sglang", reason="SGLang is not installed: tools/engine sgla
 import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    STORAGE_BATCH_SIZE,
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -31,12 +30,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-from kvabr.engines.sglang import ADAPTER
 from kvabr.engines.sglang.pages import LATENT_LAYOUTS, LAYOUTS, page_view
 from kvabr.types.errors import FormatError, UsageError
 from tests import kvdata
 from tests.engines.served import Origin
-from tests.engines.sglang.test_pages import SHAPES
 
 LAYERS, TOKENS, PAGE, HEADS, DIM = 3, 1024, 128, 2, 16
 
@@ -158,28 +155,6 @@ def backend():
         storage.close()
 
 
-def test_this_version_is_one_that_is_tested():
-    assert ADAPTER.check(), ADAPTER.installed
-
-
-def test_the_layouts_are_those_of_the_pages():
-    assert set(SHAPES) == set(LAYOUTS)
-
-
-@pytest.mark.parametrize("tokens", [PAGE // 2, 2 * PAGE])
-def test_what_is_no_whole_page_is_none(origin, backend, tokens):
-    before, pool, keys = len(origin.holdings.assets), Pool("layer_first"), [f"{tokens} tokens"]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    storage = backend(pool, publish=str(origin.root), policy="fixed:FP16", **reach)
-    store, name = storage._pool().store, storage._pool().name
-    kv = torch.ones(LAYERS, 2, HEADS, tokens, DIM, dtype=torch.float16)
-    assert store.put(name(keys[0]), kv).result(300.0)
-    origin.look(before + 1)
-    assert storage.batch_get_v1(keys, indices(3)) == [False]
-    assert storage.get(keys[0], pool.get_dummy_flat_data_page()) is None
-    assert not pool.page(3).any()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_come_back_to_the_byte(origin, backend, layout):
     before = len(origin.holdings.assets)
@@ -209,42 +184,6 @@ def test_pages_come_back_to_the_byte(origin, backend, layout):
     assert one.set(f"{layout}-flat", flat)
     origin.look(before + 4)
     assert torch.equal(other._pool().pages.flat(other.get(f"{layout}-flat")), content(1))
-
-
-def test_the_last_pages_are_left_to_the_question(origin, backend):
-    """SGLang asks how many pages there are, fetches these, and computes what lies behind them."""
-    before, keys = len(origin.holdings.assets), [f"tail-{number}" for number in range(7)]
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
-    pool = Pool("layer_first")
-    for number in range(7):
-        pool.page(number).copy_(content(number))
-    one = backend(pool, publish=str(origin.root), tracks=["Int4"])
-    assert all(one.batch_set_v1(keys, indices(*range(7))))
-    origin.look(before + 7)
-    into = Pool("layer_first")
-    other = backend(into, prefill_rate=20_000.0, **reach)
-    kept = other.batch_exists(keys)
-    assert 2 <= kept < 7
-    assert other.batch_exists(keys[:kept]) == kept
-    assert other.batch_get_v1(keys[:kept], indices(*range(kept))) == [True] * kept
-    assert torch.allclose(into.page(kept - 1), content(kept - 1), atol=0.5)
-    assert not into.page(kept).any()
-    assert other.exists(keys[6])
-    assert backend(into, **reach).batch_exists(keys) == 7  # how fast SGLang computes is not known
-    slow = backend(into, prefill_rate=20_000.0, step_tokens=PAGE, **reach)
-    assert slow.batch_exists(keys) == 7  # a page and the question do not fit into a step
-
-
-def test_a_batch_that_is_full_is_not_the_end(origin, backend):
-    """SGLang asks for 128 pages at a time, and for more if all of them are there."""
-    before, key = len(origin.holdings.assets), "in a full batch"
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 60.0}
-    pool = Pool("layer_first")
-    assert backend(pool, publish=str(origin.root), tracks=["Int4"]).batch_set_v1([key], indices(0)) == [True]
-    origin.look(before + 1)
-    other = backend(pool, prefill_rate=1e6, **reach)
-    assert other.batch_exists([key] * STORAGE_BATCH_SIZE) == STORAGE_BATCH_SIZE
-    assert other.batch_exists([key] * 127 + ["nothing"]) < 127
 
 
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
@@ -290,22 +229,6 @@ def test_pages_have_the_ac_tracks_of_their_place(origin, backend, profile, caplo
     assert "token 384 of a prompt, wanted is one of 512, 640" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["no prefix keys", "no interface_v1"])
-def test_pages_whose_place_sglang_does_not_tell_have_plain_tracks(origin, backend, profile, caplog, how):
-    before, pool = set(origin.holdings.assets), Pool("layer_first")
-    one = backend(pool, publish=str(origin.root), profile=profile)
-    keys = [f"{how}: {number}" for number in range(2)]
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        if how == "no prefix keys":
-            assert all(one.batch_set_v1(keys, indices(0, 1), HiCacheStorageExtraInfo()))
-        else:
-            assert one.batch_set(keys, [pool.get_dummy_flat_data_page() for _ in keys])
-    origin.look(len(before) + 2)
-    for asset in set(origin.holdings.assets) - before:
-        assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]
-    assert caplog.text.count("hicache_storage_pass_prefix_keys") == 1
-
-
 def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
     before = len(origin.holdings.assets)
     reach = {"url": origin.url, "fingerprint": origin.fingerprint}
@@ -315,31 +238,6 @@ def test_ranks_and_kinds_of_caches_do_not_mix(origin, backend):
     assert backend(Pool("page_first"), **reach).exists("mixed")
     assert not backend(pool, rank=1, **reach).exists("mixed")
     assert not backend(Pool("layer_first", torch.bfloat16), **reach).exists("mixed")
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"model": "/models/通义千问"}, {"model": "/models/深度求索"}),
-        ({"model": "qwen:base"}, {"model": "qwen-base"}),
-        ({"model": "org/m@main"}, {"model": "org/m-main"}),
-        ({"model": "test/model"}, {"model": "test/model-2"}),
-        ({"cp": (0, 2)}, {"cp": (1, 2)}),
-        ({"cp": (0, 1)}, {"cp": (0, 2)}),
-    ],
-)
-def test_other_models_and_ranks_have_other_pages(origin, backend, one, other):
-    before, key = len(origin.holdings.assets), f"page of {one} and {other}"
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    for number, each in enumerate((one, other)):
-        pool = Pool("layer_first")
-        pool.page(0).copy_(content(number))
-        assert backend(pool, publish=str(origin.root), **reach, **each).batch_set_v1([key], indices(0)) == [True]
-        origin.look(before + 1 + number)
-    for number, each in enumerate((one, other)):
-        into = Pool("layer_first")
-        assert backend(into, policy="fixed:FP16", **reach, **each).batch_get_v1([key], indices(3)) == [True]
-        assert torch.equal(into.page(3), content(number))
 
 
 def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
@@ -362,25 +260,6 @@ def test_after_clear_no_page_of_the_old_weights_is_played(origin, backend):
     into = Pool("layer_first")  # of an engine that has the old weights
     assert backend(into, policy="fixed:FP16", **reach).batch_get_v1(["cleared"], indices(3)) == [True]
     assert torch.equal(into.page(3), content(1))
-
-
-def test_a_weight_version_that_sglang_tells_is_in_the_names(origin, backend, monkeypatch):
-    context = pytest.importorskip("sglang.srt.runtime_context", reason="SGLang is not installed: tools/engine sglang")
-    version = "default"
-    monkeypatch.setattr(context, "get_serving", lambda: SimpleNamespace(weight_version=version))
-    before = len(origin.holdings.assets)
-    reach = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    pool = Pool("layer_first")
-    one, other = (backend(pool, publish=str(origin.root), **reach) for _ in range(2))
-    assert one.batch_set_v1(["versioned"], indices(0)) == [True]
-    origin.look(before + 1)
-    assert other.batch_exists(["versioned"]) == 1
-    version = "step-2"
-    assert other.batch_exists(["versioned"]) == 0  # with or without clear()
-    one.clear()
-    assert one.batch_set_v1(["versioned"], indices(0)) == [True]
-    origin.look(before + 2)
-    assert other.batch_exists(["versioned"]) == 1
 
 
 def test_no_origin_and_no_folder(backend):

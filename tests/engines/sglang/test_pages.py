@@ -79,7 +79,3 @@ def test_wrong_pages():
 def test_wrong_settings_are_named(given, says):
     with pytest.raises(UsageError, match=says):
         read_settings(given)
-
-
-def test_settings():
-    assert read_settings({"backend_name": "kvabr", "kvabr": {"publish": "pages", "lookup_s": 3.0}}).lookup_s == 3.0

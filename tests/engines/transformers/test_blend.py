@@ -11,9 +11,7 @@ from kvabr.blend.selection import Selection, Selector, look
 from kvabr.codec.rope import rotate
 from kvabr.engines.transformers import TransformersEngine, spec_of
 from kvabr.engines.transformers.blend import TransformersBlendEngine, blend_engine
-from kvabr.engines.transformers.engine import CHUNK
-from kvabr.types.engine import BlendEngine
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.errors import ModelError
 from tests.engines.transformers.tiny import ATTENTION, PLAIN, SMALL, STATES, tiny
 
 IDS = random.Random(3).choices(range(256), k=90)
@@ -41,22 +39,10 @@ def full(engine):
     return engine.prefill(IDS)
 
 
-def test_it_obeys_the_protocol(engine):
-    assert isinstance(engine, BlendEngine)
-    assert engine.mode == "hole"
-
-
 def test_all_tokens_are_the_full_prefill(engine, full):
     junk = torch.randn(full[:, :, :, :CACHED].shape, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(engine.recompute(IDS, range(90), junk), full, atol=1e-5)
     assert torch.allclose(engine.recompute(IDS, range(CACHED), junk), full[:, :, :, :CACHED], atol=1e-5)
-
-
-def test_the_tail_is_a_prefill_behind_the_cache(engine, full):
-    kv = full[:, :, :, :CACHED].clone()
-    kv[:, :, :, 10:40] *= 1.5
-    behind = engine.prefill(IDS[CACHED:], kv)
-    assert torch.allclose(engine.recompute(IDS, range(CACHED, 90), kv), behind, atol=1e-5)
 
 
 def test_over_an_exact_cache_any_tokens_come_out_exact(engine, full):
@@ -102,39 +88,6 @@ def test_attention_is_what_the_model_says_itself(engine, full, attention):
     engine.model.set_attn_implementation(attention)
     largest = torch.stack([layer[0, :, CACHED:, :CACHED].amax(dim=(0, 1)) for layer in told])
     assert torch.allclose(engine.attention(IDS[CACHED:], kv, reduce="max"), largest, atol=1e-5)
-
-
-def test_attention_of_some_layers(engine, full):
-    kv = full[:, :, :, :CACHED]
-    every = engine.attention(IDS[CACHED:], kv)
-    assert torch.allclose(engine.attention(IDS[CACHED:], kv, layers=[1]), every[1:2], atol=1e-5)
-    assert torch.allclose(engine.attention(IDS[CACHED:], kv, layers=range(2)), every[:2], atol=1e-5)
-
-
-def test_more_tokens_than_fit_one_pass():
-    engine = engine_of_kind("Llama")
-    ids = random.Random(4).choices(range(256), k=CHUNK + 60)
-    junk = torch.zeros(engine.spec.shape(len(ids) - 8))
-    assert torch.allclose(engine.recompute(ids, range(len(ids)), junk), engine.prefill(ids), atol=1e-5)
-
-
-def test_a_boolean_mask_would_hide_nothing_from_eager_attention():
-    """Why the mask is additive: transformers adds a boolean one as zeros and ones, and says nothing."""
-    engine = engine_of_kind("Llama", "eager")
-    seen = torch.ones(90, 90, dtype=torch.bool).tril()[None, None]
-    ids = torch.tensor([IDS])
-    hidden = torch.zeros(1, 1, 90, 90).masked_fill(~seen, torch.finfo(torch.float32).min)
-    with torch.inference_mode():
-        right = engine.model(input_ids=ids).logits
-        wrong = engine.model(input_ids=ids, attention_mask=seen).logits
-        additive = engine.model(input_ids=ids, attention_mask=hidden).logits
-    assert torch.allclose(additive, right, atol=1e-4)
-    assert not torch.allclose(wrong, right, atol=1e-2)
-    # The engine's own: what a later token holds must not reach an earlier one.
-    kv = engine.prefill(IDS)
-    other = kv.clone()
-    other[:, :, :, 50:] = 9.0
-    assert torch.equal(engine.recompute(IDS, range(50), kv), engine.recompute(IDS, range(50), other))
 
 
 def test_a_moved_passage_computed_in_full_is_exact():
@@ -193,11 +146,6 @@ def test_models_whose_caches_cannot_be_joined_are_refused(kind):
     other = tiny(kind)
     with pytest.raises(ModelError, match="cannot play passages: not all of its layers keep keys and values of every"):
         blend_engine(other)
-
-
-def test_what_is_no_engine_is_refused():
-    with pytest.raises(UsageError, match="a loaded model"):
-        blend_engine(tiny("Llama").model)
 
 
 def test_a_rotation_that_is_not_known_is_refused():

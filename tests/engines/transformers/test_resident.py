@@ -11,7 +11,7 @@ import torch
 
 from kvabr.client.driver import EngineCache
 from kvabr.engines.transformers import engine as engines
-from kvabr.engines.transformers.engine import CHUNK, TransformersEngine
+from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
 from kvabr.store.locations import open_asset
@@ -110,16 +110,6 @@ async def test_a_play_with_an_engine_leaves_no_memory_behind(origin, watched):
     assert not any(room() is not None for room in watched.rooms)
 
 
-@pytest.mark.parametrize("most", [CHUNK // 8, 1 << 20])
-def test_it_is_the_same_in_any_number_of_passes(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    exact = engine.prefill(IDS)
-    monkeypatch.setattr(engines, "CHUNK", most)
-    assert torch.allclose(engine.prefill(IDS), exact, atol=1e-5)
-    assert torch.allclose(engine.prefill(IDS[300:], exact[:, :, :, :300]), exact[:, :, :, 300:], atol=1e-5)
-
-
 def test_a_gpu_takes_long_passes_and_shorter_ones_where_memory_is_short(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +130,3 @@ def test_a_gpu_takes_long_passes_and_shorter_ones_where_memory_is_short(
     assert torch.allclose(own.prefill(IDS), exact, atol=1e-5)
     assert sizes == [400, 200, 100, 100, 100, 100, 30]
     assert own._most_tokens == 100
-
-
-def test_the_passes_of_a_gpu(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = TransformersEngine(engine.model, engine.spec, context=engine.context)
-    assert own.pass_tokens(100_000) == CHUNK
-    monkeypatch.setattr(TransformersEngine, "device", torch.device("cuda"))
-    assert (own.pass_tokens(8_000), own.pass_tokens(131_072), own.pass_tokens(1 << 30)) == (8192, 2048, CHUNK)

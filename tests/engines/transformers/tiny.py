@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from kvabr.engines.transformers import TransformersEngine, spec_of
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.engines.transformers import (
+    TransformersEngine,
+    cache_publisher,
+    play_cache_async,
+    prefill_prompt,
+    publish_cache,
+    spec_of,
+)
 from kvabr.engines.transformers.cache import new_cache
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.types.cost import PrefillCost
+from tests.engines.transformers.text import IDS, PREFIX
+from tests.memory_transport import MemoryConnection, MemoryLink
+
+SLOW = PrefillCost.from_rate(100.0)
+"""So slow an engine that nothing is computed that comes over the network."""
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -188,3 +207,20 @@ def greedy(engine, cache, ids, count=8):
         ids = [int(continued(engine, cache, ids)[0, -1].argmax())]
         said += ids
     return said
+
+
+def published(engine, root, ids=PREFIX, *, cache=None, **how):
+    """An origin's holdings with the cache of a prompt, which is prefilled unless it is given."""
+    publisher = cache_publisher(engine, root, **how)
+    outcome = publish_cache(publisher, engine, prefill_prompt(engine, ids) if cache is None else cache, ids)
+    publisher.close()
+    assert outcome.result().verdict == "published", outcome.result()
+    return PublishedAssets(root)
+
+
+async def ready_from(library, engine, ids=IDS, *, faults=None, **how):
+    """What is played of them for a prompt, over a link in memory."""
+    options = PlayOptions(**({"prefill_cost": SLOW} | how))
+    link = MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02), faults=faults)
+    async with link, AsyncClient(link, options=options) as client:
+        return await play_cache_async(client, engine, ids, deadline=2.0)

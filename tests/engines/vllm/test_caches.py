@@ -45,15 +45,6 @@ def test_one_kind_with_several_tables():
     assert (found.block, found.blocks) == (16, (16, 16, 16))
 
 
-def test_one_table_with_layers_of_unlike_shape():
-    kept = SimpleNamespace(
-        kv_cache_specs={"model.layers.0.attn": FULL, "model.layers.1.attn": spec("FullAttentionSpec", head_size_v=4)}
-    )
-    found = caches(group([0, 1], kept), layers=2)
-    assert [(one.k_dim, one.v_dim, one.layers) for one in found.classes] == [(8, 8, (0,)), (8, 4, (1,))]
-    assert [(pages.group, pages.part, pages.rows) for pages in found.pages] == [(0, 0, (0,)), (0, 1, (0,))]
-
-
 def test_latents_and_chunks_and_other_block_sizes():
     found = caches(
         group([0], spec("MLAAttentionSpec", num_kv_heads=1, head_size=24, head_size_v=0, block_size=32)),

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.engines.transformers.model_loader import folder_tokenizer
 from kvabr.engines.vllm.caches import UnknownCacheError
-from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, ropes_of_config, served_model
+from kvabr.engines.vllm.config import VllmSettings, _names, facts_of, served_model
 from kvabr.engines.weights import model_name
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import with_facts
@@ -109,19 +109,6 @@ def test_a_stage_of_a_pipeline_knows_the_whole_model(config):
     assert (served.ranks, served.layers, served.places) == (2, range(15), ((0, range(15)),))
     assert served.shard.model == f"{served.spec.model}+layers0-14"
     assert served.specs == (served.shard, served.spec)
-
-
-def test_scaled_rope_is_told_from_plain_rope(config):
-    made = config(hf_overrides={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0}})
-    served = served_model(config(), caches(made), VllmSettings(**URL))
-    (rope,) = ropes_of_config(made.model_config.hf_text_config, served.spec.classes)
-    assert rope.frequencies is not None
-    assert rope.frequencies[0] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_connector_that_is_set_up_well(config, policy):
-    assert connect(config(URL, policy=policy)).requires_kv_delivery is False
 
 
 @pytest.mark.parametrize(
@@ -226,21 +213,3 @@ def test_a_cache_that_kvabr_does_not_know_is_left_to_vllm(config, fields, what):
     scheduler.update_connector_output(SimpleNamespace(finished_recving=None, kv_connector_worker_meta=None))
     assert scheduler.request_finished_all_groups(request, ([],)) == (False, None)
     assert worker.get_kv_connector_stats() is None
-
-
-@NEEDS_FP8
-def test_the_layout_of_an_fp8_cache(config):
-    from kvabr.engines.layouts import BlockLayout
-    from kvabr.engines.vllm.connector import layout_of
-
-    for kind in ("fp8", "fp8_e5m2"):
-        layout = layout_of(config(kv_cache_dtype=kind), torch.zeros(2, 3, 128, 128, dtype=torch.uint8))
-        assert layout in BlockLayout
-
-
-def test_it_supports_several_kv_cache_groups():
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-
-    from kvabr.engines.vllm import KvabrConnector
-
-    assert supports_hma(KvabrConnector)

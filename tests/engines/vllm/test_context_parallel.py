@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -79,13 +80,11 @@ def test_each_rank_has_its_tokens_of_a_cache_that_was_published_as_one(tmp_path,
     exact = numbers(whole, TOKENS)
     made.reserve(TOKENS).fill(exact, lambda _: None)
     made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    try:
+    with closing(Served(tmp_path / "assets", tmp_path)) as served:
         for rank in range(ranks):
             caches = kept(shape, Interleaving(ranks, rank, turn))
             assert caches.classes == whole.classes
-            bench = Bench(served, spec=whole, caches=caches)
-            try:
+            with closing(Bench(served, spec=whole, caches=caches)) as bench:
                 asked = request(tokens=TOKENS)
                 count, _ = bench.matched(asked)
                 assert count == 128  # whole blocks of all ranks
@@ -107,10 +106,6 @@ def test_each_rank_has_its_tokens_of_a_cache_that_was_published_as_one(tmp_path,
                                 at = owner.count(rank) - 1
                                 wanted[tables[pages.group][block], :, at] = torch.cat(tuple(kv), dim=-1)
                         assert torch.equal(found.nan_to_num(1e9), wanted.nan_to_num(1e9)), (rank, name)
-            finally:
-                bench.close()
-    finally:
-        served.close()
 
 
 def parallel(tensor, prefill, decode, rank, turn=1):

@@ -73,13 +73,6 @@ def test_a_name_tells_of_the_weights_of_a_draft(folders):
         assert draft_of(nothing) == DraftCaches()
 
 
-def test_how_far_ahead_a_draft_sees(folders):
-    assert draft_of(engine(folders, method="draft_model")).ahead == 0
-    assert draft_of(engine(folders)).ahead == 1
-    assert draft_of(engine(folders, "model", "mtp", modules=3, tokens=1)).ahead == 1
-    assert draft_of(engine(folders, "model", "mtp", modules=3, tokens=2)).ahead == 2
-
-
 @pytest.mark.parametrize(
     ("more", "why"),
     [

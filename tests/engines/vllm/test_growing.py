@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.growing import Growth
-from kvabr.engines.vllm.plays import PublishRequest, Step
 from kvabr.types.catalog import Catalog
 from kvabr.types.kv import LayerClass
 from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import TOKENS, Bench, exact, near, request
-from tests.engines.vllm.origin import ServedFolder
 from tests.engines.vllm.test_groups import bench_of as windows_of
 from tests.engines.vllm.test_groups import check, load, numbers, prefill
 from tests.toymodel import SPEC
@@ -55,44 +53,6 @@ def test_each_step_adds_the_groups_that_it_completes():
     assert not made.over("r")
 
 
-def test_what_vllm_has_already_comes_with_the_first_step():
-    _, _, step = growing(computed=40)
-    (first,) = step(10)
-    assert (first.first, first.last, first.had) == (0, 48, 40)
-    assert [(one.first, one.last) for one in step(20)] == [(48, 64)]
-
-
-def test_all_at_once():
-    _, _, step = growing(prompt=64, computed=63)
-    (only,) = step(1)
-    assert (only.first, only.last) == (0, 64)
-    assert step(1) == []
-
-
-def test_a_preempted_request_is_not_told_twice():
-    _, asked, step = growing()
-    assert [(one.first, one.last) for one in step(40)] == [(0, 32)]
-    asked.num_computed_tokens = 0
-    assert step(30) == []
-    assert [(one.first, one.last) for one in step(40)] == [(32, 64)]
-
-
-def test_what_windows_have_dropped_is_published_at_the_end():
-    caches = EngineCaches(
-        (LayerClass("window", (0,), 1, 4, 4, "float16", window=16), FULL),
-        (Pages(0, 0, 8, ("0",), (0,), passing=True), Pages(1, 1, 8, ("1",), (0,))),
-    )
-    made, _, step = growing(computed=40, caches=caches, table=(0, 0, *TABLE))
-    assert step(20) == []
-    assert not made.over("r")
-
-
-def test_short_prompts_do_not_grow():
-    made, _, step = growing(prompt=15)
-    assert step(15) == []
-    assert not made.over("r")
-
-
 # ------------------------------------------------------- the worker
 
 
@@ -129,21 +89,15 @@ def asking(bench, computed=0, **more):
 
 def played(folder, tmp_path, tokens=64):
     """Play what was published."""
-    served = Served(folder, tmp_path)
-    bench = Bench(served)
-    try:
+    with closing(Served(folder, tmp_path)) as served, closing(Bench(served)) as bench:
         count, _ = bench.load(request(tokens=[*TOKENS[:tokens], 1, 2]))
         assert count == tokens
         assert near(bench.blocks(list(range(tokens // 8))), exact(0, tokens))
-    finally:
-        bench.close()
-        served.close()
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = beside  # as on a GPU
         asked = asking(bench)
         compute(bench, asked, 20)
@@ -157,8 +111,6 @@ def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
         bench.published()
         counted = bench.worker.counts.take()
         assert (counted["published_live"], counted["published"]) == (1, 1)
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path)
 
 
@@ -171,8 +123,7 @@ def wait_for(found):
 
 
 def test_preempted_and_computed_again_elsewhere(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = True
         asked = asking(bench)
         compute(bench, asked, 40)
@@ -191,14 +142,11 @@ def test_preempted_and_computed_again_elsewhere(served, tmp_path):
         bench.steps()
         bench.published()
         assert bench.worker.counts.take()["published"] == 1
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path)
 
 
 def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         asked = asking(bench)
         compute(bench, asked, 40)
         assert bench.scheduler.finished(asked, [list(range(1, 6))])
@@ -206,16 +154,13 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
         bench.published()
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 32
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_path, beside):
     """What its later steps compute, with other weights perhaps, is not added."""
-    bench = live(served, tmp_path / "out")
-    try:
+    with closing(live(served, tmp_path / "out")) as bench:
         bench.worker._publications.beside = beside
         given_back = []
         bench.worker.gone = given_back.append
@@ -232,14 +177,11 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
         assert given_back == []  # its blocks were still its own
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 32
-    finally:
-        bench.close()
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
 def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
-    bench = live(served, tmp_path / "out", policy="fixed:Int4")
-    try:
+    with closing(live(served, tmp_path / "out", policy="fixed:Int4")) as bench:
         bench.load(request())
         asked = asking(bench, computed=64)
         compute(bench, asked, 6)
@@ -254,68 +196,11 @@ def test_what_is_known_or_lossy_does_not_grow(served, tmp_path):
             bench.steps()
             bench.published()
             assert bench.worker.counts.take()[verdict] == 1
-    finally:
-        bench.close()
 
 
 def found(bench, asked):
     ids = asked.prompt_token_ids
     return bench.client.begin(lambda client: client.find(ids, model=SPEC)).result(LIMIT_S)
-
-
-def test_another_engine_plays_it_while_it_is_computed(tmp_path):
-    (tmp_path / "out").mkdir()
-    origin = ServedFolder(tmp_path / "out", tmp_path)
-    served = SimpleNamespace(url=f"moqt://127.0.0.1:{origin.port}/", fingerprint=origin.fingerprint)
-    first, second = live(served, tmp_path / "out"), Bench(served)
-    try:
-        asked = asking(first)
-        compute(first, asked, 20)
-        wanted = request("d", tokens=[*TOKENS[:64], 1, 2])
-        wait_for(lambda: found(second, wanted))
-        while not second.worker._plays:
-            assert second.scheduler.matched(wanted, 0) == (None, False)
-            second.step()
-        for tokens in (20, 24, 6):
-            compute(first, asked, tokens)
-        assert first.scheduler.finished(asked, [list(range(1, 10))])
-        count, _ = second.matched(wanted)
-        second.scheduler.allocated(wanted, [list(range(20))], count)
-        second.step()
-        assert count == 64
-        assert near(second.blocks(list(range(8))), exact(0, 64))
-        counted = second.worker.counts.take()
-        assert (counted["plays_live"], counted["tokens_loaded"]) == (1, 64)
-        first.steps()
-    finally:
-        first.close()
-        second.close()
-        origin.close()
-
-
-def test_one_that_is_to_be_published_at_the_end(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
-        asked = asking(bench, kv_transfer_params={"live": False})
-        compute(bench, asked, 70)
-        assert not list((tmp_path / "out").iterdir())
-        assert bench.scheduler.finished(asked, [list(range(1, 10))])
-        assert bench.steps()[0] == {"p"}
-        bench.published()
-        assert bench.worker.counts.take()["published"] == 1
-    finally:
-        bench.close()
-
-
-def test_one_that_is_not_wanted_does_not_grow(served, tmp_path):
-    bench = live(served, tmp_path / "out")
-    try:
-        asked = asking(bench, kv_transfer_params={"publish": False})
-        compute(bench, asked, 70)
-        assert not bench.scheduler.finished(asked, [list(range(1, 10))])
-        assert not list((tmp_path / "out").iterdir())
-    finally:
-        bench.close()
 
 
 def test_windows_grow_with_every_step(tmp_path):
@@ -334,18 +219,7 @@ def test_windows_grow_with_every_step(tmp_path):
     finally:
         bench.close()
         empty.close()
-    other = Served(tmp_path / "out", tmp_path)
-    bench = windows_of(other)
-    try:
+    with closing(Served(tmp_path / "out", tmp_path)) as other, closing(windows_of(other)) as bench:
         count, tables = load(bench, request(tokens=[*tokens[:144], 1, 2]))
         assert count == 144
         check(bench, tables, 0, 144, kv)
-    finally:
-        bench.close()
-        other.close()
-
-
-def test_a_step_with_growth_travels_between_processes():
-    _, _, step = growing()
-    given = Step(grown=step(40), publications=[PublishRequest("r", (), (), b"")], preempted=True)
-    assert pickle.loads(pickle.dumps(given)) == given  # noqa: S301  # vLLM's own way between its processes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -14,8 +14,7 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.settings import INSIDE, TroubleLog
 from kvabr.engines.vllm import plays
 from kvabr.engines.vllm.config import VllmSettings
-from kvabr.engines.vllm.lossy import LossyGroups
-from kvabr.engines.vllm.plays import CopyRequest, Step, leave_client, take_client
+from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.publish.publisher import Publisher, with_heads
 from kvabr.types.catalog import Catalog
 from kvabr.types.naming import chain
@@ -37,30 +36,6 @@ def test_a_hit_is_played_into_blocks(bench):
     counted = bench.worker.counts.take()
     assert counted["tokens_loaded"] == 64
     assert bench.scheduler.counts.take() == {"lookups_hit": 1}
-
-
-def test_what_the_engine_has_is_left_alone(bench):
-    numbers = list(range(10, 19))
-    count, failed = bench.load(request(), computed=24, blocks=numbers)
-    assert count == 40
-    assert not failed
-    assert near(bench.blocks(numbers[3:8]), exact(24, 64))
-    assert bool(bench.caches[0][numbers[:3]].isnan().all())
-
-
-def test_a_request_is_answered_with_a_hit_once(bench):
-    asked = request()
-    bench.load(asked)
-    assert bench.scheduler.matched(asked, 0) == (0, False)  # vLLM asks again after a failure, and would for ever
-
-
-def test_a_rank_takes_its_own_heads(served):
-    bench = Bench(served, heads=range(1, 2))
-    try:
-        bench.load(request())
-        assert near(bench.blocks(list(range(8))), exact(0, 64)[:, :, 1:2])
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("tail", [0, 40])
@@ -109,34 +84,6 @@ def test_ranks_fetch_their_own_heads_where_they_are_published_so(tmp_path, tail)
         served.close()
 
 
-@pytest.mark.parametrize("group", [0, 2])
-def test_what_is_behind_a_lost_group_is_computed(tmp_path, group):
-    toy_asset(tmp_path / "assets" / "one", ("FP16",))
-    frame = tmp_path / "assets" / "one" / "groups" / "FP16" / f"{group:05d}.kvg"
-    data = bytearray(frame.read_bytes())
-    data[200] ^= 1
-    frame.write_bytes(data)
-    served = Served(tmp_path / "assets", tmp_path)
-    try:
-        for deadline_s in (4.0, 16.0, 64.0, 256.0):  # a loaded machine may not have all groups before it by the first
-            bench = Bench(served, deadline_s=deadline_s)
-            try:
-                count, failed = bench.load(request())
-                failed = set(range(count // BLOCK, 8))
-                assert failed >= set(range(2 * group, 8))
-                assert bench.worker.counts.take()["plays_cut"] == 1
-                if len(failed) > 8 - 2 * group:
-                    continue
-                if group:
-                    assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
-                return
-            finally:
-                bench.close()
-        raise AssertionError(f"only the first of blocks {failed} is lost")
-    finally:
-        served.close()
-
-
 def test_nothing_is_played_of(bench):
     other = [token + 1 for token in TOKENS]
     for asked, why in [
@@ -158,29 +105,9 @@ def test_an_asset_of_another_dtype_is_played(tmp_path):
     made = Publisher(tmp_path / "assets", served_spec, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
     made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served)
-    try:
+    with closing(Served(tmp_path / "assets", tmp_path)) as served, closing(Bench(served)) as bench:
         bench.load(request())
         assert near(bench.blocks(list(range(8))), exact(0, 64))
-    finally:
-        bench.close()
-        served.close()
-
-
-def test_an_asset_with_another_rope_is_refused(tmp_path):
-    turned = SPEC.changed(rope=replace(SPEC.rope, theta=5e5))
-    made = Publisher(tmp_path / "assets", turned, prior=default_catalog(), tracks=["FP16"])
-    made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
-    made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served)
-    try:
-        assert bench.matched(request()) == (0, False)
-        assert bench.scheduler.counts.take() == {"lookups_refused": 1}
-    finally:
-        bench.close()
-        served.close()
 
 
 @pytest.mark.parametrize(
@@ -267,12 +194,9 @@ def test_the_deadlines_of_one_client_do_not_stop_the_lookups_of_others(bench):
     ids=["most of it", "while computing is in time", "at least a quarter", "just late", "late", "far too late"],
 )
 def test_a_lookup_waits_as_long_as_computing_would_be_in_time(served, rate, within_s):
-    bench = Bench(served, deadline_s=10.0, prefill_rate=rate)
-    try:
+    with closing(Bench(served, deadline_s=10.0, prefill_rate=rate)) as bench:
         bench.scheduler.arrived(request("waits"))
         assert bench.scheduler._lookups["waits"].within_s == pytest.approx(within_s, abs=1e-3)
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("fault", ["closed port", "fingerprint"])
@@ -322,10 +246,11 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
     made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
     made.reserve(TOKENS).fill(ToyModel().prefill(TOKENS), lambda _: None)
     made.close()
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served, publish=tmp_path / "assets")
-    other = Bench(served)
-    try:
+    with (
+        closing(Served(tmp_path / "assets", tmp_path)) as served,
+        closing(Bench(served, publish=tmp_path / "assets")) as bench,
+        closing(Bench(served)) as other,
+    ):
         old = request("old")
         assert bench.matched(old) == (64, True)  # played, and not used yet
         assert bench.scheduler.reset() is True
@@ -340,26 +265,18 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
         bench.published()
         assert len(list((tmp_path / "assets").glob("*/catalog.json"))) == 2
         assert other.matched(request("other")) == (64, True)  # of an engine with the old weights
-    finally:
-        other.close()
-        bench.close()
-        served.close()
 
 
 def test_a_reset_while_caches_are_loaded_into_blocks_says_so(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request()
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, [list(range(20))], count)
         assert bench.scheduler.reset() is False
-    finally:
-        bench.close()
 
 
 def test_nothing_is_written_while_the_engine_sleeps(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request("before")
         count, _ = bench.matched(asked)  # played, or promised, but in no block yet
         for _ in range(2):
@@ -370,8 +287,6 @@ def test_nothing_is_written_while_the_engine_sleeps(served):
         for _ in range(2):
             bench.worker.wake()
         assert bench.load(request("after"))[0] == 64
-    finally:
-        bench.close()
 
 
 def test_a_copy_that_begins_while_the_engine_falls_asleep_is_waited_for(served, monkeypatch):
@@ -392,8 +307,7 @@ def test_a_copy_that_begins_while_the_engine_falls_asleep_is_waited_for(served, 
 
 
 def test_an_aborted_load_ends_its_play(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request()
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, [list(range(20))], count)
@@ -406,8 +320,6 @@ def test_an_aborted_load_ends_its_play(served):
             assert time.monotonic() < end_s
         assert received == {"r"}
         assert bench.worker._plays == {}
-    finally:
-        bench.close()
 
 
 def test_what_was_computed_is_published_and_played(served, assets):
@@ -453,8 +365,7 @@ def test_a_prefill_that_is_not_finite_is_counted_and_not_published(served, tmp_p
 
 
 def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_path):
-    bench = Bench(served, tmp_path / "out")
-    try:
+    with closing(Bench(served, tmp_path / "out")) as bench:
         asked = request("session", tokens=TOKENS[:40][::-1])
         assert bench.matched(asked) == (0, False)
         bench.prefilled()
@@ -465,67 +376,28 @@ def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_pa
         bench.published()
         (path,) = (tmp_path / "out").glob("*/catalog.json")
         assert Catalog.read(path).tokens == 32
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("heads", [None, range(1, 2)])
 def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_path, heads):
-    bench = Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4")
-    try:
+    with closing(Bench(served, tmp_path / "out", heads=heads, policy="fixed:Int4")) as bench:
         bench.load(request())
         assert bench.scheduler.finished(request(), [list(range(20))])
         bench.steps()
         counted = bench.worker.counts.take()
         assert counted["publish_dropped_lossy"] == 1
         assert not list((tmp_path / "out").iterdir())
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(("computed", "shared", "lossy"), [(0, 8, 1), (0, 7, 0), (32, 40, 1), (32, 39, 0)])
 def test_nor_is_what_shares_a_block_of_a_lossy_group(served, tmp_path, computed, shared, lossy):
     """vLLM gives a prompt all blocks that it shares with another; a group has two of them."""
-    bench = Bench(served, tmp_path / "out", policy="fixed:Int4")
-    try:
+    with closing(Bench(served, tmp_path / "out", policy="fixed:Int4")) as bench:
         bench.load(request(), computed)
         other = [*TOKENS[:shared], *(token + 1 for token in TOKENS[shared:])]
         assert bench.scheduler.finished(request("other", other), [list(range(20))])
         bench.steps()
         assert bench.worker.counts.take().get("publish_dropped_lossy", 0) == lossy
-    finally:
-        bench.close()
-
-
-def test_the_latest_lossy_groups_are_remembered():
-    lossy = LossyGroups(SPEC, BLOCK, most=2)
-    assert not lossy
-    prompts = [[first, *TOKENS[1:48]] for first in (1, 2, 3)]
-    for tokens in prompts:
-        lossy.note(tokens, b"", [0])
-    assert [lossy.before(tokens, b"") for tokens in prompts] == [False, True, True]
-    assert not lossy.before(prompts[2], b"salt")
-    assert len(lossy) == 2
-
-
-def test_a_step_travels_between_processes(bench):
-    asked = request()
-    bench.scheduler.arrived(asked)
-    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
-    assert bench.scheduler.matched(asked, 0) == (None, False)
-    step = bench.scheduler.step({}, None)
-    assert step.loads
-    step.copies.append(CopyRequest(1, "r", 0, 16, ((1, 2),)))
-    assert pickle.loads(pickle.dumps(step)) == step  # noqa: S301  # vLLM's own way between its processes
-
-
-@pytest.mark.parametrize(
-    "given", [pytest.param(10**400, id="huge"), 1e9, float("inf"), float("nan"), 0, -1.0, True, "0.5"]
-)
-def test_a_request_cannot_keep_its_blocks_for_ever(bench, given):
-    deadline_of = bench.scheduler._deadline_of
-    assert deadline_of(request(kv_transfer_params={"deadline_s": given})) == bench.options.deadline_s
-    assert deadline_of(request(kv_transfer_params={"deadline_s": 0.5})) == 0.5
 
 
 def test_what_cannot_begin_is_computed(bench):
@@ -534,17 +406,3 @@ def test_what_cannot_begin_is_computed(bench):
     count, _ = bench.matched(asked)
     assert count == 0
     assert bench.worker.counts.take()["plays_failed"] == 1
-
-
-def test_a_lookup_begins_when_a_request_comes(bench):
-    asked = request()
-    bench.scheduler.arrived(asked)
-    assert bench.scheduler._lookups["r"].handle.result(LIMIT_S) is not None
-    assert bench.scheduler.matched(asked, 0) == (None, False)
-
-
-def test_a_step_without_work_passes(bench):
-    bench.worker.begin(Step(scheduled=5))
-    bench.worker.computed()
-    assert bench.worker.collect() == (set(), set())
-    assert bench.worker.failed_blocks() == set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -48,8 +50,7 @@ def coded(tmp_path_factory):
 def played(served, layout, policy, **options):
     """What is in the blocks of a request that was played."""
     keep(served.profile)
-    bench = Bench(served, policy=f"fixed:{policy}", deadline_s=200.0, **options)
-    try:
+    with closing(Bench(served, policy=f"fixed:{policy}", deadline_s=200.0, **options)) as bench:
         bench.named = {name: cache.to(DEVICE) for name, cache in bench.named.items()}
         bench.caches = list(bench.named.values())
         bench.worker.register(bench.named, lambda _: layout)
@@ -58,8 +59,6 @@ def played(served, layout, policy, **options):
         out = torch.empty(SPEC.layers, 2, heads, 4 * BLOCK, SPEC.head_dim, device=DEVICE)
         paged_blocks(bench.caches, NUMBERS[:4], layout).read(out)
         return out.cpu()
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(

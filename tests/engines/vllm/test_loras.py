@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -48,8 +49,7 @@ def empty(tmp_path):
 @pytest.mark.parametrize("live", [False, True])
 def test_adapters_and_their_base_do_not_mix(empty, live):
     served, folder = empty
-    bench = Bench(served, folder / "assets", publish_live=live)
-    try:
+    with closing(Bench(served, folder / "assets", publish_live=live)) as bench:
         mine = request("mine", lora_request=lora(folder / "one"))
         bench.prefilled()
         assert bench.matched(mine) == (0, False)
@@ -63,11 +63,7 @@ def test_adapters_and_their_base_do_not_mix(empty, live):
         (path,) = (folder / "assets").glob("*/catalog.json")
         name = with_facts(SPEC.model, {"adapters": folder_digest(folder / "one")})
         assert Catalog.read(path).spec.model == name
-    finally:
-        bench.close()
-    again = Served(folder / "assets", folder)
-    bench = Bench(again)
-    try:
+    with closing(Served(folder / "assets", folder)) as again, closing(Bench(again)) as bench:
         for who, tokens in [
             (lora(folder / "renamed", "another"), 64),
             (lora(folder / "other", "adapter"), 0),
@@ -76,9 +72,6 @@ def test_adapters_and_their_base_do_not_mix(empty, live):
         ]:
             asked = request(f"for {who}", lora_request=who)
             assert bench.load(asked)[0] == tokens
-    finally:
-        bench.close()
-        again.close()
 
 
 @pytest.mark.parametrize(
@@ -114,23 +107,19 @@ def test_an_adapter_without_a_digest_is_neither_played_nor_published(empty, chan
 
 def test_what_was_computed_while_an_adapter_changed_is_not_published(empty):
     served, folder = empty
-    bench = Bench(served, folder / "assets")
-    try:
+    with closing(Bench(served, folder / "assets")) as bench:
         asked = request(lora_request=lora(folder / "one"))
         assert bench.matched(asked) == (0, False)
         shutil.copy(folder / "other" / WEIGHTS, folder / "new")
         (folder / "new").replace(folder / "one" / WEIGHTS)  # vLLM may read it only now
         assert not bench.scheduler.finished(asked, [list(range(9))])
         assert bench.scheduler.counts.take()["publish_skipped_unfit"] == 1
-    finally:
-        bench.close()
 
 
 def test_what_vllm_leaves_out_of_adapters_is_in_the_name(empty):
     """``--lora-target-modules`` and ``--enable-tower-connector-lora`` change what the same files do."""
     served, _ = empty
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         plain = SimpleNamespace(target_modules=None, enable_tower_connector_lora=False, max_lora_rank=64)
         configs = [None, plain]
         configs += [SimpleNamespace(**vars(plain) | {"target_modules": modules}) for modules in (["q"], ["q", "v"])]
@@ -140,20 +129,15 @@ def test_what_vllm_leaves_out_of_adapters_is_in_the_name(empty):
         assert first == same == with_facts(SPEC.model, {"adapters": "ab" * 32})
         assert len({first, *others}) == 4
         assert {model.adapted(None).spec.model for model in models} == {SPEC.model}
-    finally:
-        bench.close()
 
 
 def test_a_digest_that_is_done_between_two_looks_loses_no_lookup(empty):
     served, folder = empty
-    bench = Bench(served, folder / "assets")
-    try:
+    with closing(Bench(served, folder / "assets")) as bench:
         answers = [True, False]
         bench.scheduler._waits = lambda _: answers.pop(0) if answers else False
         assert bench.matched(request()) == (0, False)
         assert bench.scheduler.counts.take() == {"lookups_miss": 1}
-    finally:
-        bench.close()
 
 
 def test_a_request_waits_for_the_digest_of_its_adapter_until_its_deadline(empty, monkeypatch):

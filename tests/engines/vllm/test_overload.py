@@ -46,10 +46,6 @@ def divided(some, rate=100.0):
     return [[load.request for load in part] for part in (done.played, done.computed, done.late)]
 
 
-def test_all_are_played_if_the_link_has_time():
-    assert divided(loads((50, 1.0), (50, 0.1), (50, 0.5))) == [["r0", "r1", "r2"], [], []]
-
-
 def test_those_are_computed_that_cost_the_engine_least_for_what_they_spare_the_link():
     assert divided(loads((90, 1.0), (90, 0.1), (90, 0.5))) == [["r0", "r2"], ["r1"], []]
 
@@ -57,17 +53,6 @@ def test_those_are_computed_that_cost_the_engine_least_for_what_they_spare_the_l
 def test_what_the_engine_has_no_time_for_is_late_so_that_the_others_are_not():
     played, computed, late = divided(loads(*[(150, 1.5)] * 4))
     assert (len(played), len(computed), len(late)) == (1, 1, 2)
-
-
-def test_plays_under_way_go_on():
-    some = [*loads((150, 0.1), begun=True), Demand("new", 2.0, 150, 0.01, 1.5)]
-    assert divided(some) == [["r0"], ["new"], []]
-
-
-def test_each_play_must_be_there_when_the_engine_begins_with_those_behind_it():
-    some = loads((10, 1.0), (10, 1.0))
-    divide(some, 100.0, now=0.0, ttfb_s=0.0, engine_s=0.0)
-    assert [round(load.by_s, 3) for load in some] == [1.978, 1.989]
 
 
 def test_dividing_a_crowd_takes_steps_for_each_of_it_and_not_for_each_pair():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,16 +20,13 @@ PICTURE = (20, 16)
 def seen(tmp_path):
     """An origin with the cache of a prompt with a picture."""
     (tmp_path / "assets").mkdir()
-    bench = Bench(Served(tmp_path / "assets", tmp_path), tmp_path / "assets")
-    try:
+    with closing(Bench(Served(tmp_path / "assets", tmp_path), tmp_path / "assets")) as bench:
         asked = request("mine", mm_features=[medium(*PICTURE, 0.5)])
         assert bench.matched(asked) == (0, False)
         bench.prefilled()
         assert bench.scheduler.finished(asked, [list(range(9))])
         bench.steps()
         bench.published()
-    finally:
-        bench.close()
     served = Served(tmp_path / "assets", tmp_path)
     yield served
     served.close()
@@ -50,11 +48,8 @@ def seen(tmp_path):
     ],
 )
 def test_a_cache_is_played_as_far_as_pictures_are_the_same(seen, media, tokens):
-    bench = Bench(seen)
-    try:
+    with closing(Bench(seen)) as bench:
         assert bench.load(request(mm_features=media))[0] == tokens
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(
@@ -81,24 +76,9 @@ def test_a_picture_that_cannot_be_told_from_others_is_neither_played_nor_publish
         bench.close()
 
 
-def test_digests_are_computed_side_by_side_and_only_for_what_needs_them(seen):
-    bench = Bench(seen)
-    try:
-        bench.scheduler._adapters.waits = lambda _: True
-        asked = request(mm_features=[medium(*PICTURE, 0.5)])
-        assert bench.scheduler.matched(asked, 0) == (None, False)
-        assert asked.request_id in bench.scheduler._pictures._asked
-        computed = request("c", mm_features=[medium(*PICTURE, 0.5)], kv_transfer_params={"play": False})
-        assert bench.scheduler.matched(computed, 0) == (0, False)
-        assert "c" not in bench.scheduler._pictures._asked
-    finally:
-        bench.close()
-
-
 def test_lossy_blocks_are_shared_as_vllm_shares_them(seen):
     """Its own name of a picture is what its prefix cache goes by."""
-    bench = Bench(seen, keep_loss=0.0)
-    try:
+    with closing(Bench(seen, keep_loss=0.0)) as bench:
         kept = bench.scheduler._kept
         mine = request("mine", mm_features=[medium(2, 16, 0.5)])
         kept.begin(mine, 0.1, 0, 64, [list(range(8))])
@@ -106,5 +86,3 @@ def test_lossy_blocks_are_shared_as_vllm_shares_them(seen):
         for value, shares in ((0.5, True), (0.25, False)):
             asked = request(f"with {value}", mm_features=[medium(2, 16, value), medium(66, 2, 0.1)])
             assert kept._reaches(asked, 64, kept._lossy["mine"]) is shares
-    finally:
-        bench.close()

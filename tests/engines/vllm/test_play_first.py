@@ -7,6 +7,7 @@ import gc
 import json
 import time
 import weakref
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 
 from kvabr.codec.container import pack, unpack
 from kvabr.engines.layouts import BlockLayout
-from kvabr.engines.vllm.worker import _placed_play
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -28,8 +28,7 @@ pytestmark = pytest.mark.process
 
 def test_an_aborted_request_that_waits_ends_its_play(served, caplog):
     caplog.set_level("INFO", "vllm.kvabr")
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request()
         while not bench.worker._plays:
             assert bench.scheduler.matched(asked, 0) == (None, False)
@@ -44,14 +43,11 @@ def test_an_aborted_request_that_waits_ends_its_play(served, caplog):
         assert bench.worker.placed() == []
         counted = bench.worker.counts.take()
         assert counted.get("plays_aborted", 0) + counted.get("plays_unused", 0) == 1
-    finally:
-        bench.close()
     assert "cancelled" not in caplog.text  # no line for each of many requests that share another's play
 
 
 def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request()
         assert bench.matched(asked) == (64, True)
         assert bench.matched(asked) == (64, True)  # vLLM had no blocks for it
@@ -59,8 +55,6 @@ def test_a_cache_in_place_whose_request_is_aborted_is_dropped(served):
         bench.step()
         assert bench.worker._plays == {}
         assert bench.worker.counts.take()["plays_unused"] == 1
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("how", [{}, {"ranks": 2}])
@@ -83,32 +77,6 @@ def test_the_end_of_a_lossy_cache_is_promised_to_nobody_and_computed_with_the_qu
         assert counted["tokens_loaded"] == 32
         assert torch.allclose(bench.blocks(range(4)), exact(0, 32), atol=0.6)
         assert bench.blocks(range(4, 8)).isnan().all()
-    finally:
-        bench.close()
-
-
-def test_a_play_with_a_tail_behind_what_vllm_has_is_judged_by_its_own_groups(served, tmp_path):
-    (tmp_path / "longest.py").write_text(LONGEST)
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
-    try:
-        asked = request()
-        assert bench.matched(asked, 16) == (16, True)
-        lookup = bench.scheduler._lookups[asked.request_id]
-        # The catalog knows of no tails: right behind its only group it loses what it does behind the tail.
-        assert 0 < lookup.worst == pytest.approx(lookup.loss)
-    finally:
-        bench.close()
-
-
-def test_a_part_on_tracks_that_another_rank_does_not_have_is_judged_by_what_it_loses(served):
-    bench = Bench(served)
-    try:
-        assert bench.matched(request()) == (64, True)
-        (playing,) = bench.worker._plays.values()
-        found = playing.load.found
-        other = replace(found, catalog=found.catalog.with_tracks({"Int4"}))
-        placed = _placed_play(replace(playing.load, found=other), playing.prefix, 64)
-        assert placed.worst == placed.loss == playing.prefix.loss > 0
     finally:
         bench.close()
 
@@ -139,35 +107,15 @@ def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
     catalog = replace(made.catalog, tracks=tracks)
     (tmp_path / "assets" / "one" / "catalog.json").write_text(catalog.dumps())
     (tmp_path / "policies.py").write_text(LONGEST + EARLIER)
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served, **how | {"policy": f"{tmp_path / 'policies.py'}:{how['policy']}"})
-    try:
+    with (
+        closing(Served(tmp_path / "assets", tmp_path)) as served,
+        closing(Bench(served, **how | {"policy": f"{tmp_path / 'policies.py'}:{how['policy']}"})) as bench,
+    ):
         asked = request()
         assert bench.load(asked)[0] == 32
         (kept,) = bench.scheduler._kept._served.values()
         assert kept.worst == pytest.approx(catalog.prefix(2).track("Int4").total_loss)
         assert kept.worst > 2 * kept.loss
-    finally:
-        bench.close()
-        served.close()
-
-
-@pytest.mark.parametrize(("step_tokens", "others", "wanted"), [(1 << 20, 0, 40), (6, 0, 0), (46, 0, 40), (46, 3, 10)])
-def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tokens, others, wanted):
-    bench = Bench(served, policy="fixed:Int4", tail=40)
-    try:
-        bench.scheduler._model = replace(bench.model, step_tokens=step_tokens)
-        for asked in (request(), *(request(f"other {number}") for number in range(others))):
-            bench.scheduler.arrived(asked)
-            lookup = bench.scheduler._lookups[asked.request_id]
-            lookup.handle.result(LIMIT_S)
-            assert bench.scheduler._settle(asked, lookup, lookup.handle)
-        assert lookup.found is not None
-        assert bench.scheduler._tail(6) == wanted
-        bench.scheduler._model = replace(bench.model, ranks=2)
-        assert bench.scheduler._tail(6) == 0
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize(
@@ -177,20 +125,16 @@ def test_a_tail_fits_into_a_step_beside_those_of_other_requests(served, step_tok
 def test_tails_that_are_chosen_before_the_play_share_a_step(served, tmp_path, step_tokens, found):
     """A question has 6 tokens here, a group 16."""
     (tmp_path / "longest.py").write_text(LONGEST)
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)
-    try:
+    with closing(Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40)) as bench:
         bench.scheduler._model = replace(bench.model, step_tokens=step_tokens, ranks=2)
         for number, count in enumerate(found):
             assert bench.matched(request(f"r{number}")) == (count, True)
-    finally:
-        bench.close()
 
 
 def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
     in_time = "max((index for index, cost in enumerate(costs) if cost < 30.0), default=0)"
     (tmp_path / "longest.py").write_text(LONGEST.replace("len(offers) - 1", in_time))
-    bench = Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, deadline_s=30.0)
-    try:
+    with closing(Bench(served, policy=f"{tmp_path / 'longest.py'}:Longest", tail=40, deadline_s=30.0)) as bench:
         bench.scheduler._model = replace(bench.model, ranks=2)  # then tails are chosen before the play
         counts = []
         for rate in (0.1, 1e6, None):
@@ -209,13 +153,10 @@ def test_the_scheduler_is_told_how_fast_the_engine_is(served, tmp_path):
         assert bench.worker.measured() is None
         assert 0.005 < cost.seconds(1000, 500) < 5.0  # each slept for 0.05 s
         assert bench.worker.cost == cost
-    finally:
-        bench.close()
 
 
 def test_what_vllm_has_changes_while_it_plays(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked, numbers = request(), list(range(10, 30))
         assert bench.matched(asked, 24) == (40, True)
         assert bench.matched(asked, 40) == (24, True)  # more
@@ -227,8 +168,6 @@ def test_what_vllm_has_changes_while_it_plays(served):
         assert bool(bench.caches[0][numbers[:1]].isnan().all())
         assert bench.scheduler.matched(asked, 0) == (0, False)  # preempted, and asked about again
         assert bench.scheduler._promises.held_bytes == 0
-    finally:
-        bench.close()
 
 
 @pytest.mark.parametrize("ends", ["used", "aborted"])
@@ -259,8 +198,7 @@ def test_host_memory_is_free_at_once_when_it_is_not_wanted(served, ends):
 
 
 def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         one = 64 * SPEC.elements_per_token * 2  # as it came, in FP16
         bench.scheduler._promises._max_bytes = one * 3 // 2
         assert bench.matched(request("a")) == (64, True)
@@ -281,37 +219,16 @@ def test_requests_without_room_in_host_memory_wait_or_are_computed(served):
         bench.scheduler.allocated(request("a"), [list(range(20))], 64)
         assert bench.steps() == (set(), {"a"}, set())
         assert bench.matched(c) == (64, True)
-    finally:
-        bench.close()
-
-
-def test_in_short_memory_a_policy_that_chooses_does_without_the_dearest_tracks(served):
-    bench = Bench(served, policy="anytime", prefill_rate=1.0)
-    try:
-        one = 64 * SPEC.elements_per_token * 2
-        assert bench.matched(request("a")) == (64, True)
-        held = bench.scheduler._promises.held_bytes
-        assert 0 < held <= 1.2 * one  # what came
-        bench.scheduler._promises._max_bytes = held + 2 * one
-        assert bench.matched(request("b")) == (64, True)
-        first, second = (playing.prefix.coverage for playing in bench.worker._plays.values())
-        assert set(second) == {"Int4"}
-        assert len(first) == len(second) == 4
-    finally:
-        bench.close()
 
 
 def test_a_copy_that_fails_is_not_used(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         asked = request()
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, [list(range(20))], count)
         bench.worker._blocks = None
         assert bench.steps() == (set(), {"r"}, set(range(8)))
         assert bench.worker.counts.take()["plays_failed"] == 1
-    finally:
-        bench.close()
 
 
 def spoil(asset, group):
@@ -329,9 +246,7 @@ def spoil(asset, group):
 def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, group):
     toy_asset(tmp_path / "assets" / "one", ("FP16",))
     spoil(tmp_path / "assets" / "one", group)
-    served = Served(tmp_path / "assets", tmp_path)
-    bench = Bench(served)
-    try:
+    with closing(Served(tmp_path / "assets", tmp_path)) as served, closing(Bench(served)) as bench:
         asked = request()
         assert bench.load(asked) == (64, set(range(2 * group, 8)))
         assert near(bench.blocks(list(range(2 * group))), exact(0, 16 * group))
@@ -339,14 +254,10 @@ def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, 
         assert counted["plays_failed"] == 1
         assert counted.get("tokens_loaded", 0) == 16 * group
         assert bench.scheduler.matched(asked, 0) == (0, False)  # not again
-    finally:
-        bench.close()
-        served.close()
 
 
 def test_a_request_waits_for_another_that_loads_what_both_begin_with(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         one, other = request("one"), request("other")
         assert bench.matched(one) == (64, True)
         assert bench.matched(other) == (64, True)
@@ -354,15 +265,10 @@ def test_a_request_waits_for_another_that_loads_what_both_begin_with(served):
         assert bench.scheduler.matched(other, 0) == (None, False)
         assert bench.steps() == (set(), {"one"}, set())
         assert bench.scheduler.matched(other, 64) == (0, False)  # vLLM has it now
-    finally:
-        bench.close()
 
 
 def test_what_another_connector_would_keep_is_not_lossy(served):
     for limit, told in ((1.0, 64), (1e-9, 0)):
-        bench = Bench(served, policy="fixed:Int4", keep_loss=limit)
-        try:
+        with closing(Bench(served, policy="fixed:Int4", keep_loss=limit)) as bench:
             bench.worker.register(bench.named, lambda _: BlockLayout.TRANSPOSED, keepers=["OtherConnector"])
             assert bench.matched(request("a")) == (told, bool(told))
-        finally:
-            bench.close()

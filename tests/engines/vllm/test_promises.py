@@ -60,21 +60,6 @@ def test_a_request_waits_for_its_play_and_gets_what_is_in_place():
     assert table.take() == ([], [], 0)
 
 
-def test_a_deadline_cuts_to_whole_blocks():
-    table = Table()
-    table.report(table.play(), 30)
-    assert table.ask() == 24
-
-
-def test_nothing_in_place_is_no_promise():
-    table = Table()
-    play = table.play()
-    table.report(play, 0)
-    assert table.ask() == 0
-    assert table.use("a", 0) is None
-    assert table.take() == ([], [play], 0)
-
-
 def test_the_worker_with_the_least_counts():
     table = Table(ranks=3)
     play = table.play()
@@ -92,63 +77,6 @@ def test_workers_that_differ_have_nothing_of_use_where_windows_depend_on_the_end
         for end in ends:
             table.report(play, end)
         assert table.ask() == told
-
-
-def test_vllm_has_more_by_now():
-    table = Table()
-    play = table.play(computed=16)
-    table.report(play, 64)
-    assert table.ask(computed=40) == 24
-    assert table.use("a", 24) == (play, 40)
-
-
-def test_vllm_has_all_of_it_by_now():
-    table = Table()
-    play = table.play()
-    assert table.ask(computed=64) == 0
-    assert table.use("a", 0) is None
-    assert table.take() == ([], [play], 0)
-    assert table.promises.held_bytes == 0
-
-
-def test_vllm_has_less_by_now_and_it_is_played_again():
-    table = Table()
-    first = table.play(computed=32)
-    table.report(first, 64)
-    assert table.ask(computed=16) is None
-    begun, dropped, _ = table.take()
-    assert dropped == [first]
-    assert [(play.first, play.last) for play in begun] == [(16, 64)]
-    table.report(first, 64)  # too late, and of another play
-    assert table.ask(computed=16) is None
-    table.report(begun[0].play, 64)
-    assert table.ask(computed=16) == 48
-
-
-def test_but_not_after_the_deadline():
-    table = Table()
-    table.report(table.play(computed=32), 64)
-    assert table.ask(computed=16, now=10.0) == 0
-    assert table.promises.held_bytes == 0
-
-
-def test_a_play_that_brought_nothing_is_not_repeated():
-    table = Table()
-    table.report(table.play(computed=32), 32)
-    assert table.ask(computed=16) == 0
-    assert table.begun() == []
-
-
-def test_a_request_that_ends_leaves_nothing():
-    table = Table()
-    assert table.ask("a") is None
-    table.promises.drop("a")  # before the workers heard of it
-    assert table.take() == ([], [], 0)
-    play = table.play("b")
-    table.promises.drop("b")
-    assert table.take() == ([], [play], 0)
-    table.report(play, 64)
-    assert table.promises.held_bytes == 0
 
 
 def test_a_request_without_room_waits_before_those_behind_it():
@@ -181,17 +109,6 @@ def test_the_earliest_deadline_goes_first():
                 assert table.ask(each, due_s=own_s) is None
         assert [name for name, *_ in table.begun()] == [request]
         table.promises.drop(request)
-
-
-def test_a_request_that_asks_again_with_another_deadline_has_that_one():
-    table = Table(max_bytes=100)
-    table.play("a")
-    assert table.ask("b", due_s=12.0) is None
-    table.promises.drop("b")
-    assert table.ask("b", due_s=15.0) is None
-    assert table.ask("c", due_s=13.0) is None
-    table.promises.drop("a")
-    assert table.begun() == [("c", 0, 64)]
 
 
 def test_beside_others_a_play_does_without_the_tracks_that_leave_no_room():
@@ -231,21 +148,6 @@ def test_plays_under_way_are_bounded_too():
     table.report(play, 64)
     assert table.ask("b") is None
     assert table.begun() == [("b", 0, 64)]
-
-
-def test_a_request_without_room_is_computed_at_its_deadline():
-    table = Table(max_bytes=100)
-    table.play("a")
-    assert table.ask("b", now=9.9) is None
-    assert table.ask("c", now=9.9, due_s=20.0) is None
-    assert table.ask("b", now=10.0) is None
-    assert table.take() == ([], [], 1)
-    assert table.ask("b", now=10.0) == 0
-    assert table.ask("b", now=10.1) == 0
-    assert table.take() == ([], [], 0)
-    table.promises.drop("a")
-    assert table.ask("c", now=10.1, due_s=20.0) is None  # nothing stands before it
-    assert table.begun() == [("c", 0, 64)]
 
 
 def test_a_request_that_vllm_does_not_ask_about_holds_nobody_up_beyond_its_deadline():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import kvabr.engines.vllm as adapter
-from kvabr.engines.vllm import stats
 from kvabr.engines.vllm.config import read_settings
 from kvabr.types.errors import ModelError, UsageError
 
@@ -41,19 +40,3 @@ def test_without_vllm_it_says_so():
         assert adapter.KvabrConnector.__name__ == "KvabrConnector"
     with pytest.raises(AttributeError):
         _ = adapter.Nothing
-
-
-def test_counts_add_up():
-    counts = stats.ConnectorCounts()
-    counts.add("plays")
-    counts.add("loss", 0.5)
-    counts.note(stats.SECONDS, 0.2)
-    one = counts.take()
-    assert counts.take() == {}
-    counts.add("plays", 2)
-    counts.note(stats.SECONDS, 0.4)
-    both = stats.added(one, counts.take())
-    assert both == {"plays": 3, "loss": 0.5, stats.SECONDS: [0.2, 0.4]}
-    assert stats.summary(both)["play_seconds_max"] == 0.4
-    with pytest.raises(KeyError):
-        counts.add("nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -45,15 +46,6 @@ def test_the_spec_of_some_layers():
     assert with_heads(second, range(1)).model == "test/windows+layers2-3+heads0-0"
 
 
-def test_layers_keep_their_own_scales():
-    scales = tuple(float(1 + each) for each in range(12))
-    one = LayerClass("full", (0, 2, 3), 2, 8, 8, "float8_e4m3fn", scales=scales)
-    assert one.of_layers(range(2, 4)).scales == scales[4:]
-    assert one.of_layers(range(2, 4)).layers == (0, 1)
-    assert one.of_layers(range(1, 2)) is None
-    assert LayerClass("full", (0,), 2, 8, 8, "float8_e4m3fn", scales=(2.0,)).of_layers(range(1)).scales == (2.0,)
-
-
 def test_what_a_stage_can_tell_of_the_whole():
     window, full = SPEC.classes
     types = ["window", "window", "full", "window"]
@@ -94,8 +86,7 @@ def layers(request):
 
 def test_a_stage_plays_its_own_layers(served, layers):
     caches = EngineCaches(with_layers(SPEC, layers).classes, STAGES[layers])
-    bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)
-    try:
+    with closing(Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)) as bench:
         asked = request(tokens=[*TOKENS, 7, 8])
         count, waits = bench.matched(asked)
         assert (count, waits) == (160, True)
@@ -116,15 +107,13 @@ def test_a_stage_plays_its_own_layers(served, layers):
         own = 2 * sum(48 * each.elements_per_token if each.only.kind == "window" else 160 * each.elements_per_token
                       for each in (with_layers(SPEC, layers) if served.apart else SPEC).parts)  # fmt: skip
         assert own <= bench.worker.counts.take()["bytes_fetched"] < 1.3 * own + 9000
-    finally:
-        bench.close()
 
 
 def test_layers_of_another_model_are_not_written(served, layers):
     caches = EngineCaches(with_layers(SPEC, layers).classes, STAGES[layers])
-    bench = Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)
-    try:
-        with pytest.raises(PlayError, match="neither the model's nor this rank's"):
-            bench.worker.blocks.places(SimpleNamespace(spec=kvdata.spec(layers=3, group_tokens=16)), 0, 8, [[1]] * 3)
-    finally:
-        bench.close()
+    foreign = SimpleNamespace(spec=kvdata.spec(layers=3, group_tokens=16))
+    with (
+        closing(Bench(served, spec=SPEC, caches=caches, layers=layers, waits=True)) as bench,
+        pytest.raises(PlayError, match="neither the model's nor this rank's"),
+    ):
+        bench.worker.blocks.places(foreign, 0, 8, [[1]] * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -85,11 +86,6 @@ def test_states_that_are_left_to_vllm(kept, what):
 def test_states_of_16_bits_beside_a_quantised_cache_are_left_to_vllm():
     with pytest.raises(UnknownCacheError, match=r"in float16 beside a quantised cache, .* --kv-cache-dtype auto"):
         caches(layer(), quantisation=Quantisation("float8_e4m3fn"))
-
-
-def test_short_convolutions_have_one_state():
-    (form,) = forms_of(layer("SHORT_CONV", ((2, 12),), dtypes=(torch.float16,)), cpu=True)
-    assert form.published == (1, 12, 3)
 
 
 @pytest.mark.parametrize("form", [CONVOLUTION, StateForm("convolution", (12, 3), torch.float16), RECURRENT])
@@ -192,9 +188,7 @@ OTHERS = ([0] * 7 + [31, 32], [0] * 7 + [33, 34], list(range(10, 19)))
 def served(tmp_path):
     """An origin of what one engine has published."""
     (tmp_path / "none").mkdir()
-    empty = Served(tmp_path / "none", tmp_path)
-    bench = bench_of(empty, tmp_path / "assets")
-    try:
+    with closing(Served(tmp_path / "none", tmp_path)) as empty, closing(bench_of(empty, tmp_path / "assets")) as bench:
         fill(bench, 1)
         asked = request("p", TOKENS)
         asked.num_computed_tokens = 0
@@ -210,9 +204,6 @@ def served(tmp_path):
         assert bench.steps()[0] == {"p"}
         bench.published()
         assert bench.worker.counts.take()["published"] == 1
-    finally:
-        bench.close()
-        empty.close()
     served = Served(tmp_path / "assets", tmp_path)
     yield served
     served.close()
@@ -242,28 +233,12 @@ def test_what_one_engine_left_another_begins_with(served, beyond):
 
 @pytest.mark.parametrize("tokens", [TOKENS[:64], [*TOKENS[:60], 1, 2, 3, 4, 5, 6], TOKENS[:50]])
 def test_a_prompt_that_ends_or_turns_before_the_state_is_computed(served, tokens):
-    bench = bench_of(served)
-    try:
+    with closing(bench_of(served)) as bench:
         assert bench.matched(request(tokens=tokens)) == (0, False)
-    finally:
-        bench.close()
-
-
-def test_a_state_that_was_not_kept_is_not_published(served, tmp_path):
-    bench = bench_of(served, tmp_path / "out")
-    try:
-        bench.worker._publications._states = KeptStates(0)
-        asked = request("p", [token + 500 for token in TOKENS])
-        assert bench.scheduler.finished(asked, TABLES)
-        assert bench.steps()[0] == {"p"}
-        assert bench.worker.counts.take()["publish_skipped_window"] == 1
-    finally:
-        bench.close()
 
 
 def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path):
-    bench = bench_of(served, tmp_path / "out", policy="fixed:Raw")
-    try:
+    with closing(bench_of(served, tmp_path / "out", policy="fixed:Raw")) as bench:
         asked = request(tokens=[*TOKENS[:64], 99])
         count, _ = bench.matched(asked)
         bench.scheduler.allocated(asked, OTHERS, count)
@@ -278,8 +253,6 @@ def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path):
             bench.running = {}
             assert bool(bench.worker._publications._states._kept) != lossy
             bench.worker.lossy.clear()
-    finally:
-        bench.close()
 
 
 def test_a_damaged_state_is_computed(served, tmp_path):
@@ -287,10 +260,7 @@ def test_a_damaged_state_is_computed(served, tmp_path):
     data = bytearray(frame.read_bytes())
     data[len(data) // 2] ^= 1
     frame.write_bytes(data)
-    bench = bench_of(served)
-    try:
+    with closing(bench_of(served)) as bench:
         asked = request(tokens=[*TOKENS[:64], 99])
         count, _ = bench.matched(asked)
         assert count == 0
-    finally:
-        bench.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,18 +49,6 @@ class Card:
         return "a card"
 
 
-def test_a_play_does_not_fit_the_cost_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks on the client's event loop, while the engine's thread notes how long its steps take."""
-    times = step_times_of(None)
-    for tokens in (128, 256, 512, 1024):
-        times._note((0, tokens), TRUE.seconds(0, tokens))
-    monkeypatch.setattr(times, "_submit", lambda _work: None)
-    known = times.cost(None)
-    monkeypatch.setattr(PrefillCost, "fit", None)
-    times._note((0, 2048), 1.0)
-    assert times.cost(TRUE) is known
-
-
 def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card()
     monkeypatch.setattr(step_times.torch, "cuda", card)
@@ -87,36 +74,6 @@ def test_a_gpus_steps_are_timed_by_events_and_nobody_waits(monkeypatch: pytest.M
     told = again.told()
     assert told is not None
     assert told.seconds(0, 8192) == pytest.approx(cost.seconds(0, 8192), rel=0.01)
-
-
-@pytest.mark.parametrize("most", [2048, 8192])
-def test_prompts_that_take_several_steps_are_predicted_as_what_these_take(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Within 15 % from 128 to 32,768 tokens, of an engine with a floor, whose steps vary by some percent."""
-    card, rng = Card(), random.Random(1)
-    monkeypatch.setattr(step_times.torch, "cuda", card)
-    times = step_times_of(None, "cuda", most)
-    steps_of = lambda tokens: [(at, min(most, tokens - at)) for at in range(0, tokens, most)]  # noqa: E731
-    for tokens in [300, 900, 2000, 5000, 12000, 30000] * 3:
-        for step in steps_of(tokens):
-            times.begin(step)
-            card.now += TRUE.seconds(*step) * rng.uniform(1.0, 1.05)
-            card.done = card.now
-            times.end(alone=True)
-    times.begin(None)
-    cost = times.told()
-    assert cost is not None
-    for tokens in (128, 512, 1024, 2048, 4096, 8192, 16384, 32768):
-        assert cost.seconds(0, tokens) == pytest.approx(sum(TRUE.seconds(*each) for each in steps_of(tokens)), rel=0.15)
-
-
-def test_steps_that_tell_nothing_are_not_counted() -> None:
-    times = step_times_of(None)
-    for prefill, alone in [(None, True), ((0, 10), True), ((0, 500), False)]:
-        times.begin(prefill)
-        times.end(alone=alone)
-    assert times.told() is None
 
 
 def test_the_prefills_of_a_step_are_as_much_work_as_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from types import SimpleNamespace
 
 from kvabr.engines.vllm.told import ToldBlocks
@@ -62,23 +63,8 @@ def test_changed_weights_take_everything_back():
     assert told.take() == []
 
 
-def test_what_is_forgotten_is_taken_back_ends_of_prompts_first():
-    told, one = ToldBlocks(4, most=6), asking()
-    told.found(one, 20)
-    told.found(asking("o", range(50, 62)), 12)
-    *_, gone = told.take()
-    assert gone.block_hashes == list(reversed(one.block_hashes[3:]))
-
-
-def test_salts_are_told_as_vllm_tells_them():
-    told = ToldBlocks(4)
-    told.found(asking(salt="mine"), 12)
-    assert told.take()[0].extra_keys == [("mine",), None, None]
-
-
 def test_the_scheduler_tells_what_its_lookups_say(served):
-    bench = Bench(served)
-    try:
+    with closing(Bench(served)) as bench:
         bench.scheduler.told = ToldBlocks(8)
         names = [str(at).encode() for at in range(8)]
         bench.matched(request(block_hashes=names))
@@ -90,8 +76,6 @@ def test_the_scheduler_tells_what_its_lookups_say(served):
         bench.matched(request("again", block_hashes=names))
         bench.scheduler.reset()
         assert bench.scheduler.told.take()[-1] == KVBlocksRemoved(list(reversed(names)), STORAGE)
-    finally:
-        bench.close()
 
 
 def test_nothing_is_told_of_adapters_and_pictures():

@@ -24,35 +24,12 @@ def completed(prompt=70):
     return made, request
 
 
-def test_each_step_keeps_the_groups_that_it_completes():
-    made, request = completed()
-    table = list(range(1, 20))
-    kept = []
-    for tokens in (20, 5, 25, 20, 1, 1):  # a prompt of 70 tokens, then two that were generated
-        kept += [(keep.chunks, keep.blocks) for keep in made.step({"r": tokens}, lambda _: (table, table))]
-        request.num_computed_tokens += tokens
-    assert kept == [
-        (("a",), ((1, 2), ())),
-        (("b", "c"), ((3, 4, 5, 6), ())),
-        (("d",), ((7, 8), ())),
-    ]
-    assert made.over("r") == NAMES[:4]
-    assert made.step({"r": 100}, lambda _: (table, table)) == []
-
-
 def test_what_vllm_has_dropped_before_cannot_be_kept():
     made, request = completed()
     request.num_computed_tokens = 8
     (keep,) = made.step({"r": 56}, lambda _: ([0, 2, 3, 4, 5, 6, 7, 8], [0] * 8))
     assert (keep.chunks, keep.blocks) == (("b", "c", "d"), ((3, 4, 5, 6, 7, 8), ()))
     assert made.step({"r": 8}, lambda _: ([0] * 8, [0] * 8)) == []
-
-
-def test_requests_that_are_not_published_are_left_alone():
-    made, request = completed()
-    request.wanted = False
-    assert made.step({"r": 64, "another": 64}, lambda _: ([1] * 8, [1] * 8)) == []
-    assert made.over("r") == ()
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays():

@@ -1,7 +1,6 @@
 """`kvabr bench blend` on a real model of a few thousand weights, whose tokens are bytes."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ import torch
 from kvabr.cli.main import main
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError
 from kvabr_lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
 from kvabr_lab.bench.blend_picture import picture
 from kvabr_lab.bench.blend_prompts import KINDS, make_prompts
 from kvabr_lab.bench.blend_summary import loss_table, ratio_table, summarise
-from kvabr_lab.bench.manual_pages import ManualPage
 from tests.lab.bench.conftest import prose
 from tests.tinymodels import save
 
@@ -51,38 +49,6 @@ def test_prompts_are_the_same_every_time(large, kind):
     assert prompt.spans[-1][1] == len(prompt.tokens)
 
 
-def test_a_text_goes_on_as_it_does(large):
-    prompt = prompts(large, "text")[0]
-    whole = large.decode([*(token for passage in prompt.passages for token in passage), *prompt.question, *prompt.tail])
-    assert any(whole in text for text in TEXTS.values())
-
-
-def test_every_passage_holds_a_code_and_one_is_asked_for(large):
-    prompt = prompts(large, "codes")[0]
-    texts = [large.decode(passage) for passage in prompt.passages]
-    assert all("The access code of" in text for text in texts)
-    code = large.decode(prompt.tail)
-    assert len(code.strip()) == 6
-    assert sum(code.strip() in text for text in texts) == 1
-    place = large.decode(prompt.question).rpartition("code of ")[2].removesuffix(" is")
-    assert any(f"access code of {place} is{code}" in text or code.strip() in text for text in texts)
-
-
-def test_manual_pages_differ_and_answer_what_is_asked():
-    pages = [ManualPage(random.Random(seed)) for seed in (1, 2)]
-    assert pages[0].text != pages[1].text
-    assert pages[0].text == ManualPage(random.Random(1)).text
-    for page in pages:
-        assert all(answer in page.text for _, answer in page.answers)
-
-
-def test_passages_that_do_not_fit_are_refused(large):
-    with pytest.raises(UsageError, match="no text has"):
-        make_prompts(large, {"short": "ash"}, "text", 1, size=SIZE)
-    with pytest.raises(UsageError, match="ask for longer ones"):
-        make_prompts(large, TEXTS, "codes", 1, size=20)
-
-
 def test_what_is_recomputed_in_full_loses_nothing(large, lab):
     prompt = prompts(large, "codes")[0]
     case = FusedCase(lab, prompt)
@@ -98,15 +64,6 @@ def test_what_is_recomputed_in_full_loses_nothing(large, lab):
     assert every["margin"] == pytest.approx(case.exact()["margin"], abs=1e-3)
     assert none["margin"] != pytest.approx(every["margin"], abs=1e-3)
     assert every["found"] == case.exact()["found"]
-
-
-def test_the_plan_has_bases_selectors_peers_and_tracks():
-    plan = recipes(("question", "random"), (0.15,), ("AC-L0", "AC-L1"))
-    names = [recipe.name for recipe in plan]
-    assert len(set(names)) == len(names)
-    assert {"alone", "neutral", "mean", "mean, question 0.15", "alone, lmcache 0.15"} <= set(names)
-    assert {"mean, AC-L0", "mean, AC-L0, question 0.15", "mean, AC-L1, question 0.15, chosen on AC-L0"} <= set(names)
-    assert "mean, question 0.15, chosen on AC-L0" in names
 
 
 def test_results_are_kept_and_the_next_run_computes_nothing(large, lab):
@@ -166,30 +123,3 @@ def test_the_command_writes_tables_json_and_picture(capsys, tmp_path, model_fold
     assert {row["kind"] for row in result["recipes"]} == set(KINDS)
     assert "mean, AC-L0, question-peaks 0.15" in {row["recipe"] for row in result["recipes"]}
     assert (tmp_path / "b.svg").read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (["--prompts", "0"], "at least 1"),
-        (["--shares", "0"], "above 0"),
-        (["--selectors", "nosuch"], "unknown selector"),
-        (["--tracks", "nosuch"], "nosuch"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_loaded(capsys, option, words):
-    assert main(["bench", "blend", "--model", "nowhere", *option]) != 0
-    assert words in capsys.readouterr().err
-
-
-def test_the_margin_is_to_the_likeliest_of_the_other_codes(large, lab):
-    prompt = prompts(large, "codes")[0]
-    assert len(prompt.others) == 4
-    assert prompt.tail not in prompt.others
-    kv = lab.engine.prefill([*prompt.tokens, *prompt.question])
-    scored = {}
-    for code in (prompt.tail, *prompt.others):
-        rows = lab.engine.score(kv[:, :, :, :-1], [prompt.question[-1], *code])
-        scored[code] = sum(float(rows[at, token]) for at, token in enumerate(code))
-    best = max(scored[code] for code in prompt.others)
-    assert FusedCase(lab, prompt).exact()["margin"] == pytest.approx(scored[prompt.tail] - best, abs=1e-6)

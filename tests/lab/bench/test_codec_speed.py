@@ -1,6 +1,5 @@
 """The bench of speeds: that it times what it says, and sees memory that is taken."""
 
-import os
 import subprocess
 import sys
 
@@ -44,10 +43,6 @@ def test_stages_of_a_chain_are_timed(group):
     assert 0 < timing.bits < 16
 
 
-def test_what_has_no_stages_is_timed_whole(group):
-    assert set(time_track(Job.make(group, SPEC, None, "Int8"), seconds=0.01).rates) == {"encode", "decode"}
-
-
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_that_a_call_takes_is_seen():
@@ -56,15 +51,6 @@ def test_memory_that_a_call_takes_is_seen():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     seen = int(ran.stdout)
     assert 47 << 20 <= seen <= 150 << 20
-
-
-def test_a_path_is_taken_and_given_back(monkeypatch):
-    monkeypatch.delenv(coder.VARIABLE, raising=False)
-    with coder.taking("portable"):
-        assert coder.active_path() == "portable"
-    assert coder.VARIABLE not in os.environ
-    assert codec_speed.paths(["portable"]) == ["portable"]
-    assert codec_speed.paths(None) == list(coder.available_paths())
 
 
 def test_a_synthetic_profile_codes_a_synthetic_cache():
@@ -79,14 +65,3 @@ def test_a_synthetic_profile_codes_a_synthetic_cache():
     assert all(0.99 < ratio < 1.2 for ratio in ideal.values())
     cache[0, 1, :, 32:] = cache[0, 1, :, :-32]  # repeated words: its base contains AC-L1
     assert codec_speed.over_ideal(codec_speed.Subject("s", spec, cache, profile), ["AC-L0", "AC-L1"]) == {}
-
-
-def test_rows_come_for_every_track_and_path(group):
-    subject = codec_speed.Subject("s", SPEC, group, kvdata.profile(SPEC))
-    told = []
-    rows = list(codec_speed.measure(subject, ["FP16", "AC-L0"], None, seconds=0.01, progress=lambda: told.append(1)))
-    assert [(row["track"], row["path"]) for row in rows] == [
-        ("FP16", "-"), *(("AC-L0", path) for path in codec_speed.paths(None))
-    ]  # fmt: skip
-    assert len(told) == len(rows)
-    assert not list(codec_speed.measure(codec_speed.Subject("s", SPEC, group, None), ["AC-L0"], None))

@@ -41,43 +41,6 @@ def test_rd_prints_tables_and_writes_every_file(capsys, tmp_path, model_folder, 
     assert "<svg" in files["html"].read_text()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--contexts", "0"],
-        ["--continuation", "1"],
-        ["--retrieval", "-1"],
-        ["--group-tokens", "0"],
-        ["--group-tokens", "128", "128"],
-        ["--texts", "nowhere"],
-        ["--domains", "klingon"],
-        ["--target-kl", "0.1"],
-        ["--calibrate", "0"],
-        ["--calibrate", "2", "--profile", "some"],
-        ["--calibrate", "2", "--target-track", "AC-L0"],
-        ["--calibrate", "2", "--target-kl", "0.1", "--target-track", "Int4"],
-        ["--calibrate", "2", "--target-kl", "2"],
-        ["--calibrate", "2", "--step-scale", "1", "1"],
-    ],
-)
-def test_bad_options_are_found_before_the_model_is_loaded(capsys, tmp_path, options):
-    status, _, err = rd(capsys, "--model", tmp_path / "none", *options)
-    assert status == 2
-    assert "no such model" not in err
-
-
-def test_profiles_of_one_name_cannot_be_told_apart(capsys, tmp_path, model_folder, texts_folder, profile_file):
-    (tmp_path / "other").mkdir()
-    same = tmp_path / "other" / profile_file.name
-    same.write_bytes(profile_file.read_bytes())
-    status, _, err = rd(
-        capsys, "--model", model_folder, "--texts", texts_folder, "--tokens", 100, "--contexts", 1,
-        "--continuation", 8, "--profile", profile_file, same, "--work", tmp_path / "work",
-    )  # fmt: skip
-    assert status == 2
-    assert "same file name" in err
-
-
 def test_codec_prints_rates_and_writes_json(capsys, tmp_path, model_folder, profile_file):
     status = main(
         [
@@ -93,12 +56,6 @@ def test_codec_prints_rates_and_writes_json(capsys, tmp_path, model_folder, prof
     assert {row["track"] for row in result["tracks"]} == {"Int8", "AC-L0"}
     assert result["machine"]["cores"] >= 1
     assert result["coder"][0]["decode"] > 0
-
-
-def test_codec_refuses_what_it_cannot_do(capsys):
-    assert main(["bench", "codec", "--seconds", "0"]) == 2
-    assert main(["bench", "codec", "--tracks", "FP17"]) == 1
-    capsys.readouterr()
 
 
 def windowed(tmp_path):

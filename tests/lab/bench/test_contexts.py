@@ -5,7 +5,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from kvabr.codec.calibration_fingerprint import Seen
 from kvabr.engines.transformers.model_loader import load_model
@@ -13,41 +12,19 @@ from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from kvabr_lab.bench.contexts import (
     DEPTHS,
-    DOMAINS,
     Context,
     check_unseen,
     chosen,
     cut,
     plant,
-    read_texts,
-    recall,
     seen_sentence,
     seen_shares,
-    token_key,
 )
 from kvabr_lab.bench.repeated_texts import repeated_texts
 from tests.lab.bench.conftest import prose
 from tests.tinymodels import begin_with, save
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_folder_gives_one_text_a_domain_in_the_order_asked_for(texts_folder):
-    assert list(read_texts(texts_folder, None)) == [name for name in DOMAINS if name in ("python", "prose")]
-    assert list(read_texts(texts_folder, ["prose"])) == ["prose"]
-
-
-def test_without_a_folder_python_brings_texts():
-    texts = read_texts(None, None)
-    assert len(texts) >= 2
-    check_unseen(texts)
-
-
-def test_missing_texts_are_told_with_what_fetches_them(texts_folder, tmp_path):
-    with pytest.raises(UsageError, match=r"no text for klingon; there is prose, python.*fetch-texts"):
-        read_texts(texts_folder, ["prose", "klingon"])
-    with pytest.raises(UsageError, match="no such folder"):
-        read_texts(tmp_path / "nowhere", None)
 
 
 def test_repeated_texts_are_the_same_every_time_and_compress_well():
@@ -110,18 +87,6 @@ def test_contexts_begin_as_prompts_of_the_model_do(tmp_path):
     assert loaded.decode((*context.tokens[1:], *context.continuation)) in text
 
 
-def test_too_short_a_text_and_too_long_a_context_are_refused(tiny):
-    with pytest.raises(UsageError, match="too few for 3 contexts of 300"):
-        cut(tiny, {"a": "x" * 800}, 3, 290, 10)
-    with pytest.raises(UsageError, match="exceed the context of"):
-        cut(tiny, {"a": "x" * 8000}, 1, 640, 10)
-
-
-def test_a_key_tells_sequences_apart():
-    assert token_key([1, 23]) != token_key([12, 3])
-    assert len(token_key([])) == 16
-
-
 def test_every_depth_has_a_code_of_its_own_and_the_text_keeps_its_length(tiny, contexts):
     needles = list(plant(tiny, contexts))
     assert len(needles) == DEPTHS * len(contexts)
@@ -141,45 +106,3 @@ def test_every_depth_has_a_code_of_its_own_and_the_text_keeps_its_length(tiny, c
     assert len({needle.answer for needle in needles}) == len(needles)
     assert list(plant(tiny, contexts)) == needles
     assert list(plant(tiny, contexts, seed=2)) != needles
-
-
-def test_a_text_without_room_is_refused(tiny):
-    with pytest.raises(UsageError, match="does not fit"):
-        list(plant(tiny, cut(tiny, {"a": prose(1)}, 1, 40, 8)))
-
-
-class Parrot:
-    """Says the answer with a given confidence, but for the digits that it is told to miss."""
-
-    def __init__(self, needle, probability, missed=()):
-        self.asked, self.probability, self.missed, self.needle = None, probability, missed, needle
-
-    def score(self, kv, tokens):
-        self.asked = list(tokens)
-        rows = torch.full((len(tokens), 256), 1e-9, dtype=torch.float64)
-        first = len(self.needle.question) - 1
-        for place, digit in enumerate(self.needle.answer):
-            rows[first + place, 0 if place in self.missed else digit] = self.probability
-        return rows.log()
-
-
-def test_the_answer_is_judged_digit_by_digit_behind_the_right_ones(tiny, contexts):
-    needle = next(plant(tiny, contexts))
-    sure = Parrot(needle, 0.5)
-    found = recall(sure, None, needle)
-    assert (found.digits, found.whole) == (1.0, True)
-    assert found.logprob == pytest.approx(-0.6931, abs=1e-3)
-    assert sure.asked == [*needle.question, *needle.answer[:-1]]
-    found = recall(Parrot(needle, 0.5, missed=(2, 4)), None, needle)
-    assert found.digits == pytest.approx(4 / 6)
-    assert not found.whole
-    assert found.logprob < -5
-
-
-def test_the_question_goes_behind_the_cache_that_is_given(tiny, contexts):
-    needle = next(plant(tiny, contexts))
-    kv = tiny.engine.prefill(needle.tokens)
-    before = kv.clone()
-    assert recall(tiny.engine, kv, needle) == recall(tiny.engine, kv, needle)
-    assert (kv == before).all()
-    assert recall(tiny.engine, torch.zeros_like(kv), needle).logprob != recall(tiny.engine, kv, needle).logprob

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvabr.types.errors import AssetError
 from kvabr_lab.bench.measure import CacheStore
 from tests import kvdata
 
@@ -39,14 +38,3 @@ def test_results_outlive_a_run_and_a_torn_line(tmp_path):
     again = CacheStore(tmp_path, SPEC)
     assert again.known("x") == {"kl": 0.5}
     assert again.known("y") is None
-
-
-def test_models_lie_apart(tmp_path):
-    CacheStore(tmp_path, SPEC).keep("x", 1)
-    assert CacheStore(tmp_path, kvdata.spec(layers=3)).known("x") is None
-
-
-def test_a_folder_that_cannot_be_is_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AssetError, match="work folder"):
-        CacheStore(tmp_path / "file" / "work", SPEC)

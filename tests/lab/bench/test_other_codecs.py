@@ -8,7 +8,7 @@ import torch
 
 from kvabr.types.errors import AssetError
 from kvabr_lab.bench.measure import CacheStore
-from kvabr_lab.bench.other_codecs import LMCacheCodec, PeerError, PeerProcess, Zstd, find_peers
+from kvabr_lab.bench.other_codecs import LMCacheCodec, PeerError, PeerProcess, Zstd
 from kvabr_lab.bench.schemes import TrackScheme
 from tests import kvdata
 
@@ -63,13 +63,6 @@ def test_its_errors_and_its_end_are_told(tmp_path):
             peer.ask({"word": "bad"})
         with pytest.raises(PeerError, match="has ended"):
             peer.ask({"word": "die"})
-
-
-def test_those_that_are_there_are_found(tmp_path):
-    found, missing = find_peers(make(tmp_path, "zstd", ECHO))
-    assert list(found) == ["zstd"]
-    assert len(missing) == 1
-    assert "lmcache" in missing[0]
 
 
 def test_a_decoder_that_disagrees_with_the_quantiser_is_not_compared(tmp_path):

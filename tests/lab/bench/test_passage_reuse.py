@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from kvabr_lab.bench.passage_reuse import NAMINGS, Collection, reuse, salts
+from kvabr_lab.bench.passage_reuse import NAMINGS, Collection, reuse
 
 SMALL = Collection(documents=8, queries=24, each=3)
 
@@ -26,17 +26,3 @@ def test_what_is_stored_by_prefix_and_looked_up_by_content_is_forgotten(found):
 
 def test_by_prefix_only_equal_beginnings_are_found(found):
     assert fmean(found["prefix"]) < 0.5
-
-
-def test_a_store_that_is_too_small_forgets_documents_as_well():
-    shares = asyncio.run(reuse(Collection(documents=8, queries=24, each=3, room=0.5), "content"))
-    assert 0.1 < fmean(shares) < 0.9
-
-
-def test_a_name_by_prefix_covers_all_before_it():
-    one, other, last = SMALL.passages()[:3]
-    kinds = {naming: salts(naming, [one, other, last]) for naming in NAMINGS}
-    assert kinds["content"] == [(b"", b"")] * 3
-    assert len({stored for _, stored in kinds["prefix"]}) == 3
-    assert [stored for _, stored in kinds["both"]] == [stored for _, stored in kinds["prefix"]]
-    assert salts("prefix", [other, one, last])[2] != kinds["prefix"][2]

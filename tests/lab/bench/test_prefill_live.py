@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree as ET
-
 import pytest
 
 from kvabr.types.errors import KvabrError
-from kvabr_lab.bench.prefill_live import Decoded, Decoder, Link, Prefill, PrefillJob, PrefillProducer, picture, run
+from kvabr_lab.bench.prefill_live import Decoder, Link, PrefillJob, PrefillProducer, run
 from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
 from tests import tinymodels
@@ -42,17 +40,3 @@ def test_a_cache_is_played_while_another_process_computes_it(tmp_path):
         assert played == []
         with pytest.raises(KvabrError, match="not published: known"):
             run(PrefillJob(IDS[1:513]), producer)
-
-
-def test_the_picture_has_a_mark_for_each_run_and_group():
-    prefill = Prefill(10.0, ((256, 11.0), (300, 11.5)), (11.1, 11.15, 11.6))
-    decoded = Decoded(10.0, 11.8, (11.2, 11.3, 11.75), ("AC-L2", "AC-L1", "AC-L0"), 0.01, 1000)
-    drawn = ET.fromstring(picture(prefill, decoded, "300 tokens"))  # noqa: S314  # our own
-    marks = [each.get("class") for each in drawn.iter("{http://www.w3.org/2000/svg}rect")]
-    assert [marks.count(kind) for kind in "pnd"] == [2, 3, 3]
-    said = [text for each in drawn.iter() if (text := each.text)]
-    assert "300 tokens" in said
-    assert [text for text in said if text.startswith("height")] == ["height: tokens", *["height: groups"] * 2]
-    assert (said.count("300"), said.count("3")) == (1, 2)  # what a bar of full height stands for
-    assert "1.80 s: in place 300 ms after the last token" in said
-    assert "group 2 on AC-L0: 1.750 s" in said

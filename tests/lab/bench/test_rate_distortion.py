@@ -5,7 +5,6 @@ import re
 from xml.etree import ElementTree as ET
 
 import pytest
-import torch
 
 from kvabr_lab.bench import rate_distortion as rd
 from kvabr_lab.bench import summary
@@ -81,30 +80,6 @@ def test_the_result_is_plain_json_and_says_all(outcome):
     assert "bits an element" in summary.sentence(result)
 
 
-def test_group_sizes_are_set_against_cachegens(outcome):
-    plan, _, _, findings, families, _ = outcome
-    findings.sizes[256]["CacheGen"] = {"prose-0": {"bits": 9.0}, "trees-0": {"bits": 9.0}}
-    findings.quality["CacheGen"] = findings.quality["AC-L2"]
-    findings.recall["CacheGen"] = findings.recall["AC-L2"]
-    result = rd.result(findings, families, plan)
-    (row,) = result["against"]["group_sizes"]
-    bits = [one["bits"] for one in findings.sizes[256]["AC-L2"].values()]
-    assert row["ratio"] == pytest.approx(9.0 / row["ours"])
-    assert row["ours"] <= sum(bits) / 2 + 1e-9
-    assert summary.group_table(result)[1] == [["256", "9.000", f"{row['ours']:.3f}", f"{row['ratio']:.2f}x"]]
-
-
-def test_a_finer_end_has_a_rate_of_its_own(outcome):
-    plan, _, _, findings, families, _ = outcome
-    between = findings.quality["AC-L0, end AC-L1"]["prose-0"], findings.quality["AC-L0, end AC-L2"]["prose-0"]
-    rows = [findings.quality["AC-L0"]["prose-0"], *between, findings.quality["AC-L2"]["prose-0"]]
-    assert [row["bits"] for row in rows] == sorted(row["bits"] for row in rows)
-    findings.quality["CacheGen"] = findings.quality["AC-L0, end AC-L2"]
-    found = rd.result(findings, families, plan)
-    assert found["against_end"]["bits"] <= sum(row["bits"] for row in findings.quality["CacheGen"].values()) / 2 + 1e-9
-    assert f"finer track: {found['against_end']['bits']:.3f}" in summary.sentence(found)
-
-
 def test_plot_and_page_are_whole_and_self_contained(outcome):
     plan, _, _, findings, families, _ = outcome
     result = rd.result(findings, families, plan)
@@ -120,10 +95,6 @@ def test_plot_and_page_are_whole_and_self_contained(outcome):
     assert not re.search(r"(?:src|href)=|url\(|@import", text)
 
 
-def test_a_plot_of_one_scheme_without_any_loss_can_be_drawn():
-    ET.fromstring(drawing([{"scheme": "FP16", "family": "FP16", "bits": 16.0, "kl": 0.0, "top1": 1.0}]))  # noqa: S314
-
-
 def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, profile, contexts, store):
     found, families, _ = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["AC-5x"]))
     (name,) = (name for name in families if name.startswith("AC-5x"))
@@ -131,21 +102,3 @@ def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, prof
     row = found.quality[name]["prose-0"]
     assert row["nbytes"] > with_one.quality["AC-5x"]["prose-0"]["nbytes"]
     assert 0 < row["kl"] < 0.1
-
-
-def test_two_profiles_make_one_curve(tiny, profile, contexts, store):
-    coarse = type(profile)(profile.spec, profile.sinks, profile.transform, {"AC-5x": profile.depth("AC-5x")})
-    plan = rd.BenchPlan(contexts[:1], ["AC-5x"], {"@a": profile, "@b": coarse})
-    _, families, _ = rd.run(QualityBench(tiny, store), plan)
-    assert families["AC-5x@a"] == families["AC-5x@b"] == rd.AC
-
-
-def test_a_missing_peer_is_told_and_does_not_stop_the_rest(tiny, contexts, store, tmp_path):
-    findings, _, notes = rd.run(QualityBench(tiny, store), rd.BenchPlan(contexts[:1], ["FP16"], peers=tmp_path))
-    assert len(notes) == 2
-    assert "setup-peers" in notes[0]
-    assert findings.quality["CacheGen"]["prose-0"]["nbytes"] == 0
-
-
-def test_the_exact_cache_is_in_the_published_type(tiny, contexts, store):
-    assert QualityBench(tiny, store).cache(contexts[0]).dtype == tiny.engine.spec.torch_dtype == torch.float16

@@ -5,11 +5,10 @@ import torch
 
 from kvabr.codec.base import payload_layout
 from kvabr.codec.container import header_bytes
-from kvabr.types.errors import ForeignError, FormatError, UsageError
 from kvabr_lab.bench.kvtc import SINKS, Kvtc, allot, learn_bases
-from kvabr_lab.bench.other_codecs import LEVELS, CacheGenQuantiser
+from kvabr_lab.bench.other_codecs import CacheGenQuantiser
 from kvabr_lab.bench.rivals import EngineFp8, Kivi, NvFp4, TurboQuant
-from kvabr_lab.bench.schemes import TrackScheme, tracks_to_measure
+from kvabr_lab.bench.schemes import TrackScheme
 from tests import kvdata
 
 pytestmark = pytest.mark.slow
@@ -30,13 +29,6 @@ def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
     assert torch.equal(TrackScheme("FP16", SPEC).code(cache).cache, cache)
 
 
-def test_only_the_size_if_only_that_is_asked_for(cache):
-    for scheme in (TrackScheme("Int8", SPEC), Kivi(2, group_tokens=128), TurboQuant(3), NvFp4(), EngineFp8()):
-        alone = scheme.code(cache, decode=False)
-        assert alone.cache is None
-        assert alone.nbytes == scheme.code(cache).nbytes
-
-
 def test_a_layer_costs_all_that_lies_below(cache):
     profile = kvdata.profile(SPEC)
     sizes = [TrackScheme(name, SPEC, profile).code(cache).nbytes for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")]
@@ -55,35 +47,6 @@ def test_a_finer_end_is_of_the_last_group_alone(cache):
     assert torch.equal(mixed.cache[:, :, :, :128], base.cache[:, :, :, :128])
     assert torch.equal(mixed.cache[:, :, :, 128:], fine.cache[:, :, :, 128:])
     assert base.nbytes < mixed.nbytes < fine.nbytes
-
-
-def test_longer_groups_take_the_same_profile_and_fewer_bytes(cache):
-    profile = kvdata.profile(SPEC)
-    short, long = (TrackScheme("AC-5x", SPEC, profile, group_tokens=size).code(cache) for size in (128, 256))
-    assert long.nbytes < short.nbytes
-    assert (long.cache.float() - short.cache.float()).abs().max() < 1.0
-
-
-def test_another_models_profile_and_none_are_refused():
-    with pytest.raises(UsageError, match="needs a profile"):
-        TrackScheme("AC-5x", SPEC)
-    with pytest.raises(ForeignError):
-        TrackScheme("AC-5x", SPEC, kvdata.profile(kvdata.spec()))
-
-
-def test_keys_tell_apart_what_differs(cache):
-    profile = kvdata.profile(SPEC)
-    keys = [
-        *(TrackScheme(name, SPEC, profile).key for name in ("FP16", "AC-L0", "AC-L1")),
-        TrackScheme("AC-L0", SPEC, profile, end="AC-L1").key,
-        TrackScheme("AC-L0", SPEC, profile, group_tokens=64).key,
-        *(Kivi(bits, group_tokens=size).key for bits in (2, 4) for size in (64, 128)),
-        *(CacheGenQuantiser(name).key for name in LEVELS),
-        *(TurboQuant(bits).key for bits in (2, 3, 4)),
-        EngineFp8().key,
-        NvFp4().key,
-    ]
-    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(("bits", "steps"), [(2, 3), (4, 15)])
@@ -108,14 +71,6 @@ def test_cachegens_quantiser_has_its_levels(cache):
     # Models of fewer layers have the finest levels throughout.
     shallow = CacheGenQuantiser().code(cache[:4]).cache
     assert len((shallow[3, 1, :, 5].float() / cache[3, 1, :, 5].abs().max().float() * 15).round().unique()) > 15
-
-
-def test_naming_tracks():
-    assert tracks_to_measure(None, ["FP16"]) == ["FP16"]
-    with pytest.raises(UsageError, match="only once"):
-        tracks_to_measure(["FP16", "FP16"], [])
-    with pytest.raises(FormatError, match="no codec"):
-        tracks_to_measure(["FP17"], [])
 
 
 @pytest.mark.parametrize(("bits", "error"), [(2, 0.117), (3, 0.034), (4, 0.0095)])

@@ -3,13 +3,12 @@
 import json
 import math
 from dataclasses import asdict
-from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from kvabr.types.errors import FormatError
-from kvabr_lab.bench.speeds import SCHEMA, Point, chart, rate_name
+from kvabr_lab.bench.speeds import SCHEMA, Point, chart
 from tests.scripts import run_tool
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,41 +38,6 @@ def test_every_play_has_a_mark_in_both_panels_and_says_what_it_is():
     told = [path[0].text for path in found]
     assert told.count("kvabr, 1 Gbit/s, simulated: 0.126 s, KL 1e-05") == 4  # two caches, two panels
     assert told.count("kvabr, 10 Mbit/s, live: 1.26 s, KL 0.001") == 2
-
-
-def test_simulated_plays_are_hollow_and_their_lines_dashed():
-    svg = chart(SHAPES, points())
-    for path in marks(svg):
-        live = ", live:" in path[0].text
-        assert (path.get("fill") == "var(--ground)") != live
-        assert path.get("stroke") == "var(--f0)"
-    lines = [line.get("class") for line in elements(svg, "line") if "way" in line.get("class")]
-    assert lines == ["way first", "way first", "way first dashed"] * 2
-
-
-def test_a_faster_play_is_drawn_lower_and_a_faster_link_further_right():
-    places = [path.get("transform").split("(")[1].split(")")[0].split() for path in marks(chart(SHAPES, points()))]
-    upper = [(float(x), float(y)) for x, y in places[:4]]
-    assert upper == sorted(upper)
-    steps = [b[0] - a[0] for a, b in pairwise(upper)]
-    assert steps == pytest.approx([steps[0]] * 3, abs=0.2)  # logarithmic
-
-
-def test_the_cold_prefill_is_a_line_where_it_was_timed():
-    count = [chart(SHAPES, points(shape)).count('class="cold"') for shape in ("small", "large")]
-    assert count == [2, 0]  # and in the legend
-    assert "prefers-color-scheme: dark" in chart(SHAPES, points())
-
-
-def test_rates_in_words():
-    assert [rate_name(mbit) for mbit in (1.0, 300.0, 1000.0, 10_000.0)] == [
-        "1 Mbit/s", "300 Mbit/s", "1 Gbit/s", "10 Gbit/s",
-    ]  # fmt: skip
-
-
-def test_nothing_to_draw_is_an_error():
-    with pytest.raises(FormatError, match="have no points"):
-        chart(SHAPES, points("another"))
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,3 @@ def test_what_is_computed_behind_a_coded_cache_is_measured_by_text_and_questions
         ["CacheGen", "150", "=0"],
     ]
     assert "answers to three questions" in done.stdout
-
-
-def test_a_tail_as_long_as_the_prefix_is_refused(bench):
-    done = bench("--tails", "0", "200")
-    assert done.returncode == 2
-    assert "--tails takes numbers from 0 to 199" in done.stderr

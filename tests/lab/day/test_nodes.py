@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
 
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, UsageError
+from kvabr.types.errors import FormatError
 from kvabr_lab.day.nodes import Fleet, FleetShape
-from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, quantile, read_sessions
+from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, read_sessions
 from kvabr_lab.route import CacheSize
 
 COST = PrefillCost(0.0, 1e-3, 0.0)
@@ -54,14 +53,6 @@ def test_what_is_kept_is_there_when_others_have_come_meanwhile_and_what_was_of_n
     assert (alone.groups, alone.again, alone.unused_bytes, alone.hints, alone.vain) == (10, 0, 0.0, 1, 0)
 
 
-def test_plays_go_before_what_is_fetched_ahead():
-    other = SessionTurn(1, 0, ((1, 1000), (7, 30)), (8, 0), at_s=1.5)
-    made = play([FIRST, SECOND, other], nodes=1, rate=2e5, hints="keep")
-    # 0.5 s of fetching ahead from 1 s on, and the other has what is left of the link at once.
-    assert made.ttft_s == [pytest.approx(0.05)]
-    assert made.groups == 10
-
-
 def test_a_day_is_the_same_again_and_prompts_grow_and_fork():
     turns = day_of_sessions(SessionShape(40, 3600.0), 7)
     assert turns == day_of_sessions(SessionShape(40, 3600.0), 7) != day_of_sessions(SessionShape(40, 3600.0), 8)
@@ -90,11 +81,3 @@ def test_sessions_of_a_recorded_trace(tmp_path):
     trace.write_text("{}")
     with pytest.raises(FormatError, match="not a trace of requests"):
         read_sessions(trace)
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="not possible"):
-        replace(SHAPE, nodes=0)
-    with pytest.raises(UsageError, match="give 1 to"):
-        SessionShape(sessions=0)
-    assert math.isnan(quantile([], 0.5))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
 import pytest
 
-from kvabr.replay.link import FIRST_BYTE_S, Capacity
+from kvabr.replay.link import FIRST_BYTE_S
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.day.compare import BEST, ORACLE, compare
 from kvabr_lab.day.informed import KNOWLEDGE, other_days, play_informed
-from kvabr_lab.day.oracle import candidates, replay_choices, search
-from kvabr_lab.day.queues import BusyTimes, PrefixCache, SharedWire, WorkerPool
-from kvabr_lab.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests, shared_parts
+from kvabr_lab.day.oracle import replay_choices, search
+from kvabr_lab.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests
 from kvabr_lab.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
 from kvabr_lab.day.world import Choice, Day, SiteShape, World, WorldShape
 from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
@@ -49,50 +47,11 @@ def times(requests, places, world):
     return [outcome.ttft_s for outcome in played(requests, places, world)]
 
 
-def test_busy_times_have_gaps_and_merge():
-    busy = BusyTimes()
-    busy.take(10.0, 20.0)
-    busy.take(30.0, 40.0)
-    assert busy.within(15.0, 35.0) == [(15.0, 20.0), (30.0, 35.0)]
-    assert busy.within(20.0, 30.0) == []
-    assert busy.gaps(15.0) == [(20.0, 30.0), (40.0, math.inf)]
-    busy.take(20.0, 30.0)
-    assert busy.gaps(0.0) == [(0.0, 10.0), (40.0, math.inf)]
-    busy.forget(50.0)
-    assert busy.gaps(0.0) == [(0.0, math.inf)]
-
-
-def test_a_worker_that_waits_for_a_prefix_serves_others_before():
-    pool = WorkerPool(1)
-    assert pool.work(10.0, 5.0, 4.0, 0.0) == 10.0
-    assert pool.work(0.0, 6.0, 6.0, 0.0) == 0.0
-    assert pool.work(0.0, 6.0, 6.0, 0.0) == 15.0
-    assert pool.queue_s(0.0) == 16.0
-    assert pool.queue_s(5.0) == 11.0
-    assert pool.copy().free(0.0) == 6.0
-
-
-def test_a_receiver_sees_what_comes_while_the_link_is_busy():
-    wire = SharedWire(Capacity(Trace("two", "two", (0.0, 10.0), (100.0, 300.0), 20.0), slow_start=False))
-    assert wire.send(9.5, 350.0) == pytest.approx(11.0)
-    assert wire.backlog(10.0) == 350.0
-    assert wire.copy().send(9.5, 30.0) == pytest.approx(11.1)
-    assert list(wire.samples(10.0)) == [(10.0, pytest.approx(50.0), 0.5)]
-    assert list(wire.samples(12.0)) == [(pytest.approx(11.0), pytest.approx(300.0), pytest.approx(1.0))]
-    assert list(wire.samples(13.0)) == []
-    assert wire.backlog(9.0) == wire.backlog(11.5) == 0.0
-
-
 def test_prefills_queue_at_their_site():
     day = [request(0, 0.0, 4000), request(1, 1.0, 1000), request(2, 1.5, 1000)]
     assert times(day, [LOCAL] * 3, shape()) == pytest.approx([4.0, 4.0, 4.5])
     two = shape(local=SiteShape(SLOW, workers=2))
     assert times(day, [LOCAL] * 3, two) == pytest.approx([4.0, 1.0, 1.5])
-
-
-def test_a_prefill_takes_as_much_longer_as_the_request_is_unlucky():
-    one = replace(request(0, 0.0, 4000), luck=(2.0, 0.0))
-    assert times([one], [LOCAL], shape(scatter=0.1)) == pytest.approx([4.0 * math.exp(0.2)])
 
 
 @pytest.mark.parametrize("rate", [4e5, 4e6, 4e7])
@@ -153,53 +112,6 @@ def test_the_sites_meet_elsewhere_than_planned_if_the_link_fails_or_is_fast():
     assert played(far, [LOCAL, Choice(BOTH, 4224)], shape())[1].place == REMOTE
 
 
-def test_an_idle_link_is_probed():
-    rates = Trace("two", "two", (0.0, 10.0, 20.0), (1e6, 2e4, 1e6), 40.0)
-    wire = SharedWire(Capacity(rates, slow_start=False))
-    wire.send(3.0, 1e6)
-    found = [(round(end, 3), round(nbytes / seconds)) for end, nbytes, seconds in wire.samples(15.0, probes=True)]
-    assert found == [
-        (2.066, 1_000_000),
-        (4.0, 1_000_000),
-        (6.066, 1_000_000),
-        (8.131, 1_000_000),
-        (11.131, 20_000),
-        (14.131, 20_000),
-    ]
-    assert list(wire.copy().samples(16.0, probes=True)) == []
-    assert len(list(wire.samples(18.0, probes=True))) == 1
-    assert list(wire.samples(30.0)) == []
-
-
-def test_what_sites_have_from_the_start():
-    shared = (7, 6400)
-    day = [request(0, 0.0, 6500, parts=(shared, (8, 100)))]
-    small = {"local": SiteShape(SLOW, cache_tokens=0), "warm": (shared, (9, 10))}
-    cold, warm = (played(day, [REMOTE], shape(**changes))[0] for changes in ({}, small))
-    assert cold.remote_s == pytest.approx(6500 / 8000)
-    assert warm.remote_s == pytest.approx(100 / 8000)
-    assert played(day, [LOCAL], shape(**small))[0].local_s == pytest.approx(6.5)
-    assert shared_parts(day) == (shared,)
-
-
-def test_requests_share_the_link_in_their_order():
-    world = shape(trace=link(1e6 / 0.948))
-    day = [request(0, 0.0, 12_800), request(1, 0.1, 1280)]
-    alone = times(day[:1], [REMOTE], world)[0]
-    both = times(day, [REMOTE] * 2, world)
-    assert both[0] == alone
-    # 12.8 MB go first, apart from gaps before the first group was computed.
-    assert both[1] == pytest.approx(12.8 + 1.28 - 0.1, abs=0.2)
-
-
-def test_a_transfer_that_waits_for_its_prefill_leaves_room():
-    world = shape(trace=link(1e8))
-    day = [request(0, 0.0, 80_000), request(1, 0.1, 100, parts=((7, 100),))]
-    first, second = times(day, [REMOTE] * 2, replace(world, remote=SiteShape(FAST, workers=2)))
-    assert first > 10
-    assert second < 0.2
-
-
 def test_what_is_cached_is_neither_computed_nor_sent():
     shared = (7, 6400)
     day = [
@@ -215,17 +127,6 @@ def test_what_is_cached_is_neither_computed_nor_sent():
     assert fetched.place == FETCH
     assert fetched.bytes == 6_400_000
     assert fetched.local_s == pytest.approx(0.128)
-
-
-def test_the_least_recently_used_prefix_goes_first():
-    kept = PrefixCache(1000)
-    kept.add(((1, 400), (2, 200)), 0.0)
-    kept.add(((1, 400), (3, 300)), 0.0)
-    assert kept.match(((1, 400), (2, 200)), 1.0) == 600
-    kept.add(((1, 400), (4, 250)), 5.0)
-    assert kept.match(((1, 400), (2, 200)), 6.0) == 400
-    assert kept.match(((1, 400), (4, 250)), 4.0) == 400
-    assert kept.match(((1, 400), (4, 250)), 5.0) == 650
 
 
 def test_a_turn_comes_after_the_answer_to_the_one_before():
@@ -252,16 +153,6 @@ def test_the_same_seed_gives_the_same_day():
     assert fmean(bursts) == pytest.approx(1000, rel=0.2)
 
 
-def test_conversations_and_libraries_share_beginnings():
-    day = day_of_requests(DayShape(500), 4)
-    for asked in day:
-        if asked.following is not None:
-            then = day[asked.following]
-            assert then.parts[: len(asked.parts) + 1] == (*asked.parts, asked.answer)
-    beginnings = [asked.parts[0] for asked in day if asked.at_s is not None]
-    assert len(set(beginnings)) < 0.8 * len(beginnings)
-
-
 def small_day(seed):
     requests = day_of_requests(DayShape(100, 60.0), seed)[:6]
     last = requests[-1]
@@ -275,16 +166,6 @@ def test_the_oracle_finds_nearly_the_best_of_all_assignments(seed):
     best = min(fmean(times(requests, choices, world)) for choices in product(*options))
     found = search(requests, [Choice(LOCAL)] * len(requests), world, sweeps=4)
     assert fmean(one.ttft_s for one in found) <= 1.02 * best
-
-
-def test_the_oracle_tries_every_place_and_other_fronts():
-    world = shape(local=SiteShape(SLOW, cache_tokens=0), warm=((7, 6400),))
-    day = Day([request(0, 0.0, 12_800, parts=((7, 6400), (8, 6400)))], World(world))
-    asked, now = day.next()
-    assert list(candidates(day, asked, now, Choice(LOCAL))) == [
-        Choice(REMOTE), Choice(FETCH), Choice(BOTH, 3200), Choice(BOTH, 6400),
-    ]  # fmt: skip
-    assert list(candidates(day, asked, now, Choice(BOTH, 6400)))[3:] == [Choice(BOTH, 5120), Choice(BOTH, 7936)]
 
 
 def test_rules_do_what_they_say():
@@ -336,16 +217,6 @@ def test_a_rule_that_knows_what_can_be_known_plays_futures():
     assert results[ORACLE].elsewhere_s == 0
 
 
-def test_a_link_goes_on_as_it_did_at_another_moment():
-    wire = SharedWire(Capacity(Trace("two", "two", (0.0, 10.0), (100.0, 300.0), 20.0), slow_start=False))
-    other = wire.copy()
-    other.shift(10.0)
-    assert (wire.carried(0.0, 1.0), other.carried(0.0, 1.0)) == pytest.approx((100.0, 300.0))
-    assert (wire.rate(0.0, 0.0), other.rate(0.0, 0.0)) == (100.0, 300.0)
-    assert (wire.send(0.0, 300.0), other.send(0.0, 300.0)) == pytest.approx((3.0, 1.0))
-    assert other.copy().send(1.0, 300.0) == pytest.approx(2.0)
-
-
 @pytest.mark.slow
 def test_queues_and_link_make_a_rule_better_than_a_threshold():
     requests = day_of_requests(DayShape(300, 1200.0), 1)
@@ -356,21 +227,3 @@ def test_queues_and_link_make_a_rule_better_than_a_threshold():
     assert found["remote"].bytes > found["kvabr"].bytes > found["local"].bytes == 0
     assert found["local"].remote_s == 0
     assert sum(found["kvabr"].shares.values()) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: DayShape(0), "0 requests"),
-        (lambda: DayShape(10, 0.0), "a day of 0.0 s"),
-        (lambda: DayShape(10, length=0.0), "lengths of 0.0 times"),
-        (lambda: DayShape(10, burst=0.5), "bursts of 0.5 times"),
-        (lambda: SiteShape(SLOW, 0), "0 workers"),
-        (lambda: shape(rtt_s=-1.0), "a round trip of -1.0 s"),
-        (lambda: compare([], shape(), deadline_s=1.0), "no requests"),
-        (lambda: compare([request(0, 0.0, 10)], shape(), deadline_s=0.0), "the deadline is 0.0 s"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, words):
-    with pytest.raises(UsageError, match=words):
-        make()

@@ -68,10 +68,3 @@ def test_the_table_has_all_families_and_policies_and_owns_up_to_a_busy_machine()
     assert "-10.0 %" in rows["all"]
     assert "network-limited" in rows
     assert "1 play was limited by this machine's processors" in text
-
-
-def test_nothing_compared_is_a_dash_not_an_error():
-    found = comparison([run(None, [None])], [run(1.0, ["X"])], [16])
-    assert found["all"]["ttft_error_median"] is None
-    with Console(width=80).capture():
-        Console().print(live_table({"live_comparison": found}))

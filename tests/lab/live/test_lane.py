@@ -22,14 +22,6 @@ def lane(rates, *, delay=0.0, loss=0.0, limit=1e9, step=1.0, at=0.0, seed=1):
     return made
 
 
-def test_a_packet_takes_its_bytes_with_headers_and_then_the_delay():
-    one = lane([10_000], delay=0.03, at=5.0)
-    assert one.admit(5.0, FULL) == pytest.approx(5.13)
-    assert one.admit(5.0, FULL) == pytest.approx(5.23)
-    assert one.admit(7.0, FULL) == pytest.approx(7.13), "the link was idle meanwhile"
-    assert (one.carried, one.carried_bytes) == (3, 3000)
-
-
 def test_the_tail_is_dropped_where_the_queue_is_full_but_a_packet_alone_always_fits():
     one = lane([10_000], limit=2500)
     assert [one.admit(0.0, FULL) is not None for _ in range(4)] == [True, True, False, False]
@@ -37,12 +29,6 @@ def test_the_tail_is_dropped_where_the_queue_is_full_but_a_packet_alone_always_f
     assert one.admit(0.1, FULL) is not None, "one has left"
     tiny = lane([10_000], limit=10)
     assert tiny.admit(0.0, FULL) is not None
-
-
-def test_an_outage_holds_packets_back_and_loses_none():
-    one = lane([10_000, 0, 0, 10_000])
-    times = [one.admit(0.9, FULL) for _ in range(3)]
-    assert times == pytest.approx([1.0, 3.1, 3.2])
 
 
 def test_what_is_lost_has_taken_its_share_of_the_link():

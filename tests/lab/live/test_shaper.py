@@ -1,18 +1,12 @@
 """The shaper's process, over real sockets. How precise it is a benchmark tells: here the machine may be busy."""
 
-import asyncio
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import time
 
 import pytest
-from aioquic.asyncio import connect, serve
-from aioquic.asyncio.protocol import QuicConnectionProtocol
-from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.events import StreamDataReceived
 
 from kvabr.types.errors import TransportError
 from kvabr_lab.live.lane import Conditions
@@ -65,16 +59,6 @@ def test_the_trace_starts_where_and_when_it_is_told_and_may_start_again():
         link.down(b"x" * SIZE)
         link.player.recv(2000)
         assert time.monotonic() - at >= 0.01
-
-
-def test_a_new_play_begins_with_an_empty_queue():
-    with ends() as link:
-        link.shaper.begin(trace([1000]), 0.0, Conditions())
-        link.down(*[b"old" * 300] * 40)
-        link.until(lambda stats: stats.most_queued_bytes > 30_000)
-        link.shaper.begin(trace([1e6]), 0.0, Conditions())
-        link.down(b"new")
-        assert link.received_until(b"new") == []
 
 
 def test_losses_are_as_asked_for_each_direction_alone():
@@ -168,16 +152,6 @@ def test_it_ends_with_its_parent_however_that_dies():
     assert gone(pid)
 
 
-def test_close_ends_the_process_and_may_be_called_twice():
-    shaper = Shaper(("127.0.0.1", 9))
-    pid = shaper.pid
-    shaper.close()
-    shaper.close()
-    assert gone(pid)
-    with pytest.raises(TransportError, match="died"):
-        shaper.begin(trace([1.0]), 0.0, Conditions())
-
-
 def test_a_shaper_that_is_killed_or_cannot_start_says_so():
     with Shaper(("127.0.0.1", 9)) as shaper:
         os.kill(shaper.pid, signal.SIGKILL)
@@ -186,43 +160,3 @@ def test_a_shaper_that_is_killed_or_cannot_start_says_so():
             shaper.stats()
     with pytest.raises(TransportError, match="cannot start"):
         Shaper(("127.0.0.1", 9), host="192.0.2.1")
-
-
-class Sender(QuicConnectionProtocol):
-    def quic_event_received(self, event):
-        if isinstance(event, StreamDataReceived) and event.end_stream:
-            self._quic.send_stream_data(event.stream_id, bytes(int(event.data)), end_stream=True)
-            self.transmit()
-
-
-@pytest.mark.parametrize(
-    ("conditions", "nbytes"),
-    [
-        (Conditions(rtt_s=0.02), 600_000),
-        (Conditions(rtt_s=0.02, loss=0.05, loss_up=0.05), 60_000),
-    ],
-)
-async def test_quic_goes_through_at_most_as_fast_as_the_trace(tmp_path, conditions, nbytes, certificate):
-    config = QuicConfiguration(is_client=False, alpn_protocols=["x"])
-    config.load_cert_chain(*certificate)
-    server = await serve("127.0.0.1", 0, configuration=config, create_protocol=Sender)
-    port = server._transport.get_extra_info("sockname")[1]
-    client = QuicConfiguration(alpn_protocols=["x"], verify_mode=ssl.CERT_NONE)
-    try:
-        with Shaper(("127.0.0.1", port), conditions) as shaper:
-            async with connect(*shaper.address, configuration=client) as player:
-                shaper.begin(trace([1e6]), 0.0, conditions)
-                began = time.monotonic()
-                reader, writer = await player.create_stream()
-                writer.write(b"%d" % nbytes)
-                writer.write_eof()
-                got = await asyncio.wait_for(reader.read(), WAIT_S)
-                took = time.monotonic() - began
-            stats = shaper.stats()
-    finally:
-        server.close()
-    assert len(got) == nbytes
-    assert took >= conditions.rtt_s + nbytes / 1e6
-    assert stats.bytes_down >= nbytes
-    if conditions.loss:
-        assert stats.lost_down > 0

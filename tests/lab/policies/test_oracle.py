@@ -75,29 +75,6 @@ def test_nobody_passes_it(layered, time_price):
     assert compared > 60
 
 
-def test_several_decoders_are_put_to_use():
-    runs = [
-        experiment(catalog(24, decode=20.0), 4.0, 0.02, 10.0, decoders=decoders)
-        .play(world("fast", [1e6]), 0.0, "oracle")
-        .run
-        for decoders in (1, 4)
-    ]
-    assert runs[1]["objective"] < 0.7 * runs[0]["objective"]
-    assert all(run["regret"] < 1e-3 for run in runs)
-
-
-def test_with_an_engine_it_computes_the_prefix_that_there_is_time_for():
-    cost = PrefillCost(0.0, 4.0 / (16 * 128))  # all of it takes twice the deadline
-    chosen = experiment(catalog(16), 2.0, 0.02, 0.4, cost)
-    run = chosen.play(world("steady", [1e6]), 0.0, "oracle").run
-    sources = [group["source"] for group in run["groups"]]
-    computed = sources.index("fetched")
-    assert 0 < computed <= 8
-    assert sources == ["recomputed"] * computed + ["fetched"] * (16 - computed)
-    assert run["met"]
-    assert run["regret"] < 1e-3
-
-
 def test_where_the_engine_computes_all_behind_a_cut_the_front_is_there_when_it_begins():
     cost = PrefillCost(0.0, 4.0 / (16 * 128))
     offer = catalog(16, layered=True)
@@ -123,14 +100,3 @@ def test_over_a_dead_link_it_computes_all_however_late(mode):
     run = chosen.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "oracle").run
     assert run["tokens_recomputed"] == 8 * 128
     assert 4.0 <= run["ttft_s"] < 4.2
-
-
-@pytest.mark.parametrize("time_price", TIME_PRICES)
-def test_over_a_dead_link_without_an_engine_it_asks_for_the_least(time_price):
-    run = (
-        experiment(catalog(8), 2.0, 0.02, None, time_price=time_price)
-        .play(world("dead", [0.001, 0.0], 50.0), 0.0, "oracle")
-        .run
-    )
-    assert not run["feasible"]
-    assert run["gave_up"]

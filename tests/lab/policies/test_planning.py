@@ -9,76 +9,11 @@ from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
-from tests.abr.plain import bring, fly, steady, view
+from tests.abr.plain import steady, view
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
 # ------------------------------------------------------------------- fugu
-
-
-def watched(seconds, name="fugu:tail=1", track="B"):
-    """Return a play with one group in place per given transfer time; ten groups in ten seconds."""
-    seen, policy = view(), load_policy(name)()
-    policy.start(seen)
-    now = 0.0
-    for group, took_s in enumerate(seconds):
-        assert policy.decide(seen).group == group
-        policy._asked[group] = (seen.bytes(group, track), now)
-        now += took_s
-        bring(seen, group, track, now)
-    return seen, policy
-
-
-def test_fugu_begins_with_the_cheapest_and_remembers_seconds_per_byte():
-    seen, policy = watched([])
-    decision = policy.decide(seen)
-    assert (decision.group, decision.track) == (0, "A")
-    transfer = fly(seen, 0, "A")
-    seen.now = 0.3
-    policy.decide(seen)
-    assert not policy._costs  # still in flight
-    seen.in_flight.clear()
-    bring(seen, transfer.group, "A", 0.5)
-    policy.decide(seen)
-    assert list(policy._costs) == [pytest.approx(0.5 / 1000)]
-
-
-def test_what_was_cancelled_says_nothing():
-    seen, policy = watched([1.0])
-    policy.decide(seen)
-    fly(seen, 1, "B")
-    policy.decide(seen)
-    seen.in_flight.clear()
-    seen.missing_groups.add(1)
-    seen.now = 3.0
-    policy.decide(seen)
-    assert list(policy._costs) == [pytest.approx(1.0 / 2000)]
-
-
-@pytest.mark.parametrize(
-    ("each_s", "track"),
-    [(1.0, "B"), (0.45, "C"), (2.2, "A")],  # seconds for the 2000 bytes of B: the link carries B, C, or only A
-)
-def test_fugu_takes_what_a_link_without_surprises_carries(each_s, track):
-    seen, policy = watched([each_s, each_s])
-    assert policy.decide(seen).track == track
-
-
-def test_fugu_fears_what_the_slow_transfers_say_although_the_mean_is_the_same():
-    sure, _ = watched([0.95] * 4), None
-    seen, policy = sure
-    assert policy.decide(seen).track == "B"
-    seen, policy = watched([0.1, 0.1, 0.1, 3.5])
-    assert seen.now == pytest.approx(3.8)
-    assert policy.decide(seen).track == "A"
-    seen, policy = watched([0.1, 0.1, 0.1, 3.5], "fugu:tail=1,stall=1")  # a low price of lateness allows more
-    assert policy.decide(seen).track != "A"
-
-
-def test_fugu_forgets_what_is_long_past():
-    seen, policy = watched([3.0, 0.2, 0.2, 0.2, 0.2], "fugu:tail=1,history=4")
-    policy.decide(seen)
-    assert max(policy._costs) == pytest.approx(0.2 / 2000)
 
 
 def test_fugu_over_a_steady_link_meets_the_deadline_on_what_it_carries():
@@ -123,28 +58,6 @@ def test_cake_takes_the_cheapest_track_that_loses_little_enough():
     assert track("cake:FP8") == "FP8"
     with pytest.raises(PolicyError, match="no track 'FP9' to play alone; write cake:TRACK with one of FP16"):
         track("cake:FP9")
-
-
-def test_cake_only_loads_where_no_engine_can_compute_the_front():
-    asset = catalog(6)
-    for more, ascending in (({}, False), ({"cost": PrefillCost(0.0, 1.0), "mode": "suffix"}, True)):
-        record = steady("cake", asset, 2e6, **more)
-        asked = [group.requested_s for group in record.groups]
-        assert asked == sorted(asked, reverse=not ascending)
-        assert {group.source for group in record.groups} == {"fetched"}
-
-
-def test_until_the_deadline_nobody_else_gives_cakes_engine_work():
-    # A dead link: the player would give the engine groups that are in flight.
-    asset = catalog(8)
-    experiment = Experiment(asset, ReplayOptions(1.0, 0.02, None, PrefillCost(0.2, 1.0 / (8 * 128))))
-    outcome = experiment.play(world("dead", [0.001, 0.0, 0.0, 0.0], 50.0), 0.0, "cake", log=True)
-    starts = [line for line in outcome.log if line.name == "recompute_start"]
-    assert [(line.first, line.last) for line in starts[:4]] == [(group, group + 1) for group in range(4)]
-    plans = [line.t for line in outcome.log if line.name == "decision" and line.kind == "plan"]
-    assert min(plans) >= 1.0
-    # After the deadline the engine computes what the network should have delivered, and the play ends.
-    assert outcome.run["tokens_recomputed"] == asset.tokens
 
 
 # ---------------------------------------------------------------- kvserve

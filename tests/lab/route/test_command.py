@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -31,20 +30,6 @@ def test_it_decides_with_a_reason(capsys, tmp_path):
     assert [one["place"] for one in answer["options"]] == ["local", "remote"]
 
 
-def test_queues_caches_and_costs_count(capsys):
-    def place(*argv):
-        return run(capsys, "--tokens", 32_000, "--link", 400, *argv)[1].splitlines()[-1].partition(":")[0]
-
-    assert place("--remote-queue", 60) == "local"
-    assert place("--remote-queue", 60, "--remote-cached", 31_000, "--local-queue", 0) == "fetch"
-    assert place("--local-cached", 31_900) == "local"
-    assert place("--local", "0.02,0.00001,0") == "local"
-    assert place("--backlog", 2000) == "local"
-    assert place("--kv-bytes", 1_000_000) == "both"
-    assert place("--kv-bytes", 1_000_000, "--no-both") == "local"
-    assert place("--kv-bytes", 100_000_000) == "local"
-
-
 def test_an_asset_tells_the_bytes(capsys, tmp_path):
     path = tmp_path / "catalog.json"
     path.write_text(catalog(16, layered=True).dumps())
@@ -53,29 +38,6 @@ def test_an_asset_tells_the_bytes(capsys, tmp_path):
     assert "per token at a loss of 0.09 nats" in coarse
     assert coarse != fine
     assert "no tracks of this asset" in run(capsys, "-n", 10, "--link", 5, "--asset", path, "--floor", 1e-9)[2]
-
-
-def test_events_need_a_prompt_and_endpoints(capsys, tmp_path):
-    prompt = tmp_path / "prompt"
-    prompt.write_text("[1, 2, 3]")
-    wrong = {
-        ("--remote-events", "tcp://127.0.0.1:1"): "--prompt belongs to",
-        ("--prompt", prompt): "--prompt belongs to",
-        ("--prompt", prompt, "--local-events", "x"): "--local-events x: give tcp://HOST:PORT",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1,"): "--local-events : give tcp://HOST:PORT",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "--listen", 0): "--listen 0: give up to",
-        ("--prompt", prompt, "--local-events", "tcp://127.0.0.1:1", "-n", 4): "--tokens 4: the prompt in",
-    }
-    for words, says in wrong.items():
-        status, _, err = run(capsys, "--link", 5, *words)
-        assert (status, says in err) == (2, True), err
-    words = ("--prompt", prompt, "--local-events", f"ipc://{tmp_path}/nobody", "--listen", 0.1)
-    assert "local: nothing was told" in run(capsys, "--link", 5, *words)[1]
-
-
-def test_a_link_that_is_too_thin_is_never_worth_it(capsys):
-    assert "remote prefill is never sooner" in run(capsys, "-n", 9000, "--link", 0.1)[1]
-    assert "nothing is known of the link" in run(capsys, "-n", 9000, "--link", 0)[1]
 
 
 def test_a_day_is_compared_and_drawn(capsys, tmp_path):
@@ -108,40 +70,6 @@ def test_a_day_is_compared_and_drawn(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "words"),
-    [
-        (("--link", 10), 2, "give the length of the prompt with --tokens, or --day"),
-        (("-n", 0, "--link", 10), 2, "a prompt of 0 tokens"),
-        (("-n", 5, "--link", -1), 2, "--link: give rates"),
-        (("-n", 5, "--link", 1, 2), 2, "for --day"),
-        (("-n", 5, "--link", 1, "--link-bound", 2), 2, "above the expected"),
-        (("-n", 5, "--link", 1, "--rtt", -1), 2, "--rtt -1"),
-        (("-n", 5, "--link", 1, "--local", "fast"), 2, "--local fast: give tokens a second"),
-        (("-n", 5, "--link", 1, "--remote", "1,2"), 2, "--remote 1,2: give tokens a second"),
-        (("-n", 5, "--link", 1, "--local", "0"), 2, "prefill rate must be a positive number"),
-        (("-n", 5, "--link", 1, "--deadline", 0), 2, "the deadline is 0.0 s"),
-        (("-n", 5, "--link", 1, "--decoders", 0), 2, "--decoders 0"),
-        (("-n", 5, "--link", 1, "--kv-bytes", 0), 2, "--kv-bytes 0"),
-        (("-n", 5, "--link", 1, "--floor", -1), 2, "the quality floor is a loss of -1.0"),
-        (("-n", 5, "--link", 1, "--local-queue", -1), 2, "queue_s is -1.0"),
-        (("-n", 5, "--link", 1, "--asset", "/no/such"), 2, "/no/such"),
-        (("-n", 5, "--link", 1, "--json", "/no/such/a.json"), 2, "there is no folder"),
-        (("--day", "--link", 0), 2, "needs rates above 0"),
-        (("--day", "--link", 5, "-n", 7), 2, "--tokens is for one request"),
-        (("--day", "--link", 5, "--requests", 0), 2, "0 requests"),
-        (("--day", "--link", 5, "--workers", 0, 1), 2, "0 workers"),
-        (("--day", "--link", 5, "--oracle", -1), 2, "--oracle -1"),
-        (("--day", "--link", 5, "--trace", "/no/such"), 2, "/no/such"),
-    ],
-)
-def test_bad_input_is_named(capsys, argv, status, words):
-    got, _, err = run(capsys, *argv)
-    assert words in err
-    assert got == status
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
     ("result", "words"),
     [
         ({}, "not results"),
@@ -152,12 +80,3 @@ def test_bad_input_is_named(capsys, argv, status, words):
 def test_a_chart_of_something_else_is_refused(result, words):
     with pytest.raises(FormatError, match=words):
         chart(result)
-
-
-def test_every_rule_has_a_colour_of_its_own_and_one_link_has_ticks():
-    rules = [{"rule": f"rule {number}", "ttft_mean_s": 1.30 + 0.01 * number} for number in range(9)]
-    drawn = chart({"schema": DAY_SCHEMA, "days": [{"mbps": 400.0, "rules": rules}]})
-    assert len(set(re.findall(r'fill="(var\(--f\d\))"', drawn))) == 9
-    assert {f"--f{number}:" for number in range(9)} <= set(re.findall(r"--f\d:", drawn))
-    left = drawn.split("translate(460 0)")[0]
-    assert len(re.findall(r'class="tick"[^>]*text-anchor="end"|text-anchor="end"[^>]*class="tick"', left)) >= 2

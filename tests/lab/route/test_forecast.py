@@ -77,21 +77,6 @@ def test_local_prefill_waits_and_computes_what_is_not_cached():
     assert one.limit == "prefill"
 
 
-def test_on_a_fast_link_remote_prefill_ends_with_the_last_group():
-    one = by_place(1280, link=RouteLink(1e9, 0.04))["remote"]
-    expected = 0.02 + FAST.seconds(0, 1280) + 128 * 1e4 / 1e9 + 0.02 + SLOW.seconds(1279, 1)
-    assert one.ttft_s == pytest.approx(expected)
-    assert one.limit == "prefill"
-    assert one.bytes == 1280 * 1e4
-
-
-def test_on_a_slow_link_remote_prefill_ends_with_the_link():
-    one = by_place(12_800, link=RouteLink(1e6, 0.04))["remote"]
-    expected = 0.02 + FAST.seconds(0, 128) + 128.0 + 0.02 + SLOW.seconds(12_799, 1)
-    assert one.ttft_s == pytest.approx(expected)
-    assert one.limit == "link"
-
-
 def test_without_a_live_link_everything_is_sent_at_the_end():
     one = by_place(12_800, link=RouteLink(1e6, 0.04, live=False))["remote"]
     assert one.ttft_s == pytest.approx(0.02 + FAST.seconds(0, 12_800) + 128.0 + 0.02 + SLOW.seconds(12_799, 1))
@@ -102,11 +87,6 @@ def test_what_is_cached_there_is_sent_while_the_request_queues():
     one = by_place(12_800, remote=remote, link=RouteLink(1e7, 0.0))["remote"]
     # 6.4 s for the first half are over when its prefill begins.
     assert one.ttft_s == pytest.approx(10.0 + FAST.seconds(6400, 128) + 6.4 + SLOW.seconds(12_799, 1))
-
-
-def test_what_is_cached_here_is_not_sent():
-    one = by_place(12_800, PrefillSite(SLOW, cached_tokens=6400), PrefillSite(FAST, cached_tokens=12_800))["remote"]
-    assert one.bytes == 6400 * 1e4
 
 
 def test_a_prefix_there_can_be_fetched_for_a_prefill_here():
@@ -138,28 +118,9 @@ def test_what_comes_later_takes_its_share_when_it_comes(coming, own, ends):
     assert RouteLink(10.0, backlog_bytes=30.0, coming=coming).through(*own) == pytest.approx(ends)
 
 
-def test_states_and_windows_come_with_the_last_group():
-    plain = by_place(1280, link=RouteLink(1e9, 0.0))["remote"]
-    states = by_place(1280, link=RouteLink(1e9, 0.0), size=CacheSize(1e4, 1e8))["remote"]
-    assert states.ttft_s == pytest.approx(plain.ttft_s + 0.1)
-    assert states.bytes == plain.bytes + 1e8
-
-
-def test_a_slow_decoder_is_the_limit():
-    one = by_place(12_800, size=CacheSize(1.0, decode_s=0.01))["remote"]
-    assert one.limit == "decode"
-    assert one.ttft_s > 128
-
-
 def test_an_unknown_link_carries_nothing():
     assert math.isinf(by_place(100, link=RouteLink(0.0))["remote"].ttft_s)
     assert break_even_tokens(PrefillSite(SLOW), PrefillSite(FAST), RouteLink(0.0), SIZE) == math.inf
-
-
-def test_the_lower_bound_of_the_link_is_forecast_apart():
-    one = by_place(12_800, link=RouteLink(2e6, 0.04, bound=1e6))["remote"]
-    assert one.ttft_s == by_place(12_800, link=RouteLink(2e6, 0.04))["remote"].ttft_s
-    assert one.bound_s == by_place(12_800, link=RouteLink(1e6, 0.04))["remote"].ttft_s
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -186,17 +147,6 @@ def test_the_closed_form_agrees_with_the_forecasts(remote, size, queues, live):
                 assert inside == (other.ttft_s < local.ttft_s), (rate, fresh, intervals)
 
 
-def test_break_even_falls_with_the_rate_of_the_link():
-    lengths = [
-        break_even_tokens(PrefillSite(SLOW), PrefillSite(FAST), RouteLink(rate, 0.04), SIZE) for rate in (3e7, 1e8, 1e9)
-    ]
-    assert lengths == sorted(lengths, reverse=True)
-    assert 0 < lengths[-1] < lengths[0] < math.inf
-    # Without attention a link that is slower than the prefill here is never worth it.
-    sites = PrefillSite(PrefillCost.from_rate(1000)), PrefillSite(PrefillCost.from_rate(8000))
-    assert break_even_tokens(*sites, RouteLink(9e6, 0.04), SIZE) == math.inf
-
-
 def test_the_least_bytes_of_a_catalog_keep_the_floor():
     layered = catalog(16, layered=True)
     sizes = [CacheSize.of_catalog(layered, floor) for floor in (1.0, 0.05, 0.01, 0.001)]
@@ -210,23 +160,3 @@ def test_the_least_bytes_of_a_catalog_keep_the_floor():
     assert sizes[0].scaled(2).per_token == 2 * sizes[0].per_token
     with pytest.raises(UsageError, match="no tracks of this asset lose at most 1e-09"):
         CacheSize.of_catalog(layered, 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: by_place(0), "a prompt of 0 tokens"),
-        (lambda: PrefillSite(SLOW, -1.0), "queue_s is -1.0"),
-        (lambda: RouteLink(1.0, coming=((2.0, 1.0, 5.0),)), "from 2.0 to 1.0 s"),
-        (lambda: PrefillSite(SLOW, float("nan")), "queue_s is nan"),
-        (lambda: RouteLink(-1.0), "rate is -1.0"),
-        (lambda: RouteLink(math.inf), "rate is inf"),
-        (lambda: RouteLink(1.0, bound=2.0), "above the expected"),
-        (lambda: CacheSize(0.0), "both must be positive"),
-        (lambda: CacheSize(1.0, group_tokens=0), "both must be positive"),
-        (lambda: CacheSize.of_catalog(catalog(2), -0.1), "not negative"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, words):
-    with pytest.raises(UsageError, match=words):
-        make()

@@ -27,16 +27,6 @@ def test_the_longest_beginning_that_a_holder_has_counts():
     assert held.holders == (A,)
 
 
-def test_a_topic_may_name_the_model():
-    held = HeldPrefixes()
-    held.apply(A, [stored([1])])
-    held.apply(B, [stored([1])])
-    assert held.cached(TOKENS, "model") == {A: 4, B: 4}
-    assert held.cached(TOKENS, "other") == {B: 4}
-    held.forget("a")
-    assert held.cached(TOKENS) == {B: 4}
-
-
 def test_a_block_on_two_media_is_there_until_it_is_on_neither():
     held = HeldPrefixes()
     held.apply(A, [stored([1], medium="GPU"), stored([1], medium="STORAGE"), KVBlocksRemoved([1], "GPU")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,15 @@ import pytest
 
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr_lab.estimators import LastSample
 from kvabr_lab.route import (
     PROBE_BYTES,
     PROBE_WAIT_S,
     CacheSize,
-    Forecast,
-    LinkMemory,
-    Lookahead,
     PrefillSite,
     RouteLink,
     Router,
     RouteRequest,
     decide,
-    forecasts,
 )
 from tests.test_imports import loaded
 
@@ -45,37 +39,12 @@ def test_short_prompts_stay_and_long_ones_go():
     assert "against local prefill 20.00 s (mostly prefill)" in long.reason
 
 
-def test_queues_and_caches_decide_too():
-    assert route(20_000, remote=PrefillSite(FAST, 60.0)).place == "local"
-    assert route(20_000, local=PrefillSite(SLOW, cached_tokens=19_900)).place == "local"
-    assert route(20_000, remote=PrefillSite(FAST, 60.0, cached_tokens=19_900)).place == "fetch"
-    assert route(20_000, link=RouteLink(1e4, 0.04)).place == "local"
-
-
-def test_nothing_is_known_of_the_link():
-    found = route(20_000, link=RouteLink(0.0))
-    assert found.place == "local"
-    assert "nothing is known of the link" in found.reason
-    assert json.loads(json.dumps(found.to_json()))["options"][1]["ttft_s"] is None
-
-
 def test_a_deadline_is_judged_by_the_lower_bound():
     link = RouteLink(1.2e6, 0.04, bound=0.9e6)
     assert route(1000, link=link).place == "remote"
     sure = route(1000, link=link, deadline_s=1.05)
     assert (sure.place, sure.met) == ("local", True)
     assert "may miss the deadline" in sure.reason
-
-
-def test_where_nothing_meets_the_deadline_the_soonest_is_chosen_and_said():
-    found = route(20_000, deadline_s=0.5)
-    assert (found.place, found.met) == ("remote", False)
-    assert found.reason.startswith("no place surely meets the deadline of 0.5 s")
-
-
-def test_a_margin_keeps_what_is_nearly_equal_here():
-    assert route(100).place == "remote"
-    assert route(100, margin_s=0.1).place == "local"
 
 
 def test_the_beginning_is_computed_here_while_a_slow_link_brings_the_end():
@@ -90,12 +59,6 @@ def test_the_beginning_is_computed_here_while_a_slow_link_brings_the_end():
     assert route(20_000, local=busy, link=RouteLink(1e6, 0.04), both=True).place == "remote"
     # A few tokens over a thin link would not be worth a prefill at the other site.
     assert route(20_000, link=RouteLink(1e4, 0.04), both=True).place == "local"
-
-
-@pytest.mark.parametrize(("options", "words"), [({"deadline_s": 0.0}, "deadline"), ({"margin_s": -1.0}, "margin")])
-def test_bad_options_are_refused(options, words):
-    with pytest.raises(UsageError, match=words):
-        route(100, **options)
 
 
 def crowded(**options):
@@ -115,85 +78,6 @@ def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
     assert found.chosen.others_s < found.options[0].others_s
     # Others can go elsewhere too: with more workers nobody waits.
     assert crowded(workers=(2, 1)).route(RouteRequest(20_000), 13.0).place == "local"
-
-
-def test_nothing_is_known_of_others_at_first():
-    options = forecasts(5000, PrefillSite(SLOW), PrefillSite(FAST), LINK, SIZE)
-    ahead = Lookahead()
-    assert ahead.priced(options, [0.0], [0.0], 0.0, 1e7, 0.0) == options
-    for number in range(4):
-        ahead.note(options, float(number))
-    priced = {one.place: one.others_s for one in ahead.priced(options, [4.0], [40.0], 4.0, 1e7, 4.0)}
-    assert min(priced.values()) == 0.0 < priced["local"]
-
-
-def test_a_router_knows_what_its_own_prefills_still_send():
-    # 100,000 tokens: ten seconds of prefill there, and as many MB, which the link carries in one second.
-    router = Router(SLOW, FAST, SIZE, rtt_s=0.0, considerate=False)
-    router.arrived(1e8, 1.0, 0.0)
-    assert router.route(RouteRequest(100_000), 1.0).place == "remote"
-    one = router.options(RouteRequest(1000, queue_s=(50.0, 0.0)), 2.0)[1]
-    # Nine tenths are not computed: they do not stand in the way, and leave nine tenths of the link.
-    assert one.ttft_s == pytest.approx(0.1, abs=0.02)
-    big = router.options(RouteRequest(20_000, (0, 19_999), (50.0, 0.0)), 2.0)[1]
-    assert big.ttft_s == pytest.approx(2e7 / 9e7, abs=0.01)
-    late = router.options(RouteRequest(1000, (0, 0), (50.0, 0.0), 9e7), 12.0)[1]
-    assert late.ttft_s == pytest.approx(0.9, abs=0.02)
-
-
-def test_later_requests_may_go_to_both_sites_too():
-    # 10 s here, 10 s over the link: 5 s if both work on it.
-    one = [
-        Forecast("local", 10.0, "prefill", 0.0, 10.0, 0.0),
-        Forecast("remote", 10.1, "link", 0.0, 1.0, 1e7, tail_s=0.1),
-    ]
-    waits = {}
-    for both in (False, True):
-        known = Lookahead()
-        for at in range(4):
-            known.note(one, 100.0 * at, both=both)
-        free, crowded = known.priced(
-            [replace(one[0], place="local", prefill_s=0.0), replace(one[0], prefill_s=150.0)],
-            [0.0],
-            [0.0],
-            0.0,
-            1e6,
-            400.0,
-        )
-        assert free.others_s == 0.0
-        waits[both] = crowded.others_s
-    # The worker here is free 50 s too late. Then the link alone takes 10.1 s: instead of 10 s, or of 5.1 s.
-    assert waits[False] == pytest.approx(0.1)
-    assert waits[True] == pytest.approx(5.0)
-
-
-def test_a_bad_minute_is_forgotten():
-    memory = LinkMemory(LastSample())
-    assert memory.rates(1e6, 0.0) == (0.0, 0.0)
-    for second in range(1, 601):
-        memory.sample(1e7, 1.0, second)
-    for second in range(601, 613):
-        memory.sample(1e6, 1.0, second)
-    soon, later = memory.rates(0.0, 612.0)[0], memory.rates(0.0, 1201.0)[0]
-    assert soon == pytest.approx(1e6, rel=0.01)
-    assert later == pytest.approx(1e7, rel=0.05)
-    assert memory.rates(1e9, 612.0)[0] > 4e6
-    memory.sample(float("nan"), 1.0, 613.0)
-    memory.sample(1.0, 0.0, 613.0)
-    assert memory.rates(0.0, 612.0)[0] == soon
-
-
-def test_a_small_sample_after_a_silence_stands_for_it():
-    memory = LinkMemory(LastSample())
-    for second in range(1, 601):
-        memory.sample(1e7, 1.0, second)
-    for number in range(1, 4):
-        memory.sample(1e4, 0.01, 600 + 2.0 * number)
-    assert memory.rates(0.0, 606.0)[0] == pytest.approx(1e6, rel=0.15)
-    # Together they are ten milliseconds of a busy link otherwise, which hardly count.
-    for number in range(3):
-        memory.sample(1e5, 0.01, 606 + 0.01 * (number + 1))
-    assert memory.rates(0.0, 606.03)[0] < 1.5e6
 
 
 def test_a_silent_link_is_probed_until_something_is_heard():
@@ -223,15 +107,6 @@ def test_probes_close_and_open_a_link_over_which_nothing_else_is_sent():
     assert all(places[10:60])
     assert not any(places[75:120])
     assert all(places[135:])
-
-
-@pytest.mark.parametrize(("slot_s", "half_life_s"), [(8, 4.0), (500, 64.0)])
-def test_trust_in_the_last_seconds_fades_as_fast_as_they_mislead(slot_s, half_life_s):
-    memory = LinkMemory(LastSample())
-    assert memory.recent_s == 16.0
-    for second in range(1, 2001):
-        memory.sample((1e6, 1e7)[second // slot_s % 2], 1.0, float(second))
-    assert memory.recent_s == half_life_s
 
 
 def test_a_router_learns_the_link_and_spreads_a_crowd():
