@@ -25,11 +25,9 @@ def live_folders(root: Path) -> list[Path]:
 
 
 def frame_file(path: Path, group: int, track: str) -> Path:
-    """The file of a frame of the only asset in a folder, which has an object for each frame."""
+    """The file of the object with a frame: of the only asset in a folder, or of one in a store."""
     asset = open_asset(path)
-    place = asset.place(group, track)
-    assert place.first == 0
-    return asset.store.path(place.name)
+    return asset.store.path(asset.place(group, track).name)
 
 
 def open_files(below: Path) -> int:

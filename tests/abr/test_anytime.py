@@ -8,8 +8,6 @@ import pytest
 from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
-from kvabr.abr.policies import Anytime
-from kvabr.abr.view import Settled, View
 from kvabr.player.session import Session
 from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, PlayRecord, Recompute
 from kvabr.replay.experiment import Experiment, ReplayOptions
@@ -18,12 +16,9 @@ from kvabr.replay.simulator import Simulator
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
-from tests.abr.plain import view
 from tests.catalogs import catalog
 from tests.player.sessions import decode_all, of
-from tests.replay.worlds import world, worlds
-
-LAYERS = ("base", "layer-1", "layer-2")
+from tests.replay.worlds import world
 
 
 def session(offer: Catalog, deadline: float = 2.0, policy: str = "anytime", config=None, **options) -> Session:
@@ -46,35 +41,6 @@ def simulate(
     return Simulator(session(offer, deadline, policy), offer, link, rtt_s=rtt).run()
 
 
-def worth(offer: Catalog, group: int, track: str) -> float:
-    """Return the loss that a layer saves per byte."""
-    layer = offer.track(track)
-    return (offer.track(layer.refines).loss[group] - layer.loss[group]) / layer.bytes[group]
-
-
-def test_the_whole_base_is_asked_for_at_once_the_group_that_gains_most_first():
-    offer = catalog(16, layered=True)
-    play = session(offer)
-    play.start(0.0)
-    asked = of(play.actions(), FetchGroup)
-    assert {fetch.track for fetch in asked} == {"base"}
-    assert sorted(fetch.group for fetch in asked) == list(range(16))
-    gains = [worth(offer, fetch.group, "layer-1") for fetch in asked]
-    assert gains == sorted(gains, reverse=True)
-    assert asked[0].group == 0  # three times as heavy as the others, see the catalog
-    priorities = [fetch.priority for fetch in asked]
-    assert priorities == sorted(priorities)
-    assert max(priorities) < 128
-
-
-def test_no_more_is_asked_for_than_the_player_allows():
-    offer = catalog(16, layered=True)
-    least = sum(sorted(offer.track("base").bytes)[-4:]) + 1
-    play = session(offer, config=PlayerConfig(least_ahead_bytes=least))
-    play.start(0.0)
-    assert len(of(play.actions(), FetchGroup)) == 5
-
-
 @pytest.mark.parametrize("price", [0.0, 1e-3])
 def test_where_not_all_come_in_time_the_earliest_do(price):
     """They are the part of an incomplete cache that can be used."""
@@ -89,134 +55,12 @@ def test_where_not_all_come_in_time_the_earliest_do(price):
     assert record.missing[0] >= came - 6
 
 
-@pytest.mark.parametrize(("growing", "first"), [(True, 9), (False, 0)])
-def test_slow_start_says_nothing_about_what_may_come_in_time(growing, first):
-    policy, seen = Anytime(), view(deadline=2.0)
-    policy.start(seen)
-    seen.rate = seen.lower_bound = 1000.0  # a group per second
-    seen.growing = growing
-    assert policy.decide(seen).group == first  # else the order by what layers save: of equal groups the last
-
-
-@pytest.mark.parametrize(("mode", "ascending"), [("suffix", True), ("hole", False)])
-def test_the_earliest_groups_go_first_where_a_miss_costs_what_is_behind_it(mode, ascending):
-    play = session(catalog(16, layered=True), cost=PrefillCost(0.0, 1.0), mode=mode)
-    assert play.view.front_first == ascending
-    play.start(0.0)
-    groups = [fetch.group for fetch in of(play.actions(), FetchGroup)]
-    assert (groups == sorted(groups)) == ascending
-
-
-def test_layers_come_in_the_order_of_loss_saved_per_byte():
-    offer = catalog(12, layered=True)
-    record = simulate(offer, 2e5)
-    assert record.met
-    steps = [(group, track) for kind, group, track in record.steps if kind == "fetch"]
-    assert sorted(group for group, track in steps if track == "base") == list(range(12))
-    taken = [(group, str(track)) for group, track in steps if track != "base"]
-    assert len(taken) > 4
-    # Requests made together are in order; a layer above one in flight may come later than its value suggests.
-    firsts = [worth(offer, group, track) for group, track in taken if track == "layer-1"]
-    assert firsts == sorted(firsts, reverse=True)
-    left = [worth(offer, group.group, "layer-1") for group in record.groups if group.track == "base"]
-    assert min(firsts) >= max(left, default=0.0)
-    assert record.bytes_wasted == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rtt", [0.01, 0.2])
-@pytest.mark.parametrize("share", [0.08, 0.12, 0.3])
-def test_it_stands_where_a_player_stands_that_knows_the_future(share, rtt):
-    experiment = Experiment(catalog(24, layered=True), ReplayOptions(4.0, rtt, share))
-    links = [link for link in worlds() if link.name not in {"test/dies", "test/bursts"}]
-    compared = []
-    for link in links:
-        for start_s in (0.0, 1.3):
-            run = experiment.play(link, start_s, "anytime").run
-            if run["feasible"]:
-                assert run["met"], (link.name, start_s)
-                others = [experiment.play(link, start_s, name).run["regret"] for name in ("budget", "mpc", "cachegen")]
-                compared.append((run["regret"], min(others)))
-    assert len(compared) > 3
-    mean = sum(mine for mine, _ in compared) / len(compared)
-    assert mean <= 0.012
-    assert mean <= 0.5 * sum(other for _, other in compared) / len(compared)
-
-
-def test_little_is_wasted():
-    experiment = Experiment(catalog(64, layered=True), ReplayOptions(4.0, 0.05, 0.12))
-    runs = [experiment.play(link, 0.0, "anytime").run for link in worlds() if link.name != "test/dies"]
-    assert sum(run["bytes_wasted"] for run in runs) < 0.01 * sum(run["bytes_fetched"] for run in runs)
-
-
-def test_a_play_with_every_layer_in_place_ends_early():
-    record = simulate(catalog(8, layered=True), 5e6, policy="anytime:waste=0.01")
-    assert {group.track for group in record.groups} == {"layer-2"}
-    assert record.delivered_s < 1.0
-
-
-def test_without_layers_better_tracks_replace_the_base_while_they_could_save_much():
-    offer = catalog(12)
-    record = simulate(offer, 2e6, policy="anytime:waste=1e-5")
-    base = Ladder(offer).cheapest
-    assert record.met
-    assert sum(group.source == "upgraded" for group in record.groups) > 6
-    sparing = simulate(offer, 2e6, policy="anytime:waste=0.1")
-    assert {group.track for group in sparing.groups} == {base}
-    assert sparing.bytes_wasted == 0
-    assert sparing.delivered_s < record.delivered_s
-
-
-def test_where_the_link_is_rich_a_track_that_replaces_all_layers_is_taken_before_they_are_paid_for():
-    offer = catalog(8, layered=True)
-    rich, poor = (simulate(offer, rate) for rate in (5e6, 2e5))
-    replaced = [group for group in rich.groups if not group.track.startswith(("base", "layer"))]
-    assert replaced
-    # At most the base and one layer were there before.
-    base, layer = offer.track("base"), offer.track("layer-1")
-    assert rich.bytes_wasted <= sum(base.bytes[one.group] + layer.bytes[one.group] for one in replaced)
-    assert all(group.track.startswith(("base", "layer")) for group in poor.groups)
-    assert poor.bytes_wasted == 0
-
-
 def test_a_layer_that_only_pays_with_the_one_upon_it_is_the_way_to_that():
     offer = catalog(4, layered=True)
     useless = dataclasses.replace(offer.track("layer-1"), loss=tuple(1.01 * loss for loss in offer.track("base").loss))
     tracks = tuple(useless if track.name == "layer-1" else track for track in offer.tracks)
     record = simulate(dataclasses.replace(offer, tracks=tracks), 1e6, policy="anytime:waste=0.1")
     assert {group.track for group in record.groups} == {"layer-2"}
-
-
-def test_where_decoding_is_slow_the_base_is_asked_for_little_by_little_and_on_a_faster_track():
-    offer = catalog(12, decode=40.0)
-    play = session(offer, 1.0)
-    play.start(0.0)
-    assert len(of(play.actions(), FetchGroup)) == 4
-    link = world("steady", [1e6])
-    slow = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "fixed:AC-5x").run
-    mine = Experiment(offer, ReplayOptions(1.0, 0.02, 1.5)).play(link, 0.0, "anytime").run
-    assert mine["ttft_s"] < 0.8 * slow["ttft_s"]
-
-
-def test_several_decoders_share_the_work_that_decides_on_the_soonest_track():
-    seen = View(Ladder(catalog(8)), 1.0, decoders=16, decode_seconds=lambda track: 1.0 if track == "AC-5x" else 0.001)
-    seen.rate = sum(seen.catalog.track("AC-5x").bytes) / 0.9
-    assert seen.soonest_track() == "AC-5x"
-    seen.decoders = 1
-    assert seen.soonest_track() == "Int4"
-
-
-def test_what_saves_much_is_tried_although_the_estimate_says_that_it_comes_too_late():
-    def asked(policy: str) -> set[str]:
-        play = session(catalog(2, layered=True), 1.0, policy)
-        play.start(0.0)
-        todo = of(play.actions(), FetchGroup)
-        play.first_byte(todo[0].request, 0.02)
-        more = bring(play, todo[0], 0.8)  # one base in so long a time: nothing more can come, by the estimate
-        return {fetch.track for fetch in more}
-
-    assert asked("anytime:stake=0.1") == set()
-    assert asked("anytime:stake=0.001") == {"layer-1"}
 
 
 def test_what_fails_is_asked_for_again_and_an_upgrade_that_fails_always_is_let_be():
@@ -259,18 +103,6 @@ def beside_an_engine(load: float, price: float, mode: str = "hole", groups: int 
     return Experiment(catalog(groups, layered=True), options).play(world("steady", [1e6]), 0.0, "anytime").run
 
 
-def test_an_engine_computes_from_the_front_while_the_network_loads_from_the_back():
-    alone, helped = beside_an_engine(0.09, float("inf")), beside_an_engine(0.09, 0.0)
-    assert alone["met"]
-    assert helped["met"]
-    assert alone["recompute_s"] == 0
-    assert helped["loss"] < 0.5 * alone["loss"]
-    early = sorted(group["ready_s"] for group in helped["groups"] if group["source"] == "recomputed")
-    assert early[0] == pytest.approx(WHOLE_S / 16, abs=0.01)  # it began at once
-    sources = [group["source"] for group in helped["groups"]]
-    assert sources[:4] == ["recomputed"] * 4
-
-
 def test_the_dearer_the_engine_the_less_it_computes():
     prices = (0.0, 1e-3, 3e-2, 1.0, float("inf"))
     runs = [beside_an_engine(0.12, price) for price in prices]
@@ -282,28 +114,6 @@ def test_the_dearer_the_engine_the_less_it_computes():
     cheap, dear = ([run["loss"] + price * run["recompute_s"] for run in runs] for price in (1e-3, 1.0))
     assert cheap[1] < cheap[-1]
     assert dear[3] <= dear[0]
-
-
-def test_whatever_it_costs_an_engine_computes_what_the_network_will_not_bring_in_time():
-    run = beside_an_engine(0.04, float("inf"))  # less than the base of all groups
-    assert run["met"]
-    assert run["recompute_s"] > 0
-
-
-def test_the_faster_the_link_the_less_an_engine_computes():
-    offer = catalog(64, layered=True)
-    config, cost = PlayerConfig(), PrefillCost(0.0, 0.02 / 128)
-    play = Session(Ladder(offer), 2.0, load_policy("anytime")(), HarmonicMean(), config=config, cost=cost)
-    play.start(0.0)
-    planner, view, size = play.guard.policy._planner, play.view, offer.track("base").bytes[0]
-    reached = []
-    for number, seconds in enumerate((0.0002, 0.02, 0.3)):  # to bring a group
-        view.now, view.rate, view.outstanding_bytes, view.ttfb_s = 0.3 * (number + 1), size / seconds, 0, 0.001
-        for _ in range(2):  # a rate that has just become known may still grow
-            view.now += 0.1
-            planner.plan(view)
-        reached.append(planner.reserved.stop)
-    assert reached[0] < 32 < min(reached[1:])
 
 
 def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
@@ -331,44 +141,6 @@ def test_a_late_first_byte_and_a_slow_engine_do_not_make_a_play_late(policy):
     assert run["recompute_s"] == 0
 
 
-def test_what_is_in_place_is_computed_if_that_gains_most():
-    # One group of many has nearly all the loss, as the last one before the answer often has.
-    offer = catalog(8, layered=True)
-    heavy = tuple(
-        dataclasses.replace(track, loss=tuple(sum(track.loss) * (0.93 if g == 7 else 0.01) for g in range(8)))
-        for track in offer.tracks
-        if track.name in {"base", "layer-1", "Int4"}
-    )
-    offer = dataclasses.replace(offer, tracks=heavy)
-    cost = PrefillCost(0.0, 0.1 / 128)
-    play = session(offer, 1.0, cost=cost, config=PlayerConfig(gpu_price=1e-3))
-    link = Capacity(world("flat", [sum(offer.track("base").bytes) / 0.3]), 0.0, 0.01, slow_start=False)
-    record = Simulator(play, offer, link, rtt_s=0.01, cost=cost).run()
-    assert record.met
-    assert record.groups[7].track == "recomputed"
-    assert ("compute", 7, 8) in record.steps[1:]
-
-
-def test_a_suffix_engine_computes_a_tail_once_and_only_if_it_is_worth_it():
-    idle, busy = (beside_an_engine(0.12, price, "suffix") for price in (0.0, 1.0))
-    assert idle["met"]
-    assert busy["met"]
-    tail = [group["source"] == "recomputed" for group in idle["groups"]]
-    assert tail == sorted(tail)  # all fetched, then all computed
-    assert any(tail)
-    assert not any(group["source"] == "recomputed" for group in busy["groups"])
-    assert idle["loss"] < busy["loss"]
-
-
-def test_a_suffix_engine_does_not_begin_a_tail_that_comes_far_too_late_while_the_link_carries_something():
-    offer = catalog(16, layered=True)
-    options = ReplayOptions(2.0, 0.05, None, TWICE, "suffix")
-    base = sum(offer.track("base").bytes)
-    link = world("slow then quick", [base / 40] * 4 + [base / 0.5] * 4)
-    run = Experiment(offer, options).play(link, 0.0, "anytime").run
-    assert run["met"]
-
-
 def test_a_suffix_engine_begins_with_everything_when_half_the_deadline_has_brought_nothing():
     options = ReplayOptions(2.0, 0.05, None, TWICE, "suffix")
     run = Experiment(catalog(16, layered=True), options).play(world("dead", [0.0] * 200 + [1.0]), 0.0, "anytime").run
@@ -376,28 +148,11 @@ def test_a_suffix_engine_begins_with_everything_when_half_the_deadline_has_broug
     assert {group["source"] for group in run["groups"]} == {"recomputed"}
 
 
-def test_offers_are_worked_out_once_for_each_group_that_comes_into_place(monkeypatch):
-    made = []
-    best = Anytime._best
-    monkeypatch.setattr(Anytime, "_best", lambda self, *what: made.append(what) or best(self, *what))
-    record = simulate(catalog(64, layered=True), 1e6)
-    assert len(set(made)) == len(made) <= len(record.steps)
-
-
 def test_parameters_are_checked():
     with pytest.raises(PolicyError, match="no parameter"):
         load_policy("anytime:depth=3")
     with pytest.raises(PolicyError, match="must be from"):
         load_policy("anytime:ahead_ttfb=100")
-
-
-def test_what_settles_is_remembered_in_order():
-    settled = Settled([])
-    for group in (3, 1, 3):
-        settled.add(group)
-    settled.discard(1)
-    assert settled == {3}
-    assert settled.history == [3, 1, 3]
 
 
 @pytest.mark.parametrize("engine", [None, "hole", "suffix"])

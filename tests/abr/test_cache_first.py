@@ -9,9 +9,8 @@ from kvabr.abr.cache_first import CacheFirst, cache_first
 from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
-from kvabr.player.requests import StallDetector
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, Deliver, FetchGroup, PlayerConfig, Recompute
+from kvabr.player.session_types import Decode, Deliver, FetchGroup, Recompute
 from kvabr.player.throughput_sampler import ThroughputSampler
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
@@ -67,40 +66,6 @@ def test_layers_at_hand_are_put_upon_their_base():
     assert next(fetch.track for fetch in others if fetch.group == 3) == "base"
 
 
-def test_layers_at_hand_are_decoded_together():
-    offer = catalog(2, layered=True)
-    kept = {name: range(2) for name in ("base", "layer-1", "layer-2")}
-    play, _ = playing(offer, kept)
-    play.start(0.0)
-    decoded, actions = [], play.actions()
-    while actions:
-        for action in actions:
-            if isinstance(action, FetchGroup):
-                play.done(action.request, 0.01, "kept")
-            elif isinstance(action, Decode):
-                decoded.append((action.group, action.track, len(action.below)))
-                play.decoded(action.request, 0.02)
-        actions = play.actions()
-    assert decoded == [(0, "layer-2", 2), (1, "layer-2", 2)]
-
-
-def test_a_base_at_hand_waits_for_the_layers_at_hand():
-    offer = catalog(2, layered=True)
-    kept = {name: range(2) for name in ("base", "layer-1")}
-    play, _ = playing(offer, kept, config=PlayerConfig(decode_ahead_s=100.0))
-    play.start(0.0)
-    fetches = [action for action in play.actions() if isinstance(action, FetchGroup)]
-    below = []
-    for track in ("base", "layer-1"):
-        for one in (each for each in fetches if each.track == track):
-            play.done(one.request, 0.001, "kept")
-        while decoded := [action for action in play.actions() if isinstance(action, Decode)]:
-            below += [(track, len(action.below)) for action in decoded]
-            for action in decoded:
-                play.decoded(action.request, 0.002)
-    assert below == [("layer-1", 1)] * 2
-
-
 def test_all_at_hand_is_delivered_without_the_network():
     offer = catalog(5)
     kept = {"FP16": range(5)}
@@ -122,14 +87,6 @@ def test_all_at_hand_is_delivered_without_the_network():
     assert play.record.bytes_held_up == {"kept": play.record.bytes_fetched}
 
 
-def test_who_does_not_take_what_is_at_hand_is_left_alone():
-    offer = catalog(3)
-    fixed = load_policy("fixed:Int4")()
-    assert cache_first(fixed, offer, lambda *_: range(3)) is fixed
-    anytime = load_policy("anytime")()
-    assert cache_first(anytime, offer, lambda *_: ()) is anytime
-
-
 def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
     meter = ThroughputSampler(HarmonicMean(), 2.0)
     meter.received(10**9, 0.001, "kept")
@@ -147,21 +104,6 @@ def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
     meter.received(100_000, 1.6)
     meter.settle(1.6, idle=False)
     assert abs(meter.estimates()[0] / 1e6 - 1) < 0.01
-
-
-def test_a_transfer_that_waits_for_others_does_not_stand_still():
-    offer = catalog(2)
-    play, _ = playing(offer, {})
-    play.start(0.0)
-    transfers = play.view.in_flight
-    watch = StallDetector(0.2)
-    for transfer in transfers.values():
-        watch.asked(transfer)
-    watch.heard(transfers[0], 0.1)
-    for now in (0.2, 0.4, 0.6, 0.8):
-        watch.waited(transfers.values(), now)
-        assert watch.stalled(transfers, 0.01, now + 0.1) == []
-    assert watch.stalled(transfers, 0.01, 1.5)
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])

@@ -65,38 +65,6 @@ def test_a_run_does_not_compute_what_is_in_place():
     assert (found.first, found.last) == (2, 4)
 
 
-def test_a_network_that_is_dead_leaves_the_first_of_several_holes_to_the_engine():
-    """No single run completes the cache; the next one is planned after the first."""
-    found = plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0, dead=True)
-    assert (found.first, found.last) == (2, 4)
-    assert plan(view(0.9 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0) is None
-
-
-def test_while_nothing_has_come_none_is_begun_that_ends_late():
-    """The link may still carry everything in time; the engine could not be stopped."""
-    assert plan(view(0.0, now=0.2), per_group(0.9), "hole", range(10), 0.0) is None
-    assert plan(view(0.0, now=0.2), per_group(0.7), "hole", range(10), 0.0).first == 0
-    assert plan(view(0.0, now=0.2), per_group(0.7), "hole", range(10), 0.4) is None  # the engine is busy until then
-    # A link that is dead will carry nothing, and once the deadline has passed there is nothing to lose.
-    assert plan(view(0.0, now=0.2), per_group(0.9), "hole", range(10), 0.0, dead=True).first == 0
-    assert plan(view(0.0, now=1.0), per_group(0.9), "hole", range(10), 0.0).first == 0
-
-
-def test_in_an_outage_no_tail_is_begun_that_ends_late():
-    """The link may recover; if it never brought anything, or the deadline has passed, late is better than never."""
-
-    def first(seconds, *, now=0.0, came=5, dead=False):
-        seen = view(0.0, now=now)
-        for group in range(came):
-            seen.settled.add(group)
-        found = plan(seen, per_group(seconds), "suffix", range(came, 10), 0.0, dead=dead)
-        return None if found is None else found.first
-
-    assert first(0.5) is None
-    assert first(0.5, dead=True) == first(0.5, now=1.1) == first(0.1) == 5
-    assert first(0.5, came=0) == 0
-
-
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10
@@ -106,13 +74,6 @@ def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
 @pytest.mark.parametrize("mode", ["hole", "suffix"])
 def test_an_engine_slower_than_the_network_is_not_asked(mode):
     assert plan(view(0.5 * WHOLE), per_group(10.0), mode, range(10), 0.0) is None
-
-
-def test_a_busy_engine_counts():
-    free = plan(view(0.5 * WHOLE), per_group(0.15), "hole", range(10), 0.0)
-    busy = plan(view(0.5 * WHOLE), per_group(0.15), "hole", range(10), 0.9)
-    assert free is not None
-    assert busy is None or busy.last - busy.first < free.last - free.first
 
 
 @given(st.floats(0, 2), st.floats(1e-4, 1.0), st.sampled_from(["hole", "suffix"]), st.floats(0, 3), st.data())

@@ -71,39 +71,6 @@ def test_a_fast_engine_computes_much_and_a_slow_one_nothing(catalog):
         assert offers.index(chosen) + 1 == (len(offers) if wanted == 5 else 1)
 
 
-def test_on_a_fast_link_bytes_are_sooner_than_a_slow_engine(catalog):
-    offers = tail_offers(catalog, PrefillCost(0.0, 2e-3), following=20)
-    slow, fast = (
-        choose_tail("anytime", offers, tail_costs(offers, 2.0, rate=rate, **prices())) for rate in (1e7, 1e11)
-    )
-    assert fast.tokens == 0
-    assert slow.tokens > 0
-
-
-def test_what_is_computed_in_whole_is_not_cut_in_two(catalog):
-    """Where an engine that may compute the front as well computes everything, a tail gains nothing."""
-    engine = PrefillCost(0.03, 3e-5)
-    offers = tail_offers(catalog, engine, following=20)
-    whole_s = engine.seconds(0, catalog.tokens)
-    divided = [tail_costs(offers, 4.0, rate=rate, **prices(), computed_s=whole_s) for rate in (1e5, 1e6)]
-    assert [costs[0] for costs in divided] == pytest.approx([2e-3 * whole_s] * 2, rel=0.01)
-    assert all(choose_tail("anytime", offers, costs).tokens == 0 for costs in divided)
-    assert choose_tail("anytime", offers, tail_costs(offers, 4.0, rate=1e6, **prices())).tokens > 0
-
-
-def test_an_engine_that_computes_the_front_beside_the_network_takes_less(catalog):
-    engine = PrefillCost(0.0, 2.5e-4)
-    offers = tail_offers(catalog, engine, following=20)
-    whole_s = engine.seconds(0, catalog.tokens)
-    alone, divided = (
-        tail_costs(offers, 4.0, rate=3e6, **prices(), computed_s=seconds) for seconds in (math.inf, whole_s)
-    )
-    assert all(new <= min(old, 2e-3 * whole_s) + 1e-9 for old, new in zip(alone, divided, strict=True))
-    assert divided[0] < min(alone[0], 2e-3 * whole_s)  # both work at once
-    never = tail_costs(offers, 4.0, rate=3e6, **prices(gpu_price=math.inf), computed_s=whole_s)
-    assert never[0] == pytest.approx(tail_costs(offers, 4.0, rate=3e6, **prices(gpu_price=math.inf))[0])
-
-
 def test_what_an_engine_may_never_do(catalog):
     offers = tail_offers(catalog, GPU, following=20)
     assert choose_tail("anytime", offers, tail_costs(offers, 2.0, **prices(gpu_price=math.inf))).tokens == 0
@@ -140,14 +107,6 @@ def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
         return
     with pytest.raises(PolicyError, match="chose tail"):
         choose_tail(name, offers, tail_costs(offers, 2.0, **prices()))
-
-
-def test_an_unknown_link_may_be_fast_so_a_tail_takes_little_of_the_time(catalog):
-    offers = tail_offers(catalog, PrefillCost(0.0, 5e-4), following=20)
-    blind = choose_tail("anytime", offers, tail_costs(offers, 2.0, **prices()))
-    known = choose_tail("anytime", offers, tail_costs(offers, 2.0, rate=5e6, **prices()))
-    assert blind.engine_s <= 0.02 * 2.0
-    assert known.tokens > blind.tokens
 
 
 def test_few_of_many_tails_are_offered_with_the_longest(catalog):

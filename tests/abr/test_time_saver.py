@@ -10,7 +10,7 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.abr.time_planner import TimePlanner
-from kvabr.abr.view import GroupSet, Transfer, View
+from kvabr.abr.view import GroupSet, View
 from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
@@ -49,41 +49,6 @@ def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
 SHIPPED = default_catalog()
 
 
-def shipped(deadline_s, rtt_s, load, link=LINK, policy="anytime"):
-    """Return a play of the shipped catalog, which one decoder needs long for."""
-    options = ReplayOptions(deadline_s, rtt_s, load, config=PlayerConfig(time_price=PRICE))
-    return Experiment(SHIPPED, options).play(link, 0.0, policy).run
-
-
-@pytest.mark.parametrize("load", [0.3, 1.0, 3.0])
-def test_in_a_data_centre_one_decoder_is_not_kept_busy_with_a_base_that_it_takes_long_for(load):
-    mine, whole = shipped(1.0, 1e-3, load), shipped(1.0, 1e-3, load, policy="fixed:Int8")
-    assert mine["met"]
-    assert mine["objective"] <= 1.05 * whole["objective"]
-    assert mine["regret"] <= 0.2 * mine["objective"]
-
-
-@pytest.mark.parametrize("load", [0.3, 1.0, 10.0])
-def test_a_play_that_ends_within_slow_start_counts_on_what_its_last_round_trips_bring(load):
-    mine = shipped(1.0, 0.1, load)
-    assert mine["met"]
-    assert mine["regret"] <= 0.4 * mine["objective"]
-
-
-@pytest.mark.parametrize(("rate", "kind"), [(1e6, "fetch"), (4e6, "wait")])
-def test_in_slow_start_no_base_that_may_come_late_is_held_back(rate, kind):
-    view = View(Ladder(SHIPPED), 1.0, time_price=PRICE)
-    policy = load_policy("anytime")()
-    policy.start(view)
-    for group in range(40):
-        view.in_flight[group] = Transfer(group, group, "AC-L0", SHIPPED.by_name["AC-L0"].bytes[group], False, 0.0)
-        view.track_of[group] = "AC-L0"
-        view.missing_groups.discard(group)
-    view.outstanding_bytes = view.in_flight.required_bytes
-    view.now, view.rate, view.lower_bound, view.ttfb_s, view.growing = 0.2, rate, rate, 0.05, True
-    assert policy.decide(view).kind == kind
-
-
 def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():
     view = View(Ladder(SHIPPED), 4.0, time_price=PRICE)
     times = TimePlanner(view)
@@ -95,23 +60,6 @@ def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():
         assert 0.8 * by_s < plan.ends_s <= by_s
     losses = [sum(times.losses[target, group] for group, target in enumerate(plan.targets)) for plan in plans]
     assert losses == sorted(losses, reverse=True)
-
-
-def test_a_plan_for_a_link_that_grows_is_made_again_once_it_grows_no_more():
-    mine = shipped(4.0, 1e-3, 3.0)
-    assert mine["regret"] <= 0.15 * mine["objective"]
-
-
-@pytest.mark.parametrize("load", [1.0, 3.0, 10.0, 30.0])
-def test_nor_with_a_decoder_that_is_eight_times_slower_than_known(load):
-    options = ReplayOptions(4.0, 0.02, load, decode_scale=8.0, config=PlayerConfig(time_price=PRICE))
-    offer = catalog(24, layered=True)
-    experiment = Experiment(offer, options)
-    mine = experiment.play(LINK, 0.0, "anytime").run
-    alone = [track.name for track in offer.tracks if track.refines is None]
-    best = min(experiment.play(LINK, 0.0, f"fixed:{track}").run["objective"] for track in alone)
-    assert mine["met"]
-    assert mine["objective"] <= 1.1 * best + PRICE * 2 * 0.02
 
 
 def test_a_base_that_cannot_be_decoded_in_time_is_replaced_by_what_can():
@@ -153,23 +101,6 @@ def test_the_play_does_not_end_in_an_outage_right_after_the_base():
     play = played(0.3, link=outage)
     assert play["met"]
     assert play["loss"] < 0.01
-
-
-@pytest.mark.parametrize("fast", [4, 6, 8])
-def test_a_play_waits_for_a_link_that_was_fast(fast):
-    pause = world("pause", [1e6] * fast + [2e4] * 2 + [1e6] * 60, 0.1)
-    play = played(1.0, link=pause, price=1e-2)
-    assert play["met"]
-    assert play["ttft_s"] > 0.1 * (fast + 2)
-    assert play["loss"] < 0.005
-
-
-def test_no_rate_is_known_and_little_is_requested():
-    play = Session(Ladder(catalog(64, layered=True)), 2.0, load_policy("anytime")(), HarmonicMean())
-    play.start(0.0)
-    first = of(play.actions(), FetchGroup)
-    assert {fetch.track for fetch in first} == {"base"}
-    assert 65_536 <= sum(fetch.bytes for fetch in first) < 100_000
 
 
 def test_what_is_in_flight_is_cancelled_if_the_link_becomes_too_slow_for_it():
@@ -224,20 +155,6 @@ def test_an_upgrade_that_fails_before_the_next_plan_can_be_planned_again():
     planner.sync(view)  # it has failed meanwhile: the group has what it had
     assert planner.lost() == pytest.approx(offer.track("base").loss[0])
     assert planner.plan(view, 1e6).targets == before.targets
-
-
-def test_on_no_link_is_what_has_arrived_replaced_for_next_to_nothing():
-    offer = catalog(4, layered=True)
-    for price, kept in ((1e-9, False), (1.0, True)):
-        view = View(Ladder(offer), 2.0, time_price=price, decoders=10**9)  # decoding costs nothing either
-        view.track_of = ["layer-2"] * 4
-        for group in range(4):
-            view.settled.add(group)
-        view.missing_groups = GroupSet(view.groups, ())
-        planner = TimePlanner(view)
-        planner.sync(view)
-        plan = planner.plan(view, 1e15)
-        assert [planner.names[target] == "layer-2" for target in plan.targets] == [kept] * 4
 
 
 def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():

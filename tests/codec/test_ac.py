@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.native import coder
 from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below, nested, quantise
-from kvabr.codec.transform import ONE, rounded
 from kvabr.codec.unusual import NOTHING, is_unusual
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
@@ -94,22 +92,6 @@ def test_a_chain_decodes_to_just_what_its_finest_quantiser_gives():
     assert np.array_equal(index, quantise(rows, fitted().depth("AC-L3").step).numpy())
 
 
-@pytest.mark.parametrize("track", TRACKS)
-def test_every_depth_decodes_alone_and_no_coefficient_is_off_by_more_than_a_step(track):
-    kv = related(SHAPE, 200, 51, FIRST)
-    out = decode(encode(kv, fitted(), track), fitted(), 200, track)
-    step = fitted().depth(track).step
-    assert float(off_by(kv, out, fitted()).max()) <= 1.05 * step
-    assert float(off_by(kv, out, fitted()).square().mean()) <= step**2 / 7
-
-
-def test_each_layer_is_nearer_than_the_one_below():
-    kv = related(SHAPE, 200, 52, FIRST)
-    errors = [float((decode(encode(kv, fitted(), track), fitted(), 200, track) - kv).norm()) for track in LAYERS]
-    assert all(finer < 0.7 * coarser for coarser, finer in itertools.pairwise(errors[1:]))
-    assert errors[1] < errors[0]
-
-
 def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
     finest = fitted().depth("AC-L3").step
     both = dataclasses.replace(SMALL, steps=dict(SMALL.steps) | {"AC-5x": finest})
@@ -120,28 +102,6 @@ def test_layers_cost_what_one_quantiser_would_and_the_coder_adds_nothing():
     rows = side.analysis.analyse(kv, FIRST).rows
     index = quantise(rows, finest).numpy().astype(np.int16)
     assert 8 * len(single[0]) < 1.005 * ideal_bits(side.depth("AC-5x").coder, index) + 8 * 300  # states, counts
-
-
-def test_a_transform_across_layers_pays():
-    """A stack exploits correlated channels; a profile without a transform does not."""
-    without = fit(
-        SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], dataclasses.replace(SMALL, transform=False)
-    )
-    kv = related(SHAPE, 512, 54, FIRST)
-    for track in ("AC-L1", "AC-5x"):
-        sizes = [sum(map(len, encode(kv, side, track))) for side in (fitted(), without)]
-        assert sizes[0] < 0.6 * sizes[1]
-    assert len(without.to_bytes()) < len(fitted().to_bytes()) / 2
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 127, 129, 1000, 4096])
-def test_groups_of_any_size(tokens):
-    kv = related(SHAPE, tokens, 55, FIRST)
-    for track, first in (("AC-L3", 0), ("AC-5x", 7)):
-        out = decode(encode(kv, fitted(), track, first), fitted(), tokens, track, first)
-        sinks = max(0, fitted().sinks - first)
-        assert near(out[:, :, :, :sinks], kv[:, :, :, :sinks])
-        assert (off_by(kv, out, fitted(), first)[:, sinks:] <= 1.05 * fitted().depth(track).step).all()
 
 
 def test_only_the_first_tokens_of_a_prompt_are_sinks():
@@ -211,19 +171,6 @@ def test_tokens_out_of_range_are_kept_exact_and_counted_and_hurt_no_other(value)
     assert torch.equal(out[:, :, :, others], tame[:, :, :, others])
 
 
-def test_a_finer_layer_lists_what_a_coarser_one_still_could_hold():
-    kv = related(SHAPE, 50, 58, FIRST)
-    kv[0, 1, 0, 20] += 900 * fitted().transform.norm[0, 1]
-    payloads = encode(kv, fitted())
-    context = GroupContext(SHAPE, FIRST, 50, fitted())
-    counted = [outliers_of(payload, context, track) for track, payload in zip(LAYERS, payloads, strict=True)]
-    assert counted[0] == 0
-    assert sum(counted) == 1
-    for depth, track in enumerate(LAYERS):
-        out = decode(payloads[: depth + 1], fitted(), 50, track)
-        assert float(off_by(kv, out, fitted())[:, 20].max()) <= 1.05 * fitted().depth(track).step + 1
-
-
 @pytest.mark.parametrize("track", TRACKS)
 def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
     """The transform is complete: it represents what the calibration never saw."""
@@ -234,24 +181,6 @@ def test_a_cache_far_from_the_calibration_is_coded_as_well_only_longer(track):
     exact = is_unusual(payloads[0])  # where FP16 is smaller
     assert exact == (track == "AC-5x")
     assert outliers_of(payloads[0], GroupContext(SHAPE, FIRST, 150, fitted()), chain_of(track)[0]) == 150 * exact
-
-
-def test_coefficients_of_a_stack_are_uncorrelated_and_the_first_ones_are_the_largest():
-    """Also if the magnitudes of layers differ widely."""
-
-    def caches():
-        return [related(SHAPE, 600, seed) * 10.0 ** torch.arange(-2, 4)[:, None, None, None, None] for seed in range(4)]
-
-    side = fit(SHAPE, caches, SMALL)
-    stack, first = side.transform.structure.stacks[1], side.transform.structure.first_rows[1]
-    rows = slice(first, first + 3 * stack.kept)
-    every = torch.cat([side.analysis.analyse(cache, 0).rows[rows, 1:] for cache in caches()], 1)
-    power = every.square().mean(dim=1).sqrt()
-    strong = power > 0.2
-    assert int(strong.sum()) > 8
-    across = torch.corrcoef(every[strong]) - torch.eye(int(strong.sum()))
-    assert float(across.abs().max()) < 0.1
-    assert float(power[:8].min()) > float(power[40:].max())
 
 
 def test_constant_channels_and_silent_layers():
@@ -318,17 +247,6 @@ def test_what_was_worked_out_for_one_track_serves_the_next_and_changes_nothing()
     payload = codec("AC-L1").encode(kv, context, [base])
     out = decode([base, payload], fitted(), 100, "AC-L1")
     assert torch.equal(out, decode(first[:2], fitted(), 100, "AC-L1"))
-
-
-def test_a_dead_zone_shortens_the_base_and_its_enhancements_make_up_for_it():
-    lazy = dataclasses.replace(SMALL, dead={"AC-L0": 0.2})
-    side = fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], lazy)
-    kv = related(SHAPE, 400, 63, FIRST)
-    assert Profile.from_bytes(side.to_bytes()).depth("AC-L0").dead == 0.2
-    lazy, plain = encode(kv, side), encode(kv, fitted())
-    assert len(lazy[0]) < 0.97 * len(plain[0])
-    assert sum(map(len, lazy)) < 1.02 * sum(map(len, plain))
-    assert float(off_by(kv, decode(lazy, side, 400), side).max()) <= 1.05 * side.depth("AC-L3").step
 
 
 @examples(150)
@@ -443,53 +361,3 @@ def test_whatever_comes_is_coded_to_within_a_step(track, tokens, first, loud, dt
     slack = float(kv.abs().max()) * 2**-11 / float(side.transform.norm.min()) * 4
     assert bool((off_by(kv, out, side, first)[:, sinks:] <= 1.05 * side.depth(track).step + slack).all())
     assert torch.equal(decode(payloads, side, tokens, track, first, dtype), out.to(dtype))
-
-
-def test_indices_beyond_all_integers_are_counted_as_such():
-    """A channel that is nearly always silent has a norm so small that a loud token's index overflows."""
-
-    def caches():
-        kv = torch.zeros(SHAPE.shape(200))
-        kv[1, 1, 0, 50, 4] = 6e4
-        return [related(SHAPE, 200, 1), kv]
-
-    side = fit(SHAPE, caches, dataclasses.replace(SMALL, transform=False, steps={"AC-5x": 1e-7}))
-    assert Profile.from_bytes(side.to_bytes()).digest == side.digest
-
-
-@pytest.mark.parametrize("loud", [300.0, 3000.0, 5000.0, 6e4])
-def test_a_token_of_any_loudness_passes_every_layer(loud):
-    """Its index at the base has 27 times the size at the finest layer, which must fit 16 bits, or it is stored."""
-    side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, transform=False))
-    kv = related(SHAPE, 64, 71, FIRST)
-    kv[:, :, :, 5] = loud
-    for track in LAYERS[1:]:
-        out = decode(encode(kv, side, track), side, 64, track)
-        assert float((out[:, :, :, 5] / loud - 1).abs().max()) < 0.02
-
-
-@pytest.mark.parametrize("kept", [(48, 0), (0, 48)])
-def test_some_stacks_may_transform_nothing(kept):
-    side = fit(SHAPE, lambda: [related(SHAPE, 300, 1)], dataclasses.replace(SMALL, kept=kept))
-    side = Profile.from_bytes(side.to_bytes())
-    kv = related(SHAPE, 64, 71, FIRST)
-    assert float(off_by(kv, decode(encode(kv, side), side, 64), side).max()) <= 1.05 * side.depth("AC-L3").step
-
-
-def test_four_neighbouring_columns_of_a_stack_have_one_gain():
-    """A decoder multiplies four bytes at a time; only the quieter columns lose precision."""
-    dice = torch.Generator().manual_seed(3)
-    matrix = torch.randn((2, 30, 30), generator=dice).mul(0.2).clamp(-1.9, 1.9)
-    made = rounded(matrix, run=4)
-    mantissa, gain = map(torch.from_numpy, made)
-    assert mantissa.shape == matrix.shape
-    assert gain.shape == (2, 30)  # the last run is shorter
-    for first in range(0, 30, 4):
-        assert bool((gain[:, first : first + 4] == gain[:, first : first + 1]).all())
-    off = (torch.from_numpy(made.expanded).double() / ONE - matrix).abs()
-    assert bool((off <= (0.5 * gain / ONE + 1e-9).unsqueeze(-2)).all())
-    # A column alone never has a coarser gain than in a run.
-    assert bool((torch.from_numpy(rounded(matrix).gain) <= gain).all())
-    for stack, (_, made) in zip(fitted().transform.structure.stacks, fitted().transform.stack, strict=True):
-        assert stack.kept % 4 == 0
-        assert bool((made.reshape(-1, 4) == made.reshape(-1, 4)[:, :1]).all())

@@ -104,34 +104,6 @@ def test_every_path_decodes_the_same_bits(profile, name, track):
     assert error(kv, found[oracle.ORACLE]) < (5e-3 if track == "AC-5x" else 0.5)
 
 
-def test_undoing_the_rotation_is_what_makes_windows_and_latents_small(profile):
-    for name in ("window", "latent", "wide keys"):
-        part = PARTS[name]
-        still = part.changed(rope=None)
-        blind = fit(still, lambda part=part: (cache_of(part, 300, seed) for seed in (101, 102)))
-        kv = cache_of(part, 128, 5, 512)
-        sizes = [
-            len(encode_group(kv, "AC-5x", GroupContext(spec, 512, 128, made), CHUNK, 4))
-            for spec, made in ((part, profile), (still, blind))
-        ]
-        assert sizes[0] < 0.9 * sizes[1]
-
-
-def test_without_gradients_keys_and_values_side_by_side_are_as_precise_for_their_size():
-    part = PARTS["wide keys"]
-
-    def loud_keys(seed):
-        kv = cache_of(part, 300, seed)
-        kv[..., :24] *= 30
-        return kv
-
-    made = fit(part, lambda: (loud_keys(seed) for seed in (101, 102)), FitConfig(stack_layers=1, kept=(0, 0)))
-    kv, context = loud_keys(1), GroupContext(part, 0, 300, made)
-    out = torch.empty_like(kv)
-    decode_group(encode_group(kv, "AC-5x", context, CHUNK, 0), "AC-5x", context, CHUNK, 0, out)
-    assert max(error(kv[..., :24], out[..., :24]), error(kv[..., 24:], out[..., 24:])) < 0.05
-
-
 def test_a_file_holds_the_profiles_of_all_classes(profile):
     assert isinstance(profile, ModelProfile)
     again = Profile.from_bytes(profile.to_bytes())
@@ -176,27 +148,24 @@ def rewritten(profile, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda facts, _: facts["classes"].pop("latent"), "classes .* of test/every-class"),
-        (lambda facts, _: facts["classes"].update(spiral=facts["classes"]["full"]), "classes chunked256"),
-        (lambda facts, _: facts.update(classes=[]), "classes"),
-        (lambda facts, _: facts.pop("classes"), "not a profile file"),
-        (lambda facts, _: facts.update(spec=SPEC.parts[0].to_json()), "classes"),
-        (
-            lambda facts, _: facts.update(spec=facts["spec"] | {"classes": facts["spec"]["classes"][:1]}),
-            "KV spec|classes",
-        ),
-        (lambda facts, _: facts["classes"].update(latent=facts["classes"]["full"]), "profile"),
-        (lambda facts, _: facts["classes"]["latent"]["structure"]["stacks"].append(["v", 0, 1, 0]), "kind 1"),
-        (lambda _, arrays: arrays.update({"full/extra": np.zeros(1)}), "unknown arrays full/extra"),
-        (lambda _, arrays: arrays.update({"mean": np.zeros(1)}), "unknown arrays mean"),
-        (lambda _, arrays: arrays.pop("window200/mean"), "not a profile file"),
-        (lambda _, arrays: arrays.update({"latent/mean": arrays["full/mean"]}), "mean is float16"),
+        lambda facts, _: facts["classes"].pop("latent"),
+        lambda facts, _: facts["classes"].update(spiral=facts["classes"]["full"]),
+        lambda facts, _: facts.update(classes=[]),
+        lambda facts, _: facts.pop("classes"),
+        lambda facts, _: facts.update(spec=SPEC.parts[0].to_json()),
+        lambda facts, _: facts["spec"].update(classes=facts["spec"]["classes"][:1]),
+        lambda facts, _: facts["classes"].update(latent=facts["classes"]["full"]),
+        lambda facts, _: facts["classes"]["latent"]["structure"]["stacks"].append(["v", 0, 1, 0]),
+        lambda _, arrays: arrays.update({"full/extra": np.zeros(1)}),
+        lambda _, arrays: arrays.update({"mean": np.zeros(1)}),
+        lambda _, arrays: arrays.pop("window200/mean"),
+        lambda _, arrays: arrays.update({"latent/mean": arrays["full/mean"]}),
     ],
 )
-def test_a_broken_file_of_several_classes_is_refused(profile, change, words):
-    with pytest.raises(FormatError, match=words):
+def test_a_broken_file_of_several_classes_is_refused(profile, change):
+    with pytest.raises(FormatError):
         Profile.from_bytes(rewritten(profile, change))
 
 
@@ -285,18 +254,6 @@ def test_every_path_decodes_the_same_state(hybrid_profile, name):
     assert float(found[oracle.ORACLE][0, 0, 0, 0, 0]) == 65504.0
     kv[0, 0, 0, :, 0], found[oracle.ORACLE][0, 0, 0, :, 0] = 0, 0
     assert error(kv, found[oracle.ORACLE]) < 5e-3
-
-
-def test_a_state_without_a_transform_has_a_profile_of_its_own():
-    part = STATE_PARTS["convolution"]
-    kv = snapshots_of(part, seed=2)
-    made = fit(part, lambda: [kv], FitConfig(transform=False, classes=16))
-    assert (made.sinks, made.spec) == (0, part)
-    out, context = torch.empty_like(kv), GroupContext(part, 128, part.rows, made)
-    decode_group(encode_group(kv, "AC-5x", context, CHUNK, 0), "AC-5x", context, CHUNK, 0, out)
-    assert error(kv, out) < 0.02
-    with pytest.raises(FormatError, match="a cache of shape"):
-        fit(part, lambda: [kv[:, :, :, :299]])
 
 
 def test_states_of_too_many_pieces_have_no_ac():

@@ -9,7 +9,7 @@ import torch
 from kvabr.codec import base as registry
 from kvabr.codec.base import GroupContext
 from kvabr.codec.builtin import PayloadLayout
-from kvabr.codec.container import object_spans, slices
+from kvabr.codec.container import object_spans
 from kvabr.codec.floats import Fp16
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.types.errors import FormatError
@@ -72,13 +72,6 @@ def test_a_plug_in_is_cut_where_it_says(monkeypatch):
     shape = spec(32, 8, 128, rope=None)
     frame = encode_group(cache(shape, 9), "Paired", GroupContext(shape, 128, 9), "ab" * 32, 1)
     assert [span.object_id for span in object_spans(shape, "Paired", 128, 9, len(frame))] == [128, 130, 132, 134, 136]
-
-
-def test_a_track_without_a_codec_is_sliced(monkeypatch):
-    install(monkeypatch, "Broken", "Broken")
-    for track in ("Broken", "unheard-of"):
-        assert registry.payload_layout(track, spec(), 128) is None
-        assert object_spans(spec(), track, 0, 128, 100_000) == slices(0, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hypothesis.extra import numpy as arrays
 
 from kvabr.codec import bias
 from kvabr.codec.base import GroupContext
-from kvabr.codec.bias import UNITS, join_biases, shift_of, split_biases, value_rows
+from kvabr.codec.bias import UNITS, join_biases, split_biases, value_rows
 from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.native import coder
-from kvabr.codec.native.coder_model import DecodeJob, Quantiser
+from kvabr.codec.native.coder_model import Quantiser
 from kvabr.types.errors import FormatError
-from tests.codec.native import models, oracle
+from tests.codec.native import oracle
 from tests.kvdata import related, spec
 
 SHAPE = spec(6, 2, 32, group_tokens=256)
@@ -46,25 +46,6 @@ def test_numbers_survive_their_code(given):
             split_biases(memoryview(coded), len(given), "AC-L0")
 
 
-def test_few_numbers_take_few_bytes():
-    dice = np.random.default_rng(1)
-    for share, bits in ((0.01, 0.10), (0.1, 0.65), (0.3, 1.46)):
-        drawn = np.where(dice.random(100_000) < share, dice.choice([-1, 1], 100_000), 0).astype(np.int16)
-        assert 8 * len(join_biases(drawn)) / 100_000 < bits  # entropy: 0.09, 0.57, 1.18
-
-
-@given(st.binary(max_size=200), st.integers(0, 40), st.integers(0, 20))
-def test_any_bytes_are_read_or_refused(rest, some, low):
-    data = some.to_bytes(4, "little") + bytes([low]) + rest
-    try:
-        got = split_biases(memoryview(data), 30, "AC-L0")
-    except FormatError:
-        return
-    assert got.shape == (30,)
-    assert np.abs(got).max() <= 127
-    assert np.count_nonzero(got) == some
-
-
 @given(numbers, st.data())
 def test_bytes_that_are_cut_or_too_many_are_refused(given, data):
     coded = join_biases(given)
@@ -85,35 +66,6 @@ def test_errors_are_the_same_on_every_path(path, tokens):
         with oracle.taking(path):
             sums = coder.error_sums(rows, which, gains, quantiser, coded)
         assert np.array_equal(sums, oracle.error_sums(rows, which, gains, quantiser, coded))
-
-
-@pytest.mark.parametrize("path", oracle.PATHS)
-def test_other_means_are_added_with_the_same_bits_on_every_path(path):
-    case = models.case(5, small=True, depths=2)
-    dice = np.random.default_rng(5)
-    mean = dice.normal(size=case.transform.mean.shape).astype(np.float32)
-    payloads, below = [], None
-    for model, index in zip(case.models, case.indices, strict=True):
-        payloads.append(oracle.encode_indices(model, index, below))
-        below = index
-    made = {}
-    for name in (path, oracle.ORACLE):
-        with oracle.taking(name):
-            made[name] = torch.empty(case.shape())
-            coder.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, made[name], mean=mean))
-    assert torch.equal(made[path], made[oracle.ORACLE])
-    plain = torch.empty(case.shape())
-    oracle.decode(DecodeJob(case.models, payloads, case.transform, 0.1, 3, plain))
-    assert not torch.equal(plain, made[oracle.ORACLE])
-
-
-def test_means_of_another_shape_are_refused():
-    case = models.case(5, small=True, depths=1)
-    payload = oracle.encode_indices(case.models[0], case.indices[0])
-    with pytest.raises(FormatError):
-        DecodeJob(
-            case.models, [payload], case.transform, 0.1, 0, torch.empty(case.shape()), mean=np.zeros(3, np.float32)
-        )
 
 
 def coded(kv, track, monkeypatch, units):
@@ -151,30 +103,6 @@ def test_the_means_of_values_come_back_and_keys_stay(track, monkeypatch):
     assert sum(map(len, frames)) < 1.05 * sum(map(len, plain_frames))
 
 
-@pytest.mark.slow
-def test_finer_layers_say_none_and_do_not_use_those_below(monkeypatch):
-    kv = shifted(78)
-    frames, out = coded(kv, "AC-L2", monkeypatch, UNITS)
-    plain_frames, plain = coded(kv, "AC-L2", monkeypatch, {})
-    assert torch.equal(out, plain)
-    assert frames[2][4:] == plain_frames[2][4:]
-
-
-def test_only_rows_of_values_have_biases():
-    structure = fitted().of(SHAPE).transform.structure
-    rows = value_rows(structure)
-    assert len(rows) == structure.rows // 2
-    z = np.zeros(len(rows), np.int16)
-    z[3] = 5
-    own = fitted().of(SHAPE)
-    transform, room = own.transform, torch.empty(SHAPE.shape(4))
-    shift = shift_of(structure, z, 1)
-    mean = coder.mean_of(DecodeJob([own.depth("AC-L0").coder], [b""], transform, 0.5, None, room, mean=shift))
-    changed = mean != transform.mean.astype(np.float32)
-    assert changed[:, 1].any()
-    assert not changed[:, 0].any()
-
-
 def depth(gains=()):
     return dataclasses.replace(fitted().depth("AC-L0"), step=1.0, dead=0.0, gains=gains)
 
@@ -182,13 +110,6 @@ def depth(gains=()):
 def found(rows, depth, keep):
     (sums,) = bias.error_sums(fitted().of(SHAPE).transform.structure, depth, [(rows, keep)])
     return bias.biases(sums, int(keep.sum()), 1)
-
-
-def test_a_gain_is_accounted_for():
-    structure = fitted().of(SHAPE).transform.structure
-    rows = torch.full((structure.rows, 64), 2.0)
-    gains = tuple(1.125 if stack.kind else 1.0 for stack in structure.stacks)
-    assert (found(rows, depth(gains), np.ones(64, bool)) == -4).all()  # 2 decodes to 2.25
 
 
 def test_a_bias_is_what_all_tokens_have_in_common():

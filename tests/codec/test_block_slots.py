@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kvabr.codec.block_slots import BlockLayers, BlockSlots, TensorPlace
-from kvabr.types.errors import FormatError
 
 BLOCK, HEADS, DIM = 4, 2, 8
 
@@ -55,15 +54,6 @@ def test_some_tokens_of_a_group_go_to_their_own_slots():
     assert torch.equal(own[0][0, :, 1, :DIM], group[0, 0, :, 0])
     assert torch.equal(own[2][1, :, 1, DIM:], group[2, 1, :, 1])
     assert not own[0][0, :, 0].any()
-
-
-def test_layers_with_strides_of_their_own_are_no_place_for_kernels():
-    own, layers = paged(torch.float32, 1)
-    turned = torch.zeros(9, HEADS, DIM, BLOCK).transpose(2, 3)
-    assert BlockSlots(layers, np.arange(4)).direct is not None
-    assert BlockSlots([(own[0][..., :DIM], turned)], np.arange(4)).direct is None
-    with pytest.raises(FormatError, match="same kind"):
-        BlockLayers([(own[0][..., :DIM], turned.half())])
 
 
 def test_a_tensor_is_a_place_too():

@@ -117,18 +117,3 @@ def test_a_frame_of_one_class_is_refused_under_the_name_of_another():
             else:
                 with pytest.raises(ForeignError):
                     decode_group(frame, "Int8", context, CHUNK, 0, out)
-
-
-def test_a_snapshot_of_another_length_is_refused():
-    spec = ALONE["state"]
-    frame = encode_group(torch.zeros(spec.shape(23)), "FP16", GroupContext(spec, 128, 23), CHUNK, 0)
-    with pytest.raises(ForeignError, match="number of tokens is 23, wanted 24"):
-        decode_group(frame, "FP16", GroupContext(spec, 128, 24), CHUNK, 0, torch.empty(spec.shape(24)))
-    with pytest.raises(FormatError, match="cannot encode"):
-        encode_group(torch.zeros(spec.shape(23)), "FP16", GroupContext(spec, 128, 24), CHUNK, 0)
-
-
-def test_classes_without_ac_say_which_tracks_work():
-    spec = of(LayerClass("state", (0,), 1000, 256, 2, "float32"))
-    with pytest.raises(FormatError, match=r"no AC for the states of test/model .*Int8, FP4 and Int4 work"):
-        encode_group(torch.zeros(spec.shape(256)), "AC-L0", GroupContext(spec, 0, 256), CHUNK, 0)

@@ -75,11 +75,3 @@ def test_ac_without_triton_is_decoded_here_and_copied(monkeypatch):
     finally:
         gpu.available.cache_clear()
     assert torch.equal(out.inner, wanted)
-
-
-def test_ac_without_triton_is_encoded_here(monkeypatch):
-    context = GroupContext(SHAPE, 0, 40, profile(SHAPE))
-    kv = cache(SHAPE, 40)
-    monkeypatch.setattr(gpu, "available", lambda: False)
-    with Reachable():
-        assert codec("AC-L0").encode(Elsewhere(kv), context) == codec("AC-L0").encode(kv, context)

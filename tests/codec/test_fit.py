@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from kvabr.codec.fit import PASSES, fit
+from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError, UsageError
 from tests.codec.native import oracle
@@ -75,9 +75,3 @@ def test_every_path_of_the_coder_fits_the_same_profile():
             made[path] = fit(SHAPE, caches, config)
     assert all(depth.coder.near is not None for depth in made[oracle.ORACLE].depths.values())
     assert len({profile.digest for profile in made.values()}) == 1
-
-
-def test_progress_is_told_of_every_cache():
-    seen = []
-    fit(SHAPE, lambda: [related(SHAPE, 30, seed) for seed in range(2)], SMALL, lambda *at: seen.append(at))
-    assert seen == [(stage, done) for stage in PASSES for done in (1, 2)]

@@ -14,9 +14,8 @@ from kvabr.codec.fit import fit
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.rope import rope_shape
 from kvabr.types.errors import FormatError
-from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
+from kvabr.types.kv import RopeSpec
 from kvabr.types.naming import LAYERS, LEVELS
-from tests.codec.native import oracle
 from tests.examples import examples
 from tests.kvdata import cache, profile, spec
 
@@ -98,36 +97,6 @@ def test_every_level_decodes_at_any_position(rope, track, tokens, at, first, str
     error = float((stays - kv).norm() / kv.norm())
     assert error < {"FP4": 0.14, "Int4": 0.13, "AC-5x": 0.3, "AC-L0": 0.6, "AC-L1": 0.3}.get(track, 0.1)
     assert unpack(frames[-1])[0].first_token == first
-
-
-@pytest.mark.parametrize("track", TRACKS)
-def test_a_latent_turns_its_last_dimensions(track):
-    only = LayerClass("latent", (0, 1), 1, 40, 0, "float32", RopeSpec(10000.0, 8, "interleaved", first=32))
-    given = KVSpec("test/latent", "tokenizer", (only,))
-    plain = torch.randn(given.shape(400), generator=torch.Generator().manual_seed(5))
-    side = fit(given, lambda: iter([plain]))
-    kv = plain[:, :, :, :70].clone()
-    context = GroupContext(given, 0, 70, side, free=True)
-    frames = coded(kv, track, context)
-    stays = decoded(frames, track, context, torch.empty_like(kv))
-    moved = decoded(frames, track, context, torch.empty_like(kv), 77_777)
-    assert float((moved - turned(stays, given.rope, 77_777)).abs().amax()) <= 1e-5 * float(kv.abs().amax())
-    assert torch.equal(moved[..., :32], stays[..., :32])
-
-
-@pytest.mark.parametrize("track", ["AC-5x", "AC-L2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_path_of_the_coder_has_the_same_bits(track, dtype):
-    given = shape("yarn")
-    kv = bare(given, 100)
-    kv[:, :, :, 40] *= 8.0
-    context = GroupContext(given, 0, 100, profile(given), free=True)
-    frames = coded(kv, track, context)
-    made = []
-    for path in oracle.PATHS:
-        with oracle.taking(path):
-            made.append(decoded(frames, track, context, torch.empty(kv.shape, dtype=dtype), 123_456))
-    assert all(torch.equal(each, made[0]) for each in made)
 
 
 def test_no_token_of_a_passage_is_a_sink_of_the_prompt():

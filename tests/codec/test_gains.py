@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvabr.codec import profile as files
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
 from tests import kvdata
-from tests.codec.native import oracle
 
 SPEC = kvdata.spec(4, 2, 32)
 PLAIN = fit(SPEC, lambda: [kvdata.related(SPEC, 600, seed) for seed in range(3)], FitConfig(outliers=0.0))
@@ -59,22 +56,6 @@ def test_values_grow_about_their_mean_and_bytes_stay(group, monkeypatch):
             wanted = (base[layers, 1] - mean[layers]) * GAINS[number]
             grown = torch.isclose(more[layers, 1] - mean[layers], wanted, rtol=1e-4, atol=1e-4).all(dim=(0, 1, 3))
             assert int((~grown).sum()) == aside < 10  # tokens that are stored separately stay as they are
-
-
-@pytest.mark.parametrize("path", oracle.PATHS)
-def test_every_path_decodes_the_same_bits(group, path):
-    _, wanted, _ = coded(with_gains(GAINS), group)
-    with oracle.taking(path):
-        assert torch.equal(coded(with_gains(GAINS), group)[1], wanted)
-
-
-def test_the_road_of_a_profile_with_gains():
-    made = with_gains(GAINS)
-    data = made.to_bytes()
-    read = Profile.from_bytes(data)
-    assert isinstance(read, files.ClassProfile)
-    assert read.depths["AC-L0"].gains == GAINS
-    assert read.depths["AC-L1"].gains == ()
 
 
 @pytest.mark.parametrize("gains", [(1.0,), (0.1,) * len(STACKS), (3.0,) * len(STACKS), (float("nan"),) * len(STACKS)])

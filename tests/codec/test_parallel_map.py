@@ -31,15 +31,6 @@ def test_results_come_in_order(threads):
     assert torch.get_num_threads() == threads
 
 
-def test_few_items_are_drawn_ahead(threads):
-    drawn = []
-    found = parallel_map(lambda number: number, (drawn.append(number) or number for number in range(9)))
-    assert next(found) == 0
-    assert len(drawn) <= 3
-    found.close()
-    assert torch.get_num_threads() == threads
-
-
 def test_an_error_is_raised_in_its_place(threads):
     found = parallel_map(lambda number: 1 / (number - 1), range(5))
     assert next(found) == -1

@@ -25,17 +25,8 @@ PLAIN = {
     "rope": {"theta": 10000.0, "rotary_dim": 32, "layout": "half"}, "group_tokens": 128,
 }  # fmt: skip
 NARROW = PLAIN | {"kv_heads": 3, "head_dim": 6, "dtype": "bfloat16", "rope": None, "group_tokens": 40}
-SCALED = PLAIN | {
-    "layers": 1,
-    "head_dim": 8,
-    "rope": {
-        "theta": 500000.0,
-        "rotary_dim": 4,
-        "layout": "interleaved",
-        "frequencies": [1.0, 0.00141421356],
-        "factor": 1.25,
-    },
-}
+TURNED = {"theta": 5e5, "rotary_dim": 4, "layout": "interleaved", "frequencies": [1.0, 0.00141421356], "factor": 1.25}
+SCALED = PLAIN | {"layers": 1, "head_dim": 8, "rope": TURNED}
 SPECS = {"plain": PLAIN, "narrow": NARROW, "scaled": SCALED}
 CHUNK = "ab" * 32
 

@@ -23,10 +23,9 @@ from kvabr.codec.native.references import (
     tiles,
 )
 from kvabr.codec.profile import Profile
-from kvabr.codec.referring import MARK, choose_references
+from kvabr.codec.referring import MARK
 from kvabr.codec.rope import rotate
 from kvabr.types.errors import FormatError
-from tests.codec.native import oracle
 from tests.codec.native.models import some_references
 from tests.codec.test_ac import FIRST, SHAPE, SMALL, TRACKS, chain_of, decode, encode
 from tests.examples import examples
@@ -75,21 +74,6 @@ def test_values_are_the_same_in_fewer_bytes(track, tokens):
     assert torch.equal(decode(with_tables, fitted(), tokens, track), decode(plain, fitted(), tokens, track))
 
 
-def test_a_group_that_repeats_nothing_is_not_larger():
-    for seed in range(3):
-        kv = torch.randn(SHAPE.shape(128), generator=torch.Generator().manual_seed(seed))
-        for track in ("AC-L0", "AC-5x"):
-            sizes = [len(encode(kv, side, track)[0]) for side in (fitted(), without(fitted()))]
-            assert sizes[0] <= sizes[1]
-
-
-def test_short_groups_have_none():
-    kv = related(SHAPE, LANES, 1, FIRST)
-    payloads = encode(kv, fitted())
-    assert payloads == encode(kv, without(fitted()))
-    assert choose_references(torch.zeros(3, LANES), 1.0, np.ones(LANES, bool)) is None
-
-
 def test_layers_of_other_calls_know_the_references_of_their_base():
     """An encoder that has the payloads below, and nothing else, makes the same layers."""
     kv, memo = repeated(128), {}
@@ -97,14 +81,6 @@ def test_layers_of_other_calls_know_the_references_of_their_base():
     payloads = encode(kv, fitted(), memo=memo)
     again = [codec(track).encode(kv, context, payloads[:at]) for at, track in enumerate(chain_of("AC-L3"))]
     assert again == payloads
-
-
-def test_every_path_makes_the_same_payloads():
-    made = []
-    for path in oracle.PATHS:
-        with oracle.taking(path):
-            made.append(encode(repeated(128)[:, :, :, :100], fitted(), "AC-L1"))
-    assert all(each == made[0] for each in made)
 
 
 def test_the_road_of_profiles_with_tables_and_without():
@@ -115,21 +91,6 @@ def test_the_road_of_profiles_with_tables_and_without():
         assert np.array_equal(near.freqs, depth.coder.near.freqs)
         assert np.array_equal(near.bucket, depth.coder.near.bucket)
     assert Profile.from_bytes(without(made).to_bytes()).of(SHAPE).depths["AC-L0"].coder.near is None
-
-
-@pytest.mark.parametrize(
-    ("spoil", "word"),
-    [
-        (lambda near: near.bucket.__setitem__((0, 3), 200), "context"),
-        (lambda near: near.freqs.__setitem__((0, 0, 0), 4000), "sum"),
-    ],
-)
-def test_bad_tables_are_refused(spoil, word):
-    model = fitted().depths["AC-L0"].coder
-    near = dataclasses.replace(model.near, bucket=model.near.bucket.copy(), freqs=model.near.freqs.copy())
-    spoil(near)
-    with pytest.raises(FormatError, match=word):
-        dataclasses.replace(model, near=near)
 
 
 @examples(30)

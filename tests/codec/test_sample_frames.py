@@ -10,7 +10,6 @@ from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.sample_frames import CHUNK, SampleFrames
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.types.errors import FormatError
 
 
 def test_they_decode_and_are_as_large_as_real_ones() -> None:
@@ -29,12 +28,3 @@ def test_they_decode_and_are_as_large_as_real_ones() -> None:
         assert len(frame) == pytest.approx(track.total_bytes / catalog.groups, rel=0.25), track.name
         again = SampleFrames(GroupContext(catalog.spec, tokens, tokens, profile))
         assert track.name != "AC-L3" or again.frame(track.name) == frame
-
-
-def test_what_cannot_be_made_up_is_refused() -> None:
-    spec = default_catalog().spec
-    sample = SampleFrames(GroupContext(spec, 128, 16))
-    with pytest.raises(FormatError, match="needs the model's profile"):
-        sample.frame("AC-L0")
-    with pytest.raises(FormatError, match="no built-in track"):
-        sample.frame("mine")

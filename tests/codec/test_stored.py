@@ -1,8 +1,6 @@
 """Tokens that AC's tracks store separately: their numbers come in parts, layer by layer; hostile ones are refused."""
 
 import contextlib
-import gc
-import math
 import struct
 from dataclasses import replace
 from functools import cache
@@ -14,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from kvabr.codec.ac import PARTED, split_payload
+from kvabr.codec.ac import PARTED
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.native.coder_model import CoderModel
 from kvabr.codec.stored import (
     LARGEST,
-    LEAST_NUMBERS,
     coarse_of,
     coarse_size,
     fine_size,
@@ -93,13 +89,6 @@ def test_any_bytes_are_read_or_refused(data, rows, width):
         assert split_fine(memoryview(data), (rows, width), "AC-L1").max() <= 3
 
 
-def test_what_reads_more_rows_than_groups_have_is_not_kept():
-    rows = 50_021
-    coarse = np.zeros((rows, 1), np.int16)
-    assert not split_coarse(memoryview(join_coarse(coarse))[4:], rows, 1, "AC-L0").any()
-    assert rows not in {one.rows for one in gc.get_objects() if type(one) is CoderModel}
-
-
 @given(CODES, st.data())
 def test_bytes_that_are_cut_or_too_many_are_refused(codes, data):
     coarse = coarse_of(codes)
@@ -129,17 +118,6 @@ def test_each_layer_knows_a_sink_better_and_the_last_adds_nothing():
     assert torch.equal(
         decoded([alone], "AC-5x", 128)[:, :, :, :SINKS], decoded(payloads, "AC-L3", 128)[:, :, :, :SINKS]
     )
-
-
-def test_so_many_numbers_without_parts_are_refused():
-    kv = kvdata.cache(SHAPE, 128, 2)
-    context = GroupContext(SHAPE, 0, 128, SIDE)
-    coded = split_payload(codec("AC-L0").encode(kv, context), context, SINKS, "AC-L0").coded
-    numbers = SINKS * math.prod(SHAPE.shape(1))
-    assert numbers >= LEAST_NUMBERS
-    whole = struct.pack("<I", 0) + bytes(2 * SINKS * 2 * 2) + bytes(numbers) + bytes(coded)
-    with pytest.raises(FormatError, match="without parts"):
-        decoded([whole], "AC-L0", 128)
 
 
 def test_parts_that_do_not_fit_together_are_refused():

@@ -120,9 +120,6 @@ def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
     return found
 
 
-# ------------------------------------------------------- lookups
-
-
 async def _find(objects: _Objects) -> bool:
     index = StoreIndex(objects)  # type: ignore[arg-type]  # all that it asks for
     good = False
@@ -169,9 +166,6 @@ def _compare(index: StoreIndex, catalog: Catalog, namespace: TrackNamespace) -> 
             assert key.startswith("s/")
             assert 0 < begin < end
             assert end - begin == size
-
-
-# ------------------------------------------------------- managing
 
 
 def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:

@@ -63,9 +63,6 @@ def _alike(paths: Sequence[str], decode: Callable[[], torch.Tensor]) -> bool:
     return first is not None
 
 
-# ------------------------------------------------------------------ frames
-
-
 def _frame(data: bytes) -> bool:
     """A frame. If the first byte is odd, its checksums and lengths are set right: else no input would pass them."""
     frame = _sound(data[1:]) if data[:1] and data[0] & 1 else data[1:]
@@ -102,9 +99,6 @@ def _valid_frames() -> list[bytes]:
     return frames
 
 
-# ------------------------------------------------------------------ token-separable payloads
-
-
 def _separable(data: bytes) -> bool:
     """A payload of any codec but AC: track 1, spec 1, tokens 1, type and strides 1 | payload, to be repeated if odd."""
     which, shape, length, kind, *_ = (*data[:4], 0, 0, 0, 0)
@@ -135,9 +129,6 @@ def _valid_separable() -> list[bytes]:
                 out.append(bytes([which, shape, 5, 2 * which]) + payload)
         out.append(bytes([which, which % 4, which, 8 * which + 1]) + bytes(range(0, 120, 7)))
     return out
-
-
-# ------------------------------------------------------------------ AC payloads and profiles
 
 
 @cache
@@ -205,8 +196,6 @@ def _valid_layers() -> list[bytes]:
         out += [head + b"\0" + part for part in _by_others(seed) if len(part) < 1500]
     return out
 
-
-# ------------------------------------------------------------------ streams
 
 _STREAM_ROWS, _STREAM_TOKENS = 200, 3
 

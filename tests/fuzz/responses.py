@@ -157,9 +157,6 @@ def _failure(data: bytes) -> bool:
     return found.kind != "other"
 
 
-# ------------------------------------------------------- through obstore
-
-
 class _Server:
     """Answers connections on this machine, each with the next of some answers; behind the last it only closes."""
 

@@ -23,7 +23,7 @@ from kvabr.moqt.parameters import Filter, Parameters, SetupOptions
 from kvabr.moqt.requester import MAX_EARLY_OBJECTS_BYTES, MAX_PARTIAL_BYTES
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFT_20, DRAFT_22, Draft, Location
-from tests.fuzz.samples import SPACE, TRACK, data_streams, sample_messages
+from tests.fuzz.samples import MESSAGES, SPACE, TRACK, data_streams
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
 _RECEIVE, _FIN, _RESET, _STOP = 0, 5, 6, 7
@@ -118,7 +118,7 @@ def _script(draft: Draft, seed: int, *, client: bool) -> bytes:
     how = dice.choice((0, 0, 0, 0, 1, 2, 4, 4, 6))
     session = _begun(draft, how, client=client)
     parts, fresh = [bytes([how])], 1 if client else 0
-    samples = [message for message in sample_messages() if not isinstance(message, m.Setup)]
+    samples = [message for message in MESSAGES if not isinstance(message, m.Setup)]
     for _ in range(dice.randrange(1, 9)):
         what = dice.randrange(32) << 3 | dice.choice((_RECEIVE, _RECEIVE, _RECEIVE, _FIN, _RESET, _STOP))
         if dice.random() < 0.7:

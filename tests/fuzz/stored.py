@@ -28,9 +28,6 @@ SPAN_GROUPS = 2
 _SPAN = struct.Struct("<4sHHIQ32s")
 
 
-# ------------------------------------------------------- objects that are valid
-
-
 @cache
 def made(*, hybrid: bool = False) -> Catalog:
     """Return the catalog of a small asset: three groups in two spans."""
@@ -62,9 +59,6 @@ def stored(*, hybrid: bool = False) -> StoredCatalog:
     return StoredCatalog(of, tuple(names), begins, SPAN_GROUPS, json.dumps(json.loads(catalog.dumps())).encode())
 
 
-# ------------------------------------------------------- what would never be hit by chance
-
-
 def span(head: bytes, frames: bytes = b"") -> bytes:
     """Return a span with the right digest, whatever its head is, and the size that its head says if it says one."""
     packed = zlib.compress(head)
@@ -93,9 +87,6 @@ def identified(data: bytes) -> bytes:
         return json.dumps({**value, "id": known.id}).encode()
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError, KvabrError):
         return data
-
-
-# ------------------------------------------------------- targets
 
 
 def _span(data: bytes) -> bool:

@@ -12,10 +12,10 @@ from kvabr.moqt import session as session_module
 from kvabr.moqt.wire import DRAFTS
 from tests.fuzz import corpora, sanitized
 from tests.fuzz.campaign import NATIVE
-from tests.fuzz.mutation import mutate, run
+from tests.fuzz.mutation import run
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.sessions import held
-from tests.fuzz.target import SEPARATOR, Target, TooSlowError, chunks, family, in_time
+from tests.fuzz.target import Target, TooSlowError, in_time
 from tests.moqt.counting import CountingBuffer
 from tests.moqt.raw import Raw
 from tests.scripts import run_tool
@@ -73,16 +73,6 @@ def test_corpora_are_small():
     assert set(sizes) <= {*TARGETS, *NATIVE}
 
 
-def test_a_corpus_keeps_what_failed_and_the_shortest_of_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "FOLDER", tmp_path)
-    assert corpora.read("x").inputs == ()
-    assert corpora.write("x", [b"b" * 30, b"\0", b"longer"], [b"bad" * 20]) == 0
-    assert corpora.read("x") == corpora.Corpus((b"bad" * 20,), (b"\0", b"longer", b"b" * 30))
-    monkeypatch.setattr(corpora, "MOST_BYTES", 220)
-    assert corpora.write("x", [b"\1", b"\2" * 90]) == 1
-    assert corpora.read("x") == corpora.Corpus((b"bad" * 20,), (b"\1",))
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_is_cheap_to_refuse(draft, seed, monkeypatch):
@@ -117,15 +107,6 @@ def test_a_target_that_fails_is_found():
         run(Target(picky, lambda: [b"abc"]), seed=7, rounds=500)
 
 
-def test_the_same_seed_gives_the_same_inputs():
-    seen: list[list[bytes]] = [[], []]
-    for inputs in seen:
-        run(Target(lambda data, inputs=inputs: not inputs.append(data), lambda: [b"some bytes"]), seed=3, rounds=50)
-    assert seen[0] == seen[1]
-    assert len(set(seen[0])) > 20
-    assert mutate(b"", [b""], random.Random(2)) is not None
-
-
 def test_what_takes_too_long_is_stopped():
     def forever() -> None:
         while True:
@@ -135,26 +116,6 @@ def test_what_takes_too_long_is_stopped():
         forever()
     with in_time():
         pass
-
-
-def test_a_family_chooses_by_the_first_byte():
-    both = family(Target(lambda data: data == b"x", lambda: [b"x"]), Target(picky, lambda: [b"y"], 9, native=True))
-    assert list(both.valid()) == [b"\0x", b"\1y"]
-    assert (both.most_bytes, both.native) == (4097, True)
-    assert [both.take(data) for data in (b"", b"\0x", b"\0y", b"\1y", b"\3y")] == [False, True, False, True, True]
-
-
-@pytest.mark.parametrize("cut", [0, 1, 2, 77, 255])
-def test_pieces_make_up_the_whole(cut):
-    data = random.Random(cut).randbytes(3000)
-    assert b"".join(chunks(data, cut)) == data
-    assert (len(chunks(data, cut)) == 1) == (cut == 0 or len(chunks(data, cut)) == 1)
-
-
-def test_parts_are_moved_as_a_whole():
-    parts = [b"first", b"second", b"third"]
-    made = {mutate(SEPARATOR.join(parts), [b""], random.Random(seed)) for seed in range(300)}
-    assert {SEPARATOR.join(parts[1:]), SEPARATOR.join((parts[1], parts[0], parts[2]))} <= made
 
 
 @pytest.mark.parametrize(

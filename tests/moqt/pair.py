@@ -6,16 +6,18 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvabr.moqt.events import Close, Event, Requested, Reset, Stop, Write
 from kvabr.moqt.messages import Fetch, Request, Subscribe, SubscribeNamespace
 from kvabr.moqt.objects import FetchWriter, RangeEnd
-from kvabr.moqt.parameters import SetupOptions
+from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import DRAFT_22, Draft, Location
 
 NAMESPACE = (b"root", b"model", b"prompt")
 TRACK = b"FP16"
+GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
 
 
 @dataclass
@@ -30,17 +32,11 @@ class Lane:
 
 
 class Pair:
-    """A client and a server.
-
-    Args:
-        draft: the draft.
-        seed: None delivers in the order of sending. Otherwise streams overtake each other at random, in pieces.
-        start: whether to exchange SETUPs now.
-    """
+    """A client and a server; with a seed, streams overtake each other at random, in pieces."""
 
     def __init__(
         self,
-        draft: Draft,
+        draft: Draft = DRAFT_22,
         *,
         seed: int | None = None,
         client: SetupOptions | None = None,
@@ -65,8 +61,6 @@ class Pair:
         self.server.start()
         if start:
             self.run()
-
-    # ------------------------------------------------------------------ called by the owner of a session
 
     def write(self, sender: bool, stream: int, data: bytes, *, fin: bool = False) -> None:
         """Write after everything that the session has sent so far."""
@@ -137,8 +131,6 @@ class Pair:
             else:
                 self.closes[sender] = command
 
-    # ------------------------------------------------------------------ the network
-
     def run(self, steps: int | None = None) -> None:
         """Deliver everything in flight, or make a number of deliveries."""
         self.collect()
@@ -178,8 +170,6 @@ class Pair:
             if fin:
                 lane.sent.popleft()
             receiver.receive(stream, first, fin=fin)
-
-    # ------------------------------------------------------------------ assertions
 
     def told(self, client: bool, *kinds: type) -> list[Event]:
         return [event for event in self.events[client] if isinstance(event, kinds)]
@@ -228,6 +218,10 @@ class Origin:
         self.pair.write(self.side, stream, b"", fin=True)
         session.responder.fetch_sent(number)
         self.answered += 1
+
+
+def ask(pair: Pair, start: tuple[int, int] = (0, 0), end: tuple[int, int] = (0, 0), **more: Any) -> int:
+    return pair.client.fetch(NAMESPACE, TRACK, Location(*start), Location(*end), Parameters(**more))
 
 
 def payload(events: Sequence[object]) -> bytes:

@@ -7,7 +7,7 @@ from kvabr.moqt.events import Close, Write
 from kvabr.moqt.messages import Message, MessageParser, decode
 from kvabr.moqt.parameters import Parameters, SetupOptions
 from kvabr.moqt.session import MoqtSession
-from kvabr.moqt.wire import Draft, Location
+from kvabr.moqt.wire import DRAFT_22, Draft, Location
 
 NAME = "01 0161 0174"
 """The namespace ("a") and the track "t"."""
@@ -23,7 +23,9 @@ def frame(kind: str, *parts: str) -> bytes:
 class Raw:
     """Feed bytes to a session and collect its events and commands."""
 
-    def __init__(self, draft: Draft, *, client: bool, ready: bool = True, options: SetupOptions | None = None) -> None:
+    def __init__(
+        self, draft: Draft = DRAFT_22, *, client: bool, ready: bool = True, options: SetupOptions | None = None
+    ) -> None:
         self.draft, self.client = draft, client
         self.session = MoqtSession(draft, client=client, options=options)
         self.session.start()

@@ -44,9 +44,6 @@ def join(items: list[Item]) -> list[object]:
     return out
 
 
-# ------------------------------------------------------------------ types of streams
-
-
 def test_types_of_streams():
     """Sections 3.4 and 11.4.2: 0b0XX1XXXX, but for SUBGROUP_ID_MODE 0b11."""
     valid = {low + kind for low in (0x10, 0x18, 0x30, 0x38, 0x50, 0x58, 0x70, 0x78) for kind in range(6)}
@@ -60,9 +57,6 @@ def test_headers_of_streams():
     assert read_stream_header(bytes.fromhex("af00 0000")) == (0x2F00, None, 2)
     assert read_stream_header(bytes.fromhex("f0132b3e28 00")) == (0x132B3E28, None, 5)
     assert read_stream_header(b"") is None
-
-
-# ------------------------------------------------------------------ objects of a FETCH
 
 
 def test_a_fetch():

@@ -71,9 +71,6 @@ def test_fetches_come_back(descending):
     check()
 
 
-# ------------------------------------------------------------------ bounds
-
-
 def counting_parser() -> ObjectParser:
     parser = ObjectParser()
     parser._buffer = CountingBuffer()
@@ -92,25 +89,6 @@ def test_a_long_stream_byte_by_byte():
     assert count == 9_000
     assert most < 16
     assert parser._buffer.touched < 4 * len(whole)
-
-
-def test_many_objects_at_once():
-    """What comes whole is not copied at all."""
-    writer = RangeWriter()
-    whole = b"".join(writer.header(group, 0, 64) + bytes(64) for group in range(10_000))
-    parser = counting_parser()
-    assert len(parser.feed(whole)) == 20_000
-    assert parser._buffer.touched == 0
-
-
-def test_long_properties_byte_by_byte():
-    value = b"v" * 0xFF00
-    writer = RangeWriter()
-    whole = writer.header(0, 0, 1, ((0x81, value),)) + b"x"
-    parser = counting_parser()
-    items = [item for at in range(len(whole)) for item in parser.feed(whole[at : at + 1])]
-    assert items == [ObjectHeader(0, 0, 0, DEFAULT_PRIORITY, 1, ((0x81, value),)), b"x"]
-    assert parser._buffer.touched < 8 * len(whole)
 
 
 def test_properties_that_are_too_long():

@@ -1,7 +1,5 @@
 """Two sessions joined in memory: requests other than FETCH, tokens, and going away."""
 
-import pytest
-
 from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
 from kvabr.moqt.events import (
     Cancelled,
@@ -11,57 +9,23 @@ from kvabr.moqt.events import (
     Requested,
 )
 from kvabr.moqt.messages import (
-    MessageParser,
     Namespace,
-    PublishDone,
     PublishNamespace,
     RequestErrorMessage,
     RequestOk,
-    Subscribe,
     SubscribeNamespace,
-    SubscribeOk,
     SubscribeTracks,
-    decode,
 )
-from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Filter, Parameters, Token
-from kvabr.moqt.wire import DRAFT_20, DRAFTS, Location
-from tests.moqt.pair import NAMESPACE, TRACK, Origin, Pair
-from tests.moqt.raw import NAME, Raw, frame
+from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, Token
+from tests.moqt.pair import GROUPS, Origin, Pair, ask
+from tests.moqt.raw import Raw, frame
 from tests.moqt.tables import table
 
-both = pytest.mark.parametrize("draft", DRAFTS)
-GROUPS = {0: [b"a0", b"a1", b"a2"], 1: [b"b0"], 3: [b"d0", b"d1"]}
 
-
-def ask(pair: Pair, start=(0, 0), end=(0, 0), **more) -> int:
-    return pair.client.fetch(NAMESPACE, TRACK, Location(*start), Location(*end), Parameters(**more))
-
-
-# ------------------------------------------------------------------ subscriptions
-
-
-@both
-def test_a_subscription_is_answered_and_ended(draft):
-    pair = Pair(draft)
-    number = pair.request(lambda number: Subscribe(number, NAMESPACE, TRACK, Parameters(filter=Filter())))
-    pair.run()
-    pair.server.responder.accept_subscribe(number, 7, Location(4, 2))
-    pair.server.responder.publish_done(number, 0x2, "over")
-    pair.collect()
-    sent = b"".join(pair.lanes[(False, 0)].sent[at] or b"" for at in range(len(pair.lanes[(False, 0)].sent)))
-    messages = [decode(kind, body, draft) for kind, body in MessageParser().feed(sent)]
-    assert messages == [
-        SubscribeOk(7, Parameters(largest=Location(4, 2))), PublishDone(0x2, 0, "over"),
-    ]  # fmt: skip
-    assert pair.server.responder._requests == {}
-    pair.healthy()
-
-
-@both
 @table("kind", ["10", "1d", "3a"])
-def test_objects_of_an_unknown_track(draft, kind):
+def test_objects_of_an_unknown_track(kind):
     """They may belong to one that is over: dropped, and stopped (draft 18, section 11.4.2)."""
-    pair = Pair(draft)
+    pair = Pair()
     stream = pair.server._channel.open_uni()
     pair.write(False, stream, bytes.fromhex(kind + "07 05 00 0a") + b"anything")
     pair.write(False, stream, b"more", fin=False)
@@ -74,16 +38,13 @@ def test_objects_of_an_unknown_track(draft, kind):
 
 def test_padding_is_dropped():
     """Draft 18, section 11.5."""
-    pair = Pair(DRAFT_20)
+    pair = Pair()
     stream = pair.server._channel.open_uni()
     pair.write(False, stream, bytes.fromhex("f0132b3e28") + bytes(1000))
     pair.write(False, stream, bytes(1000), fin=True)
     pair.run()
     pair.healthy()
     pair.tidy()
-
-
-# ------------------------------------------------------------------ other requests
 
 
 def subscribed_to_namespaces(raw: Raw) -> int:
@@ -96,19 +57,8 @@ def subscribed_to_namespaces(raw: Raw) -> int:
     return stream
 
 
-@both
-def test_track_status(draft):
-    raw = Raw(draft, client=False)
-    raw.ask(0, frame("0d", "00", NAME, "00"))
-    raw.session.responder.accept(0, Parameters(largest=Location(3, 1)))
-    assert raw.said() == [RequestOk(Parameters(largest=Location(3, 1)))]
-    assert len(raw.session.responder) == 0
-    assert raw.code is None
-
-
-@both
-def test_publish_namespace(draft):
-    raw = Raw(draft, client=True)
+def test_publish_namespace():
+    raw = Raw(client=True)
     raw.ask(1, frame("06", "01 01 0161 00"))
     (request,) = raw.told(Requested)
     assert isinstance(request.message, PublishNamespace)
@@ -120,9 +70,8 @@ def test_publish_namespace(draft):
     assert raw.code is None
 
 
-@both
-def test_subscribe_namespace(draft):
-    raw = Raw(draft, client=False)
+def test_subscribe_namespace():
+    raw = Raw(client=False)
     stream = subscribed_to_namespaces(raw)
     raw.session.responder.tell_namespace(0, (b"a", b"b"))
     raw.session.responder.tell_namespace(0, ())
@@ -134,9 +83,8 @@ def test_subscribe_namespace(draft):
     assert raw.code is None
 
 
-@both
-def test_a_fin_does_not_end_a_subscription_to_namespaces(draft):
-    raw = Raw(draft, client=False)
+def test_a_fin_does_not_end_a_subscription_to_namespaces():
+    raw = Raw(client=False)
     stream = subscribed_to_namespaces(raw)
     raw.receive(stream, fin=True)
     assert raw.told(Cancelled) == []
@@ -146,9 +94,9 @@ def test_a_fin_does_not_end_a_subscription_to_namespaces(draft):
 
 def test_a_prefix_that_changes():
     """Not supported here; the request ends with that (draft 18, section 10.9.1)."""
-    raw = Raw(DRAFT_20, client=False)
+    raw = Raw(client=False)
     subscribed_to_namespaces(raw)
-    raw.receive(0, frame("02", "02 01 34 03 01 0162"))
+    raw.receive(0, frame("02", "02 01 34 01 0162"))
     assert raw.told(Cancelled) == [Cancelled(0, ResetCode.CANCELLED)]
     refusal = raw.said()[-1]
     assert isinstance(refusal, RequestErrorMessage)
@@ -158,7 +106,7 @@ def test_a_prefix_that_changes():
 
 
 def test_subscribe_tracks_is_heard():
-    raw = Raw(DRAFT_20, client=False)
+    raw = Raw(client=False)
     raw.receive(0, frame("51", "00 01 0161 00"))
     assert [type(event.message) for event in raw.told(Requested)] == [SubscribeTracks]
     raw.session.responder.refuse(0, RequestCode.NOT_SUPPORTED, "")
@@ -169,7 +117,7 @@ def test_subscribe_tracks_is_heard():
 
 def test_namespaces_that_are_reserved():
     """Draft 18, sections 3.2.1 and 3.2.2: `.` and `.session` have nothing; others with a period are the owner's."""
-    raw = Raw(DRAFT_20, client=False)
+    raw = Raw(client=False)
     session = b".session".hex()
     raw.receive(0, frame("50", "00 01 012e 00"))
     raw.receive(4, frame("16", "02 02 08", session, "0178 00 00"))
@@ -181,12 +129,8 @@ def test_namespaces_that_are_reserved():
     assert raw.code is None
 
 
-# ------------------------------------------------------------------ going away
-
-
-@both
-def test_goaway(draft):
-    pair = Pair(draft)
+def test_goaway():
+    pair = Pair()
     origin = Origin(pair, GROUPS)
     before = ask(pair)
     pair.run()
@@ -207,12 +151,8 @@ def test_goaway(draft):
     pair.tidy()
 
 
-# ------------------------------------------------------------------ tokens
-
-
-@both
-def test_tokens(draft):
-    pair = Pair(draft)
+def test_tokens():
+    pair = Pair()
     for tokens in ((Token(b"one"),), (Token(b"two"), Token(b"three")), ()):
         ask(pair, tokens=tokens)
         pair.run()
@@ -220,10 +160,9 @@ def test_tokens(draft):
     pair.healthy()
 
 
-@both
-def test_tokens_are_not_kept_while_a_request_waits(draft):
+def test_tokens_are_not_kept_while_a_request_waits():
     """Each may take 64 KB, and thousands of requests may wait."""
-    pair = Pair(draft)
+    pair = Pair()
     ask(pair, tokens=(Token(b"x" * 60_000),))
     pair.run()
     (event,) = pair.told(False, Requested)
@@ -233,7 +172,6 @@ def test_tokens_are_not_kept_while_a_request_waits(draft):
     pair.healthy()
 
 
-@both
 @table(
     ("token", "code"),
     [
@@ -242,8 +180,8 @@ def test_tokens_are_not_kept_while_a_request_waits(draft):
         (Token(b"x", REGISTER, 5), SessionCode.AUTH_TOKEN_CACHE_OVERFLOW),
     ],
 )
-def test_tokens_that_close_the_session(draft, token, code):
-    pair = Pair(draft)
+def test_tokens_that_close_the_session(token, code):
+    pair = Pair()
     ask(pair, tokens=(token,))
     pair.run()
     assert pair.closes[False].code == code

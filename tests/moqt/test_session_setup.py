@@ -1,20 +1,14 @@
 """SETUP, what comes before it, and the types of streams: what a peer may not do."""
 
-import pytest
-
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.events import Ended, Ready, Requested
-from kvabr.moqt.wire import DRAFT_20, DRAFTS
-from tests.moqt.raw import VIOLATION, Raw, frame
+from tests.moqt.raw import VIOLATION, Raw, fetch_of, frame, goaway_of
 from tests.moqt.tables import table
 
-both = pytest.mark.parametrize("draft", DRAFTS)
+UNKNOWN = ("00", "04", "06", "0f", "16", "1e", "1f", "36", "3f", "20", "2f")
+"""Types of no stream."""
 
 
-# ------------------------------------------------------------------ SETUP
-
-
-@both
 @table(
     ("options", "client", "code"),
     [
@@ -33,8 +27,8 @@ both = pytest.mark.parametrize("draft", DRAFTS)
         ("03", False, VIOLATION),
     ],
 )
-def test_setup_that_is_wrong(draft, options, client, code):
-    raw = Raw(draft, client=client, ready=False)
+def test_setup_that_is_wrong(options, client, code):
+    raw = Raw(client=client, ready=False)
     raw.setup(options)
     assert raw.session.closed.code == code
 
@@ -47,31 +41,16 @@ def test_setup_that_is_wrong(draft, options, client, code):
     ],
 )  # fmt: skip
 def test_setup_that_is_right(path, authority):
-    raw = Raw(DRAFT_20, client=False, ready=False)
+    raw = Raw(client=False, ready=False)
     raw.setup("01", f"{len(path):02x}", path.hex(), "04", f"{len(authority):02x}", authority.hex())
     (ready,) = raw.told(Ready)
     assert (ready.options.path, ready.options.authority) == (path, authority)
 
 
-@both
-def test_a_second_setup(draft):
-    raw = Raw(draft, client=False)
-    raw.setup()
-    assert raw.session.closed.code == VIOLATION
-
-
-def test_a_second_control_stream():
-    """Draft 18, section 3.3: each peer opens one."""
-    raw = Raw(DRAFT_20, client=False)
-    raw.receive(6, frame("af00"))
-    assert raw.code == VIOLATION
-
-
-@both
 @table("how", ["fin", "reset", "stop"])
-def test_the_control_stream_must_stay(draft, how):
+def test_the_control_stream_must_stay(how):
     """Draft 18, section 3.3."""
-    raw = Raw(draft, client=False)
+    raw = Raw(client=False)
     theirs, ours = (2, 3)
     if how == "fin":
         raw.receive(theirs, b"", fin=True)
@@ -82,19 +61,9 @@ def test_the_control_stream_must_stay(draft, how):
     assert raw.code == VIOLATION
 
 
-def test_a_message_before_setup():
-    raw = Raw(DRAFT_20, client=False, ready=False)
-    raw.receive(2, bytes.fromhex("af00") + bytes.fromhex("0000") + frame("10", "00 00"))
-    assert raw.code is None
-
-
-# ------------------------------------------------------------------ what comes before SETUP
-
-
-@both
-def test_early_data_waits(draft):
+def test_early_data_waits():
     """Draft 18, section 3.3: buffered until setup is complete; in pieces, too."""
-    raw = Raw(draft, client=False, ready=False)
+    raw = Raw(client=False, ready=False)
     asked = frame("50", "00 00 00")
     for byte in asked:
         raw.receive(4, bytes([byte]))
@@ -106,7 +75,7 @@ def test_early_data_waits(draft):
 
 def test_early_objects_in_pieces():
     """A stream's second piece is no header."""
-    raw = Raw(DRAFT_20, client=True, ready=False)
+    raw = Raw(client=True, ready=False)
     number = raw.fetch()
     raw.receive(7, "05 00 1c 00 00 80 03 61")
     raw.receive(7, "62")
@@ -117,10 +86,9 @@ def test_early_objects_in_pieces():
     assert raw.session._early == {}
 
 
-@both
 @table("how", ["reset", "stop", "both"])
-def test_early_data_that_is_taken_back(draft, how):
-    raw = Raw(draft, client=False, ready=False)
+def test_early_data_that_is_taken_back(how):
+    raw = Raw(client=False, ready=False)
     asked = frame("50", "00 00 00")
     raw.receive(4, asked[:3])
     if how != "reset":
@@ -135,62 +103,40 @@ def test_early_data_that_is_taken_back(draft, how):
     assert raw.session._messages == {}
 
 
-@both
-def test_too_much_early_data(draft):
-    raw = Raw(draft, client=False, ready=False)
+def test_too_much_early_data():
+    raw = Raw(client=False, ready=False)
     for _ in range(3):
         raw.receive(4, b"x" * 60_000)
     assert raw.code == SessionCode.INTERNAL_ERROR
-    raw = Raw(draft, client=False, ready=False)
+    raw = Raw(client=False, ready=False)
     for stream in range(4, 4 * 3000, 4):
         raw.receive(stream, b"")
     assert raw.code == SessionCode.INTERNAL_ERROR
 
 
-# ------------------------------------------------------------------ streams
-
-
-@both
-@table("kind", ["00", "04", "06", "0f", "16", "1e", "1f", "36", "3f", "20", "2f"])
-def test_streams_of_an_unknown_type(draft, kind):
-    """Draft 18, section 3.4."""
-    for client in (True, False):
-        raw = Raw(draft, client=client)
-        raw.receive(7 if client else 6, f"{kind} 00 00 00 00")
-        assert raw.code == VIOLATION
-
-
-def test_a_stream_that_ends_within_its_header():
-    raw = Raw(DRAFT_20, client=True)
-    raw.receive(7, "05 80", fin=True)
-    assert raw.code == VIOLATION
-
-
-@both
-def test_objects_for_a_request_that_was_never_made(draft):
-    for data in ("05 00", "05 01", "05 02"):
-        raw = Raw(draft, client=True)
-        if data == "05 02":
-            raw.fetch()
-        raw.receive(7, data)
-        assert raw.code == VIOLATION
-
-
-@both
-@table("fin", [False, True])
-def test_a_second_stream_for_a_fetch(draft, fin):
-    """Draft 18, section 10.12.3: a single one."""
-    raw = Raw(draft, client=True)
-    raw.fetch()
-    raw.receive(7, "05 00", fin=fin)
-    raw.receive(11, "05 00")
-    assert raw.code == VIOLATION
-
-
-@both
-def test_objects_that_end_early(draft):
-    """Draft 18, section 11.4."""
-    raw = Raw(draft, client=True)
-    raw.fetch()
-    raw.receive(7, "05 00 1c 00 00 80 03 61", fin=True)
+@table(
+    ("client", "asked", "sent"),
+    [  # only the last is one too many, or wrong
+        (False, False, [(2, frame("af00"))]),  # a second SETUP
+        (False, False, [(6, frame("af00"))]),  # a second control stream, draft 18, section 3.3
+        (False, False, [(0, fetch_of("00")[:-1], True)]),  # ends within a message
+        (False, False, [(2, goaway_of()), (2, goaway_of())]),  # section 10.4
+        (False, False, [(2, goaway_of("6d"))]),  # clients cannot name a server
+        (True, False, [(7, "05 80", True)]),  # ends within its header
+        (True, False, [(7, "05 00")]),  # objects for a request that was never made
+        (True, True, [(7, "05 02")]),
+        (True, True, [(7, "05 00 1c 00 00 80 03 61", True)]),  # ends within an object, section 11.4
+        (True, True, [(7, "05 00"), (11, "05 00")]),  # a second stream for a FETCH, section 10.12.3
+        (True, True, [(7, "05 00", True), (11, "05 00")]),
+        *((True, False, [(7, f"{kind} 00 00 00 00")]) for kind in UNKNOWN),  # section 3.4
+        *((False, False, [(6, f"{kind} 00 00 00 00")]) for kind in UNKNOWN),
+    ],
+)
+def test_streams_that_close_the_session(client, asked, sent):
+    raw = Raw(client=client)
+    if asked:
+        raw.fetch()
+    for stream, data, *fin in sent:
+        assert raw.code is None
+        raw.receive(stream, data, fin=bool(fin))
     assert raw.code == VIOLATION

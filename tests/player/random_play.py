@@ -39,6 +39,8 @@ class World:
     decoding: list[Decode] = field(default_factory=list)
     computing: Recompute | None = None
     ended: Action | None = None
+    arrived: int = 0
+    """Bytes of all requests."""
     bad: float = 0.3
     """Share of what ends that fails."""
 
@@ -55,7 +57,19 @@ class World:
                 break
             self.step()
         assert self.ended is not None, "the play does not end"
+        self.balance()
         return self.play
+
+    def balance(self) -> None:
+        """Check that every byte was of use or wasted, and that no cache with a hole is delivered."""
+        record = self.play.record
+        assert record.bytes_fetched == self.arrived
+        assert 0 <= record.bytes_wasted <= self.arrived
+        if isinstance(self.ended, Deliver):
+            assert all(group.track is not None and group.ready_s is not None for group in record.groups)
+            assert sum(group.bytes for group in record.groups) + record.bytes_wasted == self.arrived
+        else:
+            assert record.gave_up
 
     def obey(self) -> None:
         for action in self.play.actions():
@@ -104,10 +118,13 @@ class World:
             del self.reading[request]
             play.failed(request, "broken off", self.now, busy=dice.random() < 0.2)
         elif what < 0.3:
-            self.received[request] = dice.randrange(self.received.get(request, 0), fetch.bytes)
+            before = self.received.get(request, 0)
+            self.received[request] = dice.randrange(before, fetch.bytes)
+            self.arrived += self.received[request] - before
             play.progress(request, self.received[request], self.now)
         else:
             del self.reading[request]
+            self.arrived += fetch.bytes - self.received.get(request, 0)
             play.done(request, self.now, dice.choice(["network", "network", "cpu", "kept"]))
 
     def decode(self) -> None:

@@ -1,7 +1,7 @@
 """Sessions by hand, and what to do with their actions."""
 
 from kvabr.abr import Ladder
-from kvabr.abr.estimators import HarmonicMean
+from kvabr.abr.estimators import Tracking
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import Decode
@@ -10,7 +10,7 @@ from tests.catalogs import catalog
 
 def session(groups=4, policy="fixed:Int4", deadline=1.0, **options):
     made = load_policy(policy)() if isinstance(policy, str) else policy
-    return Session(Ladder(catalog(groups)), deadline, made, HarmonicMean(), **options)
+    return Session(Ladder(catalog(groups)), deadline, made, Tracking(), **options)
 
 
 def of(actions, kind):

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.codec import base as registry
-from kvabr.codec import paged
 from kvabr.codec.base import Codec, GroupContext
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.group import encode_group, payload_of
@@ -319,24 +318,6 @@ def in_thread(work):
     return thread, returned
 
 
-def test_an_empty_place_is_decoded_into_and_a_full_one_is_not(monkeypatch):
-    outs = []
-    decode = paged.decode_payload
-
-    def decoding(payload, track, context, group, out, below):
-        outs.append(out.untyped_storage().data_ptr())
-        decode(payload, track, context, group, out, below)
-
-    monkeypatch.setattr(paged, "decode_payload", decoding)
-    whole = torch.zeros(SHAPE.shape(TOKENS))
-    play = Assembler(CATALOG, SIDE, out=whole)
-    for track in ("Int4", "Int8"):
-        play.put(1, track, FRAMES[1, track])
-    play.put(2, "AC-5x", FRAMES[2, "AC-5x"])  # takes long: a play that ends must not wait for it
-    there = whole.untyped_storage().data_ptr()
-    assert [out == there for out in outs] == [True, False, False]
-
-
 def test_a_bad_frame_in_an_empty_place_leaves_it_empty():
     first, last = SHAPE.group_range(1, TOKENS)
     context = GroupContext(SHAPE, first, last - first, SIDE)
@@ -435,10 +416,3 @@ def test_a_frame_that_proves_bad_changes_nothing_that_is_in_place():
     with pytest.raises(FormatError):
         made.put(0, "FP16", bytes(bad))
     assert torch.equal(paged.whole()[:, :, :, :128], before[:, :, :, :128])
-
-
-def test_nothing_is_computed_on_what_is_not_in_tensors():
-    made = Assembler(CATALOG, SIDE, out=Paged())
-    made.put(0, "Int8", FRAMES[0, "Int8"])
-    with pytest.raises(UsageError, match="not in tensors"):
-        made.before(1)

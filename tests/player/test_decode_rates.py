@@ -10,19 +10,13 @@ from kvabr.abr import Ladder
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.player.builder import new_session
 from kvabr.player.decode_queue import DecodeRates, DecodeShare, family
-from kvabr.player.session_types import Decode, FetchGroup, PlayerConfig
+from kvabr.player.session_types import Decode, FetchGroup
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
 from tests.player.sessions import of
 from tests.replay.worlds import world
-
-
-def test_the_catalog_counts_until_something_is_measured():
-    rates = DecodeRates(catalog(), {"Int8": 0.005, "elsewhere": 1.0})
-    assert rates.seconds("Int8") == 0.005
-    assert rates.seconds("FP16") == 0.001
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
@@ -41,31 +35,6 @@ def test_two_groups_correct_a_family_and_others_until_they_are_seen():
     rates.observe("Int8", 1.0, 0.002)
     assert rates.seconds("Int8") == 0.002
     assert family("AC-5x") == family("AC-L0") != family("Int8")
-
-
-def test_what_is_as_expected_changes_nothing_at_all():
-    offer = catalog()
-    rates = DecodeRates(offer)
-    for share in (1.0, 0.3, 1 / 3):
-        for track in offer.tracks:
-            rates.observe(track.name, share, track.decode_s * share)
-    assert all(rates.seconds(track.name) == track.decode_s for track in offer.tracks)
-
-
-def test_groups_that_were_held_up_do_not_count():
-    rates = DecodeRates(catalog())
-    for seconds in (0.004, 0.5, 0.004, 0.004, 3.0, 0.004, 0.004):
-        rates.observe("Int8", 1.0, seconds)
-    assert rates.seconds("Int8") == pytest.approx(0.004)
-
-
-def test_a_machine_that_becomes_slower_is_noticed():
-    rates = DecodeRates(catalog())
-    for _ in range(40):
-        rates.observe("Int8", 1.0, 0.002)
-    for _ in range(5):
-        rates.observe("Int8", 1.0, 0.006)
-    assert rates.seconds("Int8") == pytest.approx(0.006)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.3, math.nan, math.inf])
@@ -150,34 +119,3 @@ def test_a_batch_takes_a_latency_and_a_time_per_group():
     assert view.decode_s("AC-5x") == pytest.approx(0.001)  # one more of a batch
     with pytest.raises(UsageError, match="AC"):
         DecodeRates(catalog(), {}, {"AC": -1.0})
-
-
-def test_what_waits_for_a_batch_takes_its_latency_once():
-    offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.001}, {"Int8": 0.05})
-    play = new_session(
-        Ladder(offer), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates, config=PlayerConfig(together=True)
-    )
-    play.start(0.0)
-    fetches = of(play.actions(), FetchGroup)
-    for fetch in fetches[:3]:
-        play.first_byte(fetch.request, 0.1)
-        play.done(fetch.request, 0.2)
-    decodes = of(play.actions(), Decode)
-    assert len(decodes) == 3  # whatever is handed over already
-    assert play.view.decode_backlog_s == pytest.approx(0.05 + 3 * 0.001)
-
-
-def test_what_is_decoded_last_counts_as_far_as_it_takes_longer_than_the_cheapest():
-    offer, rates = catalog(8), DecodeRates(catalog(8), {"Int8": 0.004, "AC-5x": 0.001, "Int4": 0.001})
-    config = PlayerConfig(together=True, decodes_last=True, decode_ahead_s=math.inf)
-    play = new_session(Ladder(offer), 4.0, "fixed:Int8", HarmonicMean(), decode_rates=rates, config=config)
-    play.start(0.0)
-    cheapest = play.view.decode_s(play.view.ladder.cheapest)
-    for fetch in of(play.actions(), FetchGroup)[:3]:
-        play.first_byte(fetch.request, 0.1)
-        play.done(fetch.request, 0.2)
-        for decode in of(play.actions(), Decode):
-            play.decoded(decode.request, 0.2)
-    assert play.view.decode_backlog_s == pytest.approx(3 * (0.004 - cheapest))
-    assert play.view.last_decode_s("Int8") == 0.0
-    assert play.view.decoded_by(0.5, 0.25) == 0.75

@@ -25,7 +25,6 @@ from kvabr.player.session_types import (
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
-from tests.counting import lines
 from tests.player.sessions import bring, decode_all, of
 
 EXPECTED = (1.0, 2.0, 3.0, 4.0)
@@ -120,19 +119,6 @@ def test_what_comes_unasked_says_nothing_about_round_trips():
     assert play.view.rate > 0
 
 
-def test_publishing_again_or_less_or_more_than_there_is_does_nothing():
-    play = session()
-    play.start()
-    play.published(2, 1.0)
-    before = len(of(play.actions(), FetchGroup))
-    play.published(2, 1.1)
-    play.published(1, 1.2)
-    assert before == 2
-    assert not [one for one in of(play.actions(), FetchGroup) if one.pushed]
-    play.published(9, 1.3)
-    assert play.view.edge == 4
-
-
 LAYERS = [(3, name) for name in ("layer-1", "layer-2", "FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "AC-5x")]
 
 
@@ -196,14 +182,6 @@ def test_what_failed_too_often_is_not_there_again_because_it_was_added():
     assert "layer-1" not in [one.track for one in of(play.actions(), FetchGroup)]
 
 
-def test_an_ordinary_play_has_no_edge():
-    play = Session(Ladder(catalog(4)), 1.0, load_policy("anytime")(), HarmonicMean())
-    play.start()
-    assert not play.view.coming
-    play.published(1, 0.5)
-    assert play.view.edge == 4
-
-
 @pytest.mark.parametrize(
     ("reached", "now", "ends"),
     [
@@ -229,17 +207,6 @@ def test_the_end_is_expected_from_the_pace_so_far(reached, now, ends):
 def test_times_that_are_none_are_refused(expected):
     with pytest.raises(UsageError, match="must be finite, and ascend"):
         LiveEdge(expected)
-
-
-def test_a_producer_is_late_once_a_group_takes_twice_its_time():
-    edge = LiveEdge(EXPECTED)
-    assert edge.late_s(1.5) == 0.0
-    assert edge.late_s(2.5) == pytest.approx(1.5)
-    edge.reach(1, 2.5)
-    assert edge.late_s(4.0) == 0.0
-    assert edge.late_s(5.0) == pytest.approx(1.5)
-    edge.reach(4, 5.0)
-    assert edge.late_s(50.0) == 0.0
 
 
 def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
@@ -295,32 +262,9 @@ def test_a_prefix_ends_where_its_producer_stopped():
     assert play.record.missing == (2, 3)
 
 
-def test_the_base_of_what_was_not_asked_for_ahead_is_an_ordinary_request():
-    play = session()
-    play.start()
-    play.published(2, 1.0, EdgeChanges(pushed={1}))
-    asked = of(play.actions(), FetchGroup)
-    assert [(one.group, one.pushed) for one in asked] == [(0, False), (1, True)]
-
-
 def test_upgrades_are_for_what_is_complete():
     ladder = Ladder(catalog(4))
     with pytest.raises(UsageError, match="complete"):
         new_session(ladder, 1.0, "anytime", HarmonicMean(), goal=UpgradeGoal(("Int4",) * 4), expected_s=EXPECTED)
     with pytest.raises(UsageError, match="2 times for 4 groups"):
         new_session(ladder, 1.0, "anytime", HarmonicMean(), expected_s=(1.0, 2.0))
-
-
-def test_the_work_per_event_does_not_grow_with_the_groups_whose_layers_are_to_follow():
-    def looking(groups):
-        ladder = Ladder(catalog(groups, layered=True))
-        times = [group / groups for group in range(groups)]
-        play = Session(ladder, 60.0, load_policy("anytime")(), HarmonicMean(), expected_s=times)
-        play.start()
-        layers = [(group, name) for group in range(groups) for _, name in LAYERS]
-        play.published(groups, 1.0, EdgeChanges(layers, coming=dict.fromkeys(range(groups), 5.0)))
-        play.view.rate = 1e9
-        assert play.layers_pay(1.1)
-        return lines(lambda: [play.layers_pay(1.1) for _ in range(64)])
-
-    assert looking(1024) <= 1.6 * looking(64)

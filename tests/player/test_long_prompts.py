@@ -13,9 +13,8 @@ from kvabr.abr.plugins import policies
 from kvabr.client.live_feed import LiveFeed
 from kvabr.player.builder import new_estimator, new_session
 from kvabr.player.decode_queue import DecodeRates
-from kvabr.player.goals.live import LiveEdge
 from kvabr.player.session import Session
-from kvabr.player.session_types import FetchGroup, GroupRecord, GroupRecords, PlayerConfig, UpgradeGoal
+from kvabr.player.session_types import FetchGroup, PlayerConfig, UpgradeGoal
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.replay.trace import Trace
@@ -168,33 +167,6 @@ async def test_of_news_while_many_groups_wait_for_layers():
     assert many <= 2.0 * few  # a policy keeps what it has worked out only from 64 groups on
 
 
-class Heard:
-    """Notes what a live edge would be told."""
-
-    def __init__(self, groups):
-        self.edge = LiveEdge([group / groups for group in range(groups)])
-
-    def published(self, edge, changes):
-        self.edge.reach(edge, 1.0)
-        self.edge.expect(changes.coming, 1.0)
-
-
-def of_news_alone(groups):
-    live = live_catalog(groups)
-    feed, heard = LiveFeed(MemoryConnection(None), GrowingCatalog(live, live.catalog), "base"), Heard(groups)
-    feed.holds = False
-    tell(feed, heard, range(groups), ["base"])
-    counted = lines(lambda: tell(feed, heard, range(groups), ["layer-1", "layer-2"]))
-    assert len(heard.edge.coming) == groups
-    return counted / groups
-
-
-async def test_of_news_of_a_million_tokens():
-    few, some, many = map(of_news_alone, (64, 1024, 8192))
-    assert some <= _MORE * few
-    assert many <= _MORE * few
-
-
 class Waits(Policy):
     """Wants nothing."""
 
@@ -217,13 +189,3 @@ def test_of_idle_upgrades():
     few, some, many = map(idling, (64, 1024, 8192))
     assert some <= _MORE * few
     assert many <= _MORE * few
-
-
-def test_records_are_made_for_groups_that_come_into_place():
-    records = GroupRecords(5)
-    records[3].ready_s = 1.0
-    assert (len(records), records.missing, records[-1].group) == (5, (0, 1, 2, 4), 4)
-    assert [record.group for record in records[1:3]] == [1, 2]
-    assert list(records) == records == [GroupRecord(0), GroupRecord(1), GroupRecord(2), records[3], GroupRecord(4)]
-    with pytest.raises(IndexError):
-        records[5]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.abr import Decision, Ladder, Policy
+from kvabr.abr import Ladder
 from kvabr.abr.estimator import Estimator
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
@@ -55,24 +55,6 @@ def test_a_deadline_between_two_ticks_holds():
     aims_early = session(2, deadline=1.0, config=PlayerConfig(give_up_after=1.013))
     aims_early.start(0.0)
     assert run_out(aims_early)[0] == 1.013
-
-
-def test_a_policy_is_not_asked_when_time_is_up():
-    asked = []
-
-    class Slow(Policy):
-        def decide(self, view):
-            asked.append(view.now)
-            group = view.first_missing()
-            return Decision.wait("all are on their way") if group is None else Decision.fetch(group, "Int4", "missing")
-
-    play = session(2, Slow(), config=AT_ONCE)
-    play.start(0.0)
-    fetch = of(play.actions(), FetchGroup)[0]
-    play.first_byte(fetch.request, 0.1)
-    play.done(fetch.request, 1.0)  # at the deadline: nothing that it could decide matters
-    assert play.over
-    assert max(asked) < 1.0
 
 
 def test_patience_lets_a_play_be_late():
@@ -169,9 +151,6 @@ def test_an_engine_that_fails_after_the_deadline_ends_the_play_at_once():
     assert "the engine failed: out of memory" in play.record.gave_up
 
 
-# ------------------------------------------------------------------ requests
-
-
 def sized(groups, nbytes):
     """A catalog whose base has ``nbytes`` in each group, and whose layers are as large as they usually are."""
     offer = catalog(groups, layered=True)
@@ -203,21 +182,6 @@ def requested(offer, rate):
     return len(fetches), len(fetches) + len(of(actions, FetchGroup))
 
 
-def test_a_base_of_many_small_groups_leaves_at_once():
-    """The link would stand still for round trips if no more than some number were in flight."""
-    assert requested(sized(504, 8_000), 1e6)[0] == 504
-
-
 def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
     """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
     assert requested(sized(1200, 100), 1e6)[0] == MOST_REQUESTS
-
-
-def test_large_groups_are_requested_as_the_link_carries_them():
-    offer = sized(200, 1_000_000)
-    at_first, on_a_slow_link = requested(offer, 1e6)
-    assert at_first == 5  # as many as reach the least number of bytes
-    assert on_a_slow_link < 10
-    _, on_a_fast_link = requested(offer, 1e7)
-    assert 20 <= on_a_fast_link < 60  # 8 times 10 MB/s for 0.28 s
-    assert requested(offer, 1e9)[1] >= 200

@@ -1,6 +1,5 @@
 """Priorities of a play's requests: what is required, what is better, and what is worth most."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,17 +16,6 @@ SIZES = st.integers(1, 1 << 40)
 def test_what_saves_more_with_the_same_bytes_is_more_urgent(less, more, nbytes):
     less, more = sorted((less, more))
     assert LEAST_URGENT <= upgrade_priority(more, nbytes) <= upgrade_priority(less, nbytes) <= 255
-
-
-@pytest.mark.parametrize(("saved", "nbytes"), [(1e-1, 10_000), (1e-3, 1_000_000), (1e-7, 20_000_000)])
-def test_a_tenth_of_the_worth_is_told_apart_at_any_size(saved, nbytes):
-    assert upgrade_priority(saved, nbytes) < upgrade_priority(saved / 10, nbytes) < 255
-    assert upgrade_priority(saved, nbytes) == upgrade_priority(10 * saved, 10 * nbytes)
-
-
-@pytest.mark.parametrize("saved", [0.0, -1.0])
-def test_what_saves_nothing_comes_last(saved):
-    assert upgrade_priority(saved, 1000) == 255
 
 
 def test_the_cheapest_track_of_every_group_goes_before_others():
@@ -49,15 +37,6 @@ def test_an_upgrade_overtakes_an_older_one_under_way_only_if_it_saves_far_more()
     assert given_.upgrade(2, 1e-4, 1000, {0, 1}) == first
     assert given_.upgrade(3, 1e-3, 1000, {0, 1, 2}) == upgrade_priority(1e-3, 1000) < first
     assert given_.upgrade(4, 1e-5, 1000, set()) == upgrade_priority(1e-5, 1000) < first
-
-
-def test_an_upgrade_that_waits_behind_a_lesser_one_is_not_overtaken_by_what_is_hardly_better():
-    """It would wait for all that is worth more than the lesser one, and miss the deadline."""
-    given_ = RequestPriorities(4)
-    first = given_.upgrade(0, 1e-6, 1000, set())
-    assert given_.upgrade(1, 2.0e-4, 1000, {0}) == first
-    assert given_.upgrade(2, 2.9e-4, 1000, {0, 1}) == first
-    assert given_.upgrade(3, 3.0e-3, 1000, {0, 1, 2}) == upgrade_priority(3.0e-3, 1000) < first
 
 
 class Mixed(Policy):

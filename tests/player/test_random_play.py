@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import policies
-from kvabr.player.throughput_sampler import ChunkedThroughputSampler
 from tests.player.random_play import complete, world
 
 OTHERS = sorted(
@@ -43,12 +41,3 @@ def test_what_once_went_wrong_and_some_more(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_prompts_so_long_that_plans_are_kept(seed):
     ends_well(random.Random(seed), "anytime", groups=130)
-
-
-def test_a_play_that_waited_for_others_since_its_last_bytes_has_no_sample():
-    meter = ChunkedThroughputSampler(HarmonicMean(), 2.0)
-    meter.first_byte(0.25, 0.5)
-    meter.received(5000, 0.5)
-    meter.waited(0.75)
-    meter.settle(0.75, idle=True)
-    assert meter.estimates()[0] == 0.0

@@ -1,18 +1,10 @@
 """The state machine by hand: what goes in and what must come out."""
 
-import random
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import HarmonicMean
-from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig, Recompute
-from kvabr.types.cost import PrefillCost
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig
 from tests.catalogs import catalog
-from tests.examples import examples
 from tests.player.sessions import bring, decode_all, of, session
 
 
@@ -89,108 +81,6 @@ def test_layers_are_asked_for_on_top_of_what_they_refine():
     assert play.record.bytes_wasted == 0
     sizes = play.view.catalog.by_name
     assert play.record.groups[0].bytes == sizes["base"].bytes[0] + sizes["layer-1"].bytes[0]
-
-
-@examples(150)
-@given(
-    st.sampled_from(
-        [
-            "fixed:Int4",
-            "rate",
-            "bola",
-            "bola-e",
-            "dynamic",
-            "l2a",
-            "mpc",
-            "robustmpc",
-            "fugu",
-            "cachegen",
-            "cake",
-            "budget",
-            "cheapfirst",
-            "anytime",
-        ]
-    ),
-    st.sampled_from(["hole", "suffix", None]),
-    st.booleans(),
-    st.integers(0, 2**32),
-)
-def test_whatever_happens_a_play_ends_without_a_hole_and_its_books_balance(policy, mode, layered, seed):
-    """Requests come, stall, fail and are refused at random; the play must end, complete or given up."""
-    dice = random.Random(seed)
-    cost = None if mode is None else PrefillCost(0.001, 0.05 / 128)
-    play = Session(
-        Ladder(catalog(5, short=30, layered=layered)),
-        1.0,
-        load_policy(policy)(),
-        HarmonicMean(),
-        cost=cost,
-        mode=mode or "hole",
-        config=PlayerConfig(give_up_after=4.0, gpu_price=dice.choice([0.0, 1e-3, 1.0])),
-    )
-    flying, decoding, computing, ended = {}, [], None, []
-    received = 0
-    now = 0.0
-    play.start(now)
-    for _ in range(5000):
-        for action in play.actions():
-            if isinstance(action, FetchGroup):
-                flying[action.request] = [action, 0]
-            elif isinstance(action, Cancel):
-                flying.pop(action.request, None)
-            elif isinstance(action, Decode):
-                decoding.append(action)
-            elif isinstance(action, Recompute):
-                assert computing is None
-                assert all(g.ready_s is not None for g in play.record.groups[: action.first])
-                computing = action
-            else:
-                ended.append(action)
-        if play.over:
-            break
-        assert play.view.outstanding_bytes == sum(f.bytes - got for f, got in flying.values())
-        assert set(play.view.in_flight) == set(flying)
-        now += dice.uniform(0.0005, 0.01)
-        what = dice.random()
-        if what < 0.6 and flying:
-            request = dice.choice(sorted(flying))
-            fetch, got = flying[request]
-            got = min(fetch.bytes, got + dice.randrange(1, 6000))
-            received += got - flying[request][1]
-            if got == fetch.bytes:
-                del flying[request]
-                play.done(request, now)
-            else:
-                flying[request][1] = got
-                play.progress(request, got, now)
-        elif what < 0.63 and flying:
-            request = dice.choice(sorted(flying))
-            del flying[request]
-            play.failed(request, "reset by the test", now)
-        elif what < 0.75 and decoding:
-            action = decoding.pop(0)
-            if dice.random() < 0.1:
-                play.refused(action.request, "corrupt, says the test", now)
-            else:
-                play.decoded(action.request, now)
-        elif what < 0.85 and computing is not None:
-            action, computing = computing, None
-            if dice.random() < 0.05:
-                play.compute_failed("out of memory, says the test", now)
-            else:
-                play.computed(action.first, action.last, now)
-        while not play.over and (timer := play.next_timer()) is not None and timer <= now:
-            play.timer(now)
-    assert play.over
-    assert len(ended) == 1
-    assert play.record.bytes_fetched == received
-    assert 0 <= play.record.bytes_wasted <= received
-    if isinstance(ended[0], Deliver):
-        assert all(g.track is not None and g.ready_s is not None for g in play.record.groups)
-        useful = sum(g.bytes for g in play.record.groups)
-        assert useful + play.record.bytes_wasted == received
-    else:
-        assert play.record.gave_up
 
 
 def test_nothing_changes_once_the_play_is_over():

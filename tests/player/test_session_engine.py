@@ -2,14 +2,10 @@
 
 import pytest
 
-from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import HarmonicMean
-from kvabr.abr.plugins import load_policy
-from kvabr.player.session import Session
+from kvabr.abr import Decision, Policy
 from kvabr.player.session_types import Deliver, FetchGroup, PlayerConfig, Recompute
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PolicyError
-from tests.catalogs import catalog
 from tests.player.sessions import bring, decode_all, of, session
 
 
@@ -70,37 +66,6 @@ def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
     assert play.record.tokens_recomputed == 6 * 128
 
 
-@pytest.mark.parametrize(
-    ("cost", "least", "most"),
-    [
-        (PrefillCost(0.03, 0.25e-3), 4, 5),  # a group takes 0.062 s, of which 0.03 whatever the call
-        (PrefillCost(0.0, 0.25e-3, floor_s=0.07), 10, 12),  # a group takes 0.032 s, and two no longer than one
-    ],
-)
-def test_what_is_left_to_a_gpu_by_need_is_computed_in_calls_that_its_floor_asks_for(cost, least, most):
-    play = session(60, cost=cost)
-    play.start(0.0)
-    play.actions()
-    now, calls, cut_short = 0.0, [], 0
-    while not play.over and now < 5:  # the network is dead from the start, and no run is in time
-        now = max(now, play.next_timer())
-        play.timer(now)
-        for action in of(play.actions(), Recompute):
-            count = action.last - action.first
-            one_s, taken_s = (cost.seconds(128 * action.first, 128 * groups) for groups in (1, count))
-            assert now + one_s > 1.0 or now + taken_s <= 1.0  # a shorter one would be in time
-            if now + taken_s <= 1.0 < now + cost.seconds(128 * action.first, 128 * least):
-                cut_short += 1
-            else:
-                calls.append(count)
-            now += taken_s
-            play.computed(action.first, action.last, now)
-    assert play.record.tokens_recomputed == 60 * 128
-    assert least <= min(calls[:-1]) <= max(calls) <= most
-    assert cut_short <= 3
-    assert play.record.recompute_s <= 1.35 * 60 * 128 * cost.per_token_s
-
-
 def test_a_policy_that_leaves_the_same_group_to_the_engine_again_and_again_is_refused():
     class Again(Policy):
         def decide(self, view):
@@ -140,22 +105,6 @@ def test_a_group_in_place_can_be_left_to_the_engine_once():
         assert of(decode_all(play, play.actions(), 0.3), Deliver)
         assert play.record.groups[1].track == ("Int4" if fails else "recomputed")
         assert play.record.groups[0].track == "Int4"
-
-
-def test_the_engine_never_starts_a_run_that_misses_anyway_while_slow_start_still_hides_the_link():
-    offer = catalog(64, decode=0.0)
-    whole_s = 9.0
-    cost = PrefillCost(0.02, whole_s / offer.tokens)
-    play = Session(Ladder(offer), 2.0, load_policy("cheapfirst")(), HarmonicMean(), cost=cost)
-    play.start(0.0)
-    now, longest = 0.0, 0
-    while now < 2.0 and not play.over:
-        now = play.next_timer()
-        play.timer(now)
-        for action in of(play.actions(), Recompute):
-            longest = max(longest, action.last - action.first)
-            play.computed(action.first, action.last, now)
-    assert longest == 1
 
 
 def test_an_engine_that_fails_is_not_asked_again_and_its_groups_are_missing_again():

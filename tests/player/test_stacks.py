@@ -119,34 +119,6 @@ def test_a_policy_may_not_deliver_what_has_not_arrived():
         play.timer(0.2)
 
 
-def test_layers_requested_with_a_base_are_abandoned_if_they_would_delay_another_base():
-    offer = catalog(2, layered=True)
-
-    class Stacks(Policy):
-        def decide(self, view):
-            group = view.first_missing()
-            if group is None:
-                return Decision.wait("all are under way")
-            return Decision.fetch(group, "layer-2", "the link seems fast")
-
-    play = Session(Ladder(offer), 1.0, Stacks(), HarmonicMean())
-    play.start(0.0)
-    fetches = of(play.actions(), FetchGroup)
-    assert len(fetches) == 6
-    play.first_byte(0, 0.1)
-    play.done(0, 0.2)
-    cancelled, got, now = set(), 0, 0.2
-    while not cancelled and now < 0.9:
-        now += 0.02
-        got += 400  # 20 kB/s: enough for the other base, not for the layers
-        play.progress(1, got, now)
-        play.timer(now)
-        cancelled = {cancel.request for cancel in of(play.actions(), Cancel)}
-    assert cancelled
-    assert cancelled <= {1, 2, 4, 5}
-    assert 3 in play.view.in_flight
-
-
 class Replacing(Policy):
     """Requests the base of every group, and says that it will replace one."""
 

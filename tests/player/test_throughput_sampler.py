@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import HarmonicMean
-from kvabr.abr.estimators.tracking import Tracking
 from kvabr.player.throughput_sampler import ChunkedThroughputSampler, ThroughputSampler
 from kvabr.types.errors import PolicyError
 
@@ -49,38 +47,6 @@ def test_every_sample_is_the_rate_of_the_link_or_a_bound_from_below(rate, lumps)
     assert all(value <= rate * (1 + 1e-6) for value in measured)
 
 
-def test_the_plain_meter_is_misled_by_the_end_of_a_lump():
-    """Why there are two: the first lump's bytes came before its first byte was told of."""
-    rate, lumps = 5e4, [1200, 1200, 314]
-    results = {}
-    for cls in (ThroughputSampler, ChunkedThroughputSampler):
-        kept = Kept()
-        carried(cls(kept, 2.0), rate, lumps)
-        results[cls] = max(nbytes / seconds for nbytes, seconds in kept.samples if seconds)
-    assert results[ChunkedThroughputSampler] == pytest.approx(rate)
-    assert results[ThroughputSampler] > 1.3 * rate
-
-
-def test_a_few_packets_at_once_say_nothing_about_slow_start():
-    kept = Kept()
-    meter = ThroughputSampler(kept, 4.0)
-
-    def burst(nbytes, begin, seconds):
-        meter.first_byte(0.1, begin)
-        meter.received(nbytes, begin + seconds)
-        meter.settle(begin + seconds, idle=True)
-
-    burst(100_000, 0.1, 0.1)
-    burst(200_000, 0.3, 0.1)
-    assert meter.growing
-    before = meter.estimates()[0]
-    burst(50_000, 0.5, 0.0001)
-    assert meter.growing
-    assert meter.estimates()[0] < 2 * before
-    burst(400_000, 0.6, 0.0001)  # as many as a window
-    assert meter.estimates()[0] == pytest.approx(4e9)
-
-
 @pytest.mark.parametrize("rtt_s", [0.02, 0.08])
 def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
     meter = ThroughputSampler(HarmonicMean(), 1.0)
@@ -99,22 +65,6 @@ def test_slow_start_goes_on_behind_a_first_sample_of_a_moment(rtt_s):
         meter.settle(now, idle=False)
     assert not meter.growing
     assert meter.estimates()[0] == pytest.approx(rate, rel=0.3)
-
-
-@pytest.mark.parametrize("end", ["slower", "silence"])
-def test_a_link_that_fades_after_its_first_sample_is_not_in_slow_start(end):
-    meter = ThroughputSampler(HarmonicMean(), 1.0)
-    meter.first_byte(0.02, 0.1)
-    meter.received(20_000, 0.11)
-    meter.settle(0.11, idle=False)
-    assert meter.growing
-    if end == "slower":
-        meter.received(10_000, 0.14)
-        meter.settle(0.14, idle=False)
-    else:
-        meter.settle(0.14, idle=True)
-        meter.tick(0.5, waiting=True, idle=True)
-    assert not meter.growing
 
 
 def test_what_came_at_once_is_a_bound_from_below():
@@ -142,23 +92,6 @@ def test_a_link_that_stands_still_in_the_middle_of_a_transfer_is_news():
     assert sum(seconds for nbytes, seconds in kept.samples if not nbytes) > 0.5
 
 
-def test_lumps_that_others_held_up_do_not_lower_it():
-    told = []
-    kept = Kept()
-    meter = ChunkedThroughputSampler(kept, 2.0, lambda by, *_, fed: told.append((by, fed)))
-    carried(meter, 1e6, [20_000] * 10)
-    before = kept.rate()
-    now = 1.0
-    meter.first_byte(0.02, now)
-    meter.received(1000, now, "cpu")
-    for _ in range(20):
-        now += 0.02
-        meter.received(1000, now, "cpu")
-        meter.tick(now, waiting=True, idle=False)
-    assert kept.rate() == before
-    assert set(told) == {("cpu", False)}
-
-
 def test_a_first_byte_and_a_wait_at_the_same_time_are_no_sample():
     kept = Kept()
     meter = ThroughputSampler(kept, 2.0)
@@ -169,33 +102,6 @@ def test_a_first_byte_and_a_wait_at_the_same_time_are_no_sample():
     meter.received(50_000, 1.5)
     meter.settle(1.5, idle=True)
     assert [seconds for _, seconds in kept.samples] == [0.5]
-
-
-def test_slow_start_up_to_the_rate_that_earlier_plays_told_is_nothing_new():
-    told = Tracking()
-    told.prime(Prior(1e6, 0.02))
-    meter = ThroughputSampler(told, 4.0)
-    assert meter.estimates()[0] == pytest.approx(1e6)
-    for rate, growing in ((2e5, False), (4e5, False), (8e5, False), (3e6, True)):
-        now = {2e5: 0.1, 4e5: 0.2, 8e5: 0.3, 3e6: 0.4}[rate]
-        meter.first_byte(0.02, now)
-        meter.received(int(rate * 0.09), now + 0.09)
-        meter.settle(now + 0.09, idle=True)
-        assert meter.growing == growing
-    assert meter.estimates()[0] > 1e6
-
-
-@pytest.mark.parametrize("round_trips", [0.5, 1.5])
-def test_two_samples_alike_end_slow_start_if_the_first_was_no_moment(round_trips):
-    meter = ThroughputSampler(HarmonicMean(), 1.0)
-    meter.first_byte(0.02, 0.1)
-    now = 0.1
-    for seconds in (0.02 * round_trips, 0.025):
-        assert meter.growing or now == 0.1
-        now += seconds
-        meter.received(round(1e6 * seconds), now)
-        meter.settle(now, idle=False)
-    assert meter.growing == (round_trips < 1)
 
 
 def test_time_in_which_nothing_is_asked_is_no_silence():

@@ -61,13 +61,6 @@ def test_it_fetches_every_layer_that_is_missing_the_most_worth_first():
         assert asset.track(record.track).loss[record.group] < base.loss[record.group] / 100
 
 
-def test_no_more_is_in_flight_than_before_the_deadline():
-    session = late(until_s=math.inf)
-    ahead = sum(fetch.bytes for fetch in of(session.actions(), FetchGroup))
-    # What an hour could carry must not be asked for at once: it could not be put into a better order any more.
-    assert ahead < 0.25 * 2.0 * RATE
-
-
 def test_it_ends_when_nothing_that_was_asked_for_ever_comes():
     session, now = late(horizon_s=2.0), 0.0
     assert of(session.actions(), FetchGroup)

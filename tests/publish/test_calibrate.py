@@ -28,10 +28,6 @@ def test_longer_texts_give_more_contexts_and_none_overlap():
     assert cuts[9][1][-1] == 9_999
 
 
-def test_no_more_contexts_than_a_text_holds():
-    assert len(cut_contexts({"a": list(range(950))}, 100, 300)) == 3
-
-
 def test_no_text():
     with pytest.raises(UsageError, match="not empty"):
         cut_contexts({"a": []}, 3, 100)
@@ -57,10 +53,6 @@ def test_contexts_begin_as_prompts_of_the_model_do(tmp_path, monkeypatch):
     assert opened(loaded, prompt.tokens) == prompt.tokens
 
 
-def test_a_tokenizer_that_adds_nothing_has_no_opening(tmp_path):
-    assert load_model(str(tinymodels.save(tmp_path))).opening == ()
-
-
 @pytest.mark.slow
 def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
     loaded = load_model(str(tinymodels.save(tmp_path, max_position_embeddings=96)))
@@ -69,22 +61,6 @@ def test_a_model_of_short_sight_is_calibrated_with_all_that_it_sees(tmp_path):
     assert [(text.name, text.contexts) for text in made.seen.texts] == [("a", 2)]
     assert made.seen.share(loaded.encode("what it says " * 40)[:96]) == 1.0
     assert made.seen.share(loaded.encode("and what it does not, whatever one may think of it. ") * 2) == 0.0
-
-
-@pytest.mark.slow
-def test_a_model_with_an_infinite_cache_is_not_calibrated(tmp_path, monkeypatch):
-    loaded = load_model(str(tinymodels.save(tmp_path)))
-    prefill = type(loaded.engine).prefill_classes
-
-    def infinite(engine, tokens, before=None):
-        (kv,) = prefill(engine, tokens, before)
-        kv = kv.clone()
-        kv[1, 0, 0, 7, 3] = float("inf")
-        return (kv,)
-
-    monkeypatch.setattr(type(loaded.engine), "prefill_classes", infinite)
-    with pytest.raises(ModelError, match="layer 1"):
-        calibrate(loaded, {"a": "what it says " * 40}, contexts=2, tokens=200)
 
 
 @pytest.mark.slow

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from kvabr.cli.main import main
 from kvabr.engines.transformers.model_loader import load_model
@@ -38,9 +36,6 @@ def test_a_disk_that_fills_is_named_and_leaves_no_profile(tmp_path, monkeypatch,
 def test_a_disk_that_is_too_small_is_refused_before_the_work(tmp_path, monkeypatch, by_layer):
     loaded = load_model(str(tinymodels.save(tmp_path)), by_layer=by_layer)
     wanted = collect.room_needed(loaded.engine, [100] * 3)
-    # 2 layers, 2 heads of 8: keys and values of all tokens, gradients of seven eighths, 16 bits each; and 32 float32
-    # channels of the last eighth before each layer.
-    assert wanted == 3 * (64 * 2 * 100 + 64 * 2 * 87 + by_layer * 2 * 32 * 4 * 13)
     monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted - 1))
     with pytest.raises(AssetError, match="set TMPDIR to a folder with more room"):
         calibrate(loaded, TEXT, contexts=3, tokens=100)
@@ -56,21 +51,3 @@ def test_caches_that_are_no_numbers_are_refused_with_the_layer(tmp_path, monkeyp
     monkeypatch.setattr(attention.v_proj, "forward", lambda hidden: projected(hidden).fill_(float("nan")))
     with pytest.raises(ModelError, match="layer 1 is NaN"):
         calibrate(loaded, TEXT, contexts=2, tokens=100)
-
-
-def test_layers_are_put_where_whole_caches_have_them(tmp_path):
-    spec = load_model(str(tinymodels.save(tmp_path))).engine.spec
-    torch.manual_seed(1)
-    caches = [torch.randn(spec.shape(tokens)) for tokens in (7, 12, 5)]
-    with ExitStack() as files:
-        one, other = (collect.ClassFiles(spec, files).caches for _ in range(2))
-        for cache in caches:
-            one.add(cache)
-            other.reserve(cache.shape[3])
-        for layer in (1, 0):
-            for number in (2, 0, 1):
-                other.put(number, layer, caches[number][layer])
-        for cache, mine, its in zip(caches, one.read(), other.read(), strict=True):
-            assert torch.equal(mine, cache.half())
-            assert torch.equal(mine, its)
-        assert torch.equal(other.get(1, 1), caches[1][1].half())

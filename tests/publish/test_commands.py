@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from kvabr.cli.main import main
-from kvabr.engines.transformers import model_loader
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
 from kvabr.store.locations import open_asset
-from kvabr.types.catalog import Catalog
-from kvabr.types.kv import KVSpec
 from kvabr.types.naming import LAYERS, chain
-from kvabr.types.tails import TailLoss
 from tests import tinymodels
 from tests.assets import frame_file
 from tests.toymodel import toy_asset
@@ -51,38 +44,6 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     assert value["bad"] == []
 
 
-def test_inspect_reads_a_catalog_alone(toy, capsys):
-    assert kvabr("inspect", toy / "catalog.json") == 0
-    assert "Int4" in capsys.readouterr().out
-    assert kvabr("inspect", toy / "catalog.json", "--check") == 2
-    assert "a catalog alone has no groups" in capsys.readouterr().err
-
-
-def test_inspect_shows_what_is_left_behind_tails_and_how_sure_that_is(toy, tmp_path, capsys):
-    assert kvabr("inspect", toy / "catalog.json") == 0
-    assert "was not measured: as a rule a tenth to all of the loss" in capsys.readouterr().out
-    catalog, path, report = Catalog.read(toy / "catalog.json"), tmp_path / "catalog.json", tmp_path / "report.json"
-    whole = catalog.track("Int4").total_loss
-    for spread, words in ((0.7, "varies the loss by that factor"), (0.0, "measured with one continuation")):
-        tails = (TailLoss(25, 0.4, spread), TailLoss(152, 0.2))
-        known = replace(catalog, tracks=tuple(replace(each, tails=tails) for each in catalog.tracks))
-        path.write_text(replace(known, asked=tuple(range(1, known.groups + 1))).dumps())
-        assert kvabr("inspect", path, "--json", report) == 0
-        out = capsys.readouterr().out
-        for shown in (words, "25 tokens", "152 tokens", f"{0.2 * whole:.5f}", *(["2.0x"] if spread else [])):
-            assert shown in out
-        assert json.loads(report.read_text())["tracks"][2]["behind"] == [
-            {"tokens": 25, "loss": pytest.approx(0.4 * whole), "spread": spread},
-            {"tokens": 152, "loss": pytest.approx(0.2 * whole), "spread": 0.0},
-        ]
-
-
-def test_a_narrow_terminal_shows_every_number(toy, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert kvabr("inspect", toy, "--groups") == 0
-    assert "…" not in capsys.readouterr().out
-
-
 def test_inspect_check_names_every_bad_part(toy, capsys):
     frame_file(toy, 1, "Int4").unlink()
     swapped = frame_file(toy, 2, "FP16")
@@ -96,11 +57,6 @@ def test_inspect_check_names_every_bad_part(toy, capsys):
     assert "3 parts cannot be read" in captured.err
 
 
-def test_inspect_of_nothing(tmp_path, capsys):
-    assert kvabr("inspect", tmp_path / "no") == 2
-    assert "kvabr encode" in capsys.readouterr().err
-
-
 def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text("words " * 1000)
@@ -108,6 +64,7 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
     (tmp_path / "long.salt").write_bytes(b"x" * 4097)
     base = ("encode", "--text", text, "--model", tmp_path / "no-model")
     salted = (*base, "--tokens", 9, "--out", tmp_path / "o", "--salt-file")
+    calibrate = ("calibrate", "--model", "nowhere", "--out", tmp_path / "o")
     cases = [
         ((*salted, tmp_path / "no.salt"), 2, "no.salt: cannot be read"),
         ((*salted, tmp_path / "short.salt"), 2, "16 to 4096 random bytes"),
@@ -124,6 +81,14 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "there is no folder"),
         (("prefill", *base[1:], "--out", text / "o"), 1, f"{text} cannot be written"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--alone"), 2, "add --passage"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--fusion", "f.json"), 2, "add --passage"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--contexts", 0), 2, "1 to 65536"),
+        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--snapshots-every", 128), 2, "recurrent states"),
+        ((*calibrate, "--base", "alone"), 2, "add --blend"),
+        ((*calibrate, "--blend", "--contexts", 3), 2, "--contexts is for profiles"),
+        ((*calibrate, "--blend", "--gain"), 2, "--gain is for profiles"),
+        ((*calibrate, "--blend", "--load", "layers"), 2, "--load layers is for profiles"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o"), 1, "no such model"),
     ]
     for words, status, message in cases:
@@ -162,20 +127,6 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     value = json.loads(report.read_text())
     assert value["schema"] == "kvabr.bench.quality/1"
     assert [row["track"] for row in value["mean"]] == ["Int4", "FP8"]
-
-
-@pytest.mark.model
-def test_a_rotary_embedding_that_cannot_be_undone_is_told(tmp_path, capsys):
-    text = tmp_path / "text"
-    text.write_text(measuring_texts()["manual"][:3000])
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
-    long = yarn | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    for scaling, told in ((None, False), (yarn, False), (long, True)):
-        kind = "plain" if scaling is None else scaling["rope_type"]
-        model = tinymodels.save(tmp_path / kind, rope_scaling=scaling)
-        calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 64, "--contexts", 2)
-        assert kvabr(*calibrate, "--out", tmp_path / "profile") == 0
-        assert ("invertible rotary embedding" in capsys.readouterr().out) == told
 
 
 @pytest.mark.model
@@ -244,34 +195,6 @@ def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(
-    ("command", "advice"), [("encode", "--tokens 38 --continuation 12"), ("prefill", "--tokens 50")]
-)
-def test_a_short_text_is_refused_before_the_model_is_loaded(tmp_path, capsys, monkeypatch, command, advice):
-    model = tinymodels.save(tmp_path / "tiny")
-    text = tmp_path / "text"
-    text.write_text("x" * 50)
-    words = (command, "--text", text, "--model", model, "--out", tmp_path / "o")
-    with monkeypatch.context() as patch:
-        patch.setattr(model_loader, "load_model", None)
-        assert kvabr(*words, "--tokens", 512) == 2
-    assert capsys.readouterr().err.rstrip().endswith(f"give a longer text, or {advice}")
-    assert kvabr(*words, *advice.split(), *(["--tracks", "Int4"] if command == "encode" else [])) == 0
-
-
-@pytest.mark.model
-def test_a_profile_of_another_model_is_refused(asset, tmp_path, capsys):
-    model = tinymodels.save(tmp_path / "tiny")
-    text = tmp_path / "text"
-    text.write_text("x" * 500)
-    shutil.copy(asset.path / "profile.safetensors", tmp_path / "p")
-    words = ("encode", "--text", text, "--model", model, "--tokens", 100, "--out", tmp_path / "o")
-    assert kvabr(*words, "--profile", tmp_path / "p") == 1
-    assert "calibrated for SmolLM2" in capsys.readouterr().err
-    assert not (tmp_path / "o").exists()
-
-
 @pytest.mark.slow
 def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     model, out, report = tinymodels.save(tmp_path / "model"), tmp_path / "passage", tmp_path / "report.json"
@@ -306,44 +229,6 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     assert kvabr("inspect", out / "catalog.json") == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--alone",), "add --passage"),
-        (("--contexts", 3), "add --passage"),
-        (("--passage", "--contexts", 0), "1 to 65536"),
-        (("--passage", "--contexts", 100_000), "1 to 65536"),
-        (("--passage", "--snapshots-every", 128), "recurrent states"),
-        (("--fusion", "f.json"), "add --passage"),
-    ],
-)
-def test_options_of_passages_that_make_no_sense(tmp_path, capsys, more, said):
-    text = tmp_path / "text.txt"
-    text.write_text("words " * 50)
-    assert kvabr("encode", "--text", text, "--tokens", 20, "--out", tmp_path / "o", *more) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ((), "as alone, the passage is computed as the mean over 4 contexts"),
-        (("--contexts", 2), "give none (`kvabr calibrate --blend` measures means over 4 contexts)"),
-        (("--behind", "text.txt"), "calibrate --blend --base behind"),
-    ],
-)
-def test_losses_of_passages_made_otherwise_are_refused_before_the_model_is_loaded(
-    tmp_path, monkeypatch, capsys, how, said
-):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("words " * 50)
-    losses = FusionLosses(KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16"), 0, ((0.0, 0.1),), "on paper", "alone")
-    Path("f.json").write_text(json.dumps(losses.to_json()))
-    words = ("encode", "--passage", "--text", "text.txt", "--tokens", 20, "--fusion", "f.json", "--model", "nowhere")
-    assert kvabr(*words, "--out", "o", *how) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     model, file, text = tinymodels.save(tmp_path / "model"), tmp_path / "f.json", tmp_path / "text.txt"
@@ -369,75 +254,3 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
     assert not (tmp_path / "p" / "catalog.json").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("base", "how"), [("alone", ("--alone",)), ("behind", ("--behind", "text.txt"))])
-def test_so_are_those_of_passages_that_are_no_means(tmp_path, monkeypatch, base, how):
-    monkeypatch.chdir(tmp_path)
-    model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text("Some words about a passage that may be used anywhere. " * 8)
-    assert kvabr("calibrate", "--blend", "--base", base, "--model", model, "--out", "f.json") == 0
-    found = FusionLosses.read(tmp_path / "f.json")
-    assert (found.base, found.contexts) == (base, 0)
-    words = ("encode", "--passage", "--text", text, "--tokens", 60, "--fusion", "f.json", "--tracks", "FP16", *how)
-    assert kvabr(*words, "--model", model, "--out", "o") == 0
-    notes = open_asset(tmp_path / "o").catalog.passage
-    assert (notes.base, notes.contexts, notes.fusion) == (base, 0, found.losses)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("calibrate", "--base", "alone"), "add --blend"),
-        (("calibrate", "--blend", "--contexts", 3), "--contexts is for profiles"),
-        (("calibrate", "--blend", "--target-kl", 0.1), "--target-kl is for profiles"),
-        (("calibrate", "--blend", "--step-scale", 2), "--step-scale is for profiles"),
-        (("calibrate", "--blend", "--gain"), "--gain is for profiles"),
-        (("calibrate", "--blend", "--load", "layers"), "--load layers is for profiles"),
-    ],
-)
-def test_options_of_profiles_make_no_fusion_losses(tmp_path, capsys, words, said):
-    assert kvabr(*words, "--model", "nowhere", "--out", tmp_path / "f.json") == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_model_with_windows_has_no_passages_and_the_reason_is_told_once(tmp_path, capsys):
-    model = tinymodels.save(tmp_path / "model", "Mistral", sliding_window=64)
-    text = tmp_path / "text.txt"
-    text.write_text("words of a passage " * 20)
-    asked = {
-        "passages need full attention in every layer; it has window64": (
-            *("encode", "--passage", "--text", text, "--tokens", 90, "--continuation", 24, "--out", tmp_path / "o"),
-        ),
-        "cannot play passages: not all of its layers keep keys and values of every token": (
-            *("calibrate", "--blend", "--out", tmp_path / "f.json"),
-        ),
-    }
-    asked["(it has: window)"] = ("bench", "blend", "--quick", "--work", tmp_path / "work")
-    for reason, words in asked.items():
-        capsys.readouterr()
-        assert kvabr(*words, "--model", model) == 1
-        said = capsys.readouterr()
-        assert reason in said.err
-        assert said.err.count("passages") == 1
-        assert "passages" not in said.out
-    assert not (tmp_path / "f.json").exists()
-
-
-@pytest.mark.slow
-def test_a_passage_may_be_shorter_than_a_group_and_a_token_long(tmp_path, capsys):
-    model, text = tinymodels.save(tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text("Some words about a passage that may be used anywhere. " * 8)
-    for tokens in (1, 5):
-        out = tmp_path / f"of-{tokens}"
-        words = ("encode", "--passage", "--text", text, "--tokens", tokens, "--continuation", 24, "--model", model)
-        assert kvabr(*words, "--contexts", 2, "--tracks", "FP16", "Int4", "--out", out) == 0
-        catalog = open_asset(out).catalog
-        assert (catalog.tokens, catalog.groups, len(catalog.passage.order)) == (tokens, 1, tokens)
-        assert len(catalog.passage.fusion) == 4
-        assert "what joining it costs, nats per token" in capsys.readouterr().out
-    assert kvabr(*words, "--continuation", 17, "--contexts", 1, "--tracks", "FP16", "--out", tmp_path / "unknown") == 0
-    assert "was not measured, so players compute it: give --fusion" in capsys.readouterr().out
-    assert kvabr("inspect", tmp_path / "unknown") == 0
-    assert "was not measured: players compute it" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.player.assembler import Assembler
-from kvabr.publish.encoder import compute_cache, ordered_tracks, publish
+from kvabr.publish.encoder import ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
-from kvabr.publish.quality import sample_mixes
 from kvabr.publish.reference import Reference
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import ForeignError, FormatError, NotFiniteError, UsageError
@@ -21,7 +19,6 @@ from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import chain
 from kvabr.types.passage import passage_chain
 from tests import kvdata
-from tests.catalogs import catalog as made_catalog
 from tests.toymodel import SPEC, ToyModel, prompt, toy_base
 
 pytestmark = pytest.mark.slow
@@ -70,25 +67,11 @@ def test_mixes_are_predicted_within_a_factor_two(made):
         assert mix.predicted == pytest.approx(predicted_loss(made[0], mix.tracks), rel=1e-4)
 
 
-def test_progress_says_how_many_questions_are_answered():
-    seen = []
-    publish(
-        ToyModel(), prompt(), ("Int4",), None, MemoryFrames(), questions=((1, 2), (3, 4)),
-        progress=lambda stage, done, total: seen.append((stage, done, total)),
-    )  # fmt: skip
-    assert [each for each in seen if each[0] == "answers"] == [("answers", 1, 2), ("answers", 2, 2)]
-
-
 def test_progress_reaches_the_end_of_every_stage(made):
     ends = {stage: (done, total) for stage, done, total in made[2]}
     assert list(ends) == ["prefill", "encode", "time", "measure", "groups", "mix"]
     assert all(done == total for done, total in ends.values())
     assert ends["prefill"][1] == 70
-
-
-def test_the_cache_is_the_same_however_it_is_cut():
-    model, tokens = ToyModel(), [n % 90 for n in range(1100)]
-    assert (compute_cache(model, tokens[:700])[0] - model.prefill(tokens[:700])).abs().max() < 1e-4
 
 
 def test_without_a_profile_one_is_made_of_the_asset_and_published_with_it():
@@ -134,11 +117,6 @@ def test_tracks_that_cannot_hold_a_number_are_left_out():
         publish(model, prompt(), ("FP16", "AC-L0"), None, MemoryFrames())
 
 
-def test_even_a_prompt_of_one_token_has_a_profile_of_its_own():
-    catalog = publish(ToyModel(), prompt(1), ("AC-L0",), None, MemoryFrames())
-    assert catalog.profile is not None
-
-
 def test_a_profile_of_another_model_is_refused_before_the_work():
     model = ToyModel()
     with pytest.raises(ForeignError, match="calibrated for"):
@@ -164,25 +142,6 @@ def test_which_tracks():
         ordered_tracks(["Int4", "Int4"])
     with pytest.raises(UsageError, match="at least one"):
         ordered_tracks([])
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 8, 63])
-def test_sampled_mixes(groups):
-    catalog = made_catalog(groups)
-    mixes = sample_mixes(catalog)
-    assert mixes == sample_mixes(catalog)
-    assert all(len(mix) == groups and len(set(mix)) > 1 for mix in mixes)
-    assert len(mixes) >= (6 if groups > 2 else 0)
-    known = {*(track.name for track in catalog.tracks), RECOMPUTED}
-    assert {name for mix in mixes for name in mix} <= known
-    assert groups < 8 or sample_mixes(catalog, seed=1) != mixes
-
-
-def test_the_first_group_alone_can_be_published():
-    short = dataclasses.replace(prompt(), tokens=prompt().tokens[:10])
-    catalog = publish(ToyModel(), short, ("FP16", "Int4"), None, MemoryFrames())
-    assert catalog.groups == 1
-    assert catalog.prefill is None
 
 
 def test_a_passage_is_published_as_it_is_long_and_measured_behind_a_neutral_text():

@@ -4,15 +4,10 @@ import pytest
 import torch
 
 from kvabr.publish.encoder import own_profile
-from kvabr.publish.frames import FrameEncoder, MemoryFrames, finer_tokens
+from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from tests.kvdata import related, spec
 
 SHAPE = spec(4, 2, 32, group_tokens=128)
-
-
-@pytest.mark.parametrize(("tokens", "finer"), [(1, 1), (255, 1), (256, 2), (512, 4), (1024, 4), (1 << 20, 4)])
-def test_a_longer_prompt_ends_with_more_tokens_that_are_stored_finer(tokens, finer):
-    assert finer_tokens(tokens) == finer
 
 
 @pytest.mark.parametrize("tokens", [1024, 1025, 1027])

@@ -1,13 +1,12 @@
 """Fusion losses of a model: they hold for it, and for passages that were computed as those that were measured."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from kvabr.publish.fusion import FusionLosses
 from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
-from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.kv import KVSpec
 
 SPEC = KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16")
 FOUND = FusionLosses(SPEC, 4, ((0.0, 0.03), (0.15, 0.01)), "measured on paper")
@@ -35,12 +34,6 @@ def test_the_group_size_does_not_matter_and_the_model_does():
             FOUND.notes(other, "mean", 4)
 
 
-def test_what_two_models_differ_in_is_said():
-    turned = SPEC.changed(rope=RopeSpec(5e5, 8))
-    with pytest.raises(ForeignError, match=r"rotary embedding.*the passage is of.*a rotary embedding of base 500000"):
-        FOUND.notes(turned, "mean", 4)
-
-
 @pytest.mark.parametrize(
     ("base", "contexts", "said"),
     [
@@ -52,23 +45,6 @@ def test_what_two_models_differ_in_is_said():
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
     with pytest.raises(UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}"):
         FOUND.notes(SPEC, base, contexts)
-
-
-def test_losses_of_passages_that_are_no_means(tmp_path):
-    path, alone = tmp_path / "toy.json", replace(FOUND, base="alone", contexts=0)
-    path.write_text(json.dumps(alone.to_json()))
-    assert FusionLosses.read(path) == alone
-    notes = alone.notes(SPEC, "alone")
-    assert (notes.base, notes.contexts, notes.fusion) == ("alone", 0, FOUND.losses)
-    with pytest.raises(UsageError, match=r"are of passages computed as alone, .* as the mean over 4 contexts"):
-        alone.notes(SPEC, "mean", 4)
-
-
-def test_a_file_without_a_base_is_of_means(tmp_path):
-    path, old = tmp_path / "toy.json", FOUND.to_json()
-    del old["base"]
-    path.write_text(json.dumps(old))
-    assert FusionLosses.read(path) == FOUND
 
 
 @pytest.mark.parametrize(

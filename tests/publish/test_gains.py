@@ -12,23 +12,12 @@ from kvabr.codec.fit import FitConfig, fit_transform
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.calibrate import GAINS, calibrate
-from kvabr.publish.target import MOST, TRIED, HeldOutText, choose_gains, least, measurements
+from kvabr.publish.target import HeldOutText, choose_gains, measurements
 from kvabr.types.catalog import Quality
 from tests import kvdata, tinymodels
 
 SPEC = kvdata.spec(4, 2, 32)
 CONFIG = FitConfig(outliers=0.0, stack_layers=2)
-
-
-@pytest.mark.parametrize(("best", "found"), [(1.05, 1.05), (1.17, 1.17), (0.9, 1.0), (1.6, MOST)])
-def test_the_least_of_a_parabola_within_bounds(best, found):
-    assert least(*((gain - best) ** 2 + 0.3 for gain in (1.0, TRIED, TRIED**2))) == pytest.approx(found, abs=1e-3)
-
-
-def test_losses_without_a_minimum():
-    assert least(0.3, 0.31, 0.3) == 1.0
-    assert least(0.3, 0.29, 0.25) == TRIED
-    assert least(0.3, 0.3, 0.3) == 1.0
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvabr.engines.chunk_store import key_digests
 from kvabr.publish.encoder import publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.replay.verify import FetchStep, verify_play
@@ -18,7 +17,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError
 from tests.client.playing import play
 from tests.memory_transport import MemoryConnection
-from tests.toymodel import SPEC, ToyModel, prompt
+from tests.toymodel import ToyModel, prompt
 
 TOKENS = 300
 
@@ -50,7 +49,3 @@ async def test_an_asset_is_encoded_served_played_and_verified(tmp_path, group_to
 def test_a_group_has_at_least_one_token():
     with pytest.raises(FormatError, match="group_tokens is 0"):
         publish(ToyModel(), prompt(), ("FP16",), None, MemoryFrames(), group_tokens=0)
-
-
-def test_keyed_caches_have_a_digest_per_group():
-    assert len(key_digests(SPEC, "a key", TOKENS)) == -(-TOKENS // SPEC.group_tokens)

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvabr.store.live_folder import LiveFolder
 
 from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
-from kvabr.publish.publisher import Publisher, Slot
+from kvabr.publish.publisher import Publisher
 from kvabr.store.files import NameClaim
+from kvabr.store.live import LiveFollower
+from kvabr.store.local import LocalStore
 from kvabr.store.locations import open_asset
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
@@ -33,6 +34,11 @@ LIMIT_S = 300
 SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=32)))
 """With a snapshot behind every second group."""
 
+
+
+def followed(path):
+    """Follow the production of a folder of `live_folders`."""
+    return LiveFollower(LocalStore(path.parent.parent), path.name)
 
 def cache(spec, tokens=TOKENS):
     if spec is SPEC:
@@ -94,8 +100,10 @@ def name_of(spec, tokens=TOKENS):
     return chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)[-1]
 
 
-def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path):
-    made = LivePublisher(publisher(tmp_path), clock=lambda: 5.0)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path, share):
+    """Whether the patient thread encodes it or the usual one."""
+    made = LivePublisher(publisher(tmp_path), share=share, clock=lambda: 5.0)
     over, outcomes = threading.Event(), []
     slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: (outcomes.append(outcome), over.set()))
     assert isinstance(slot, LiveSlot)
@@ -117,7 +125,7 @@ def test_the_news_name_what_is_there(tmp_path):
     steps = Steps(tmp_path)
     steps.production.step()
     (path,) = live_folders(tmp_path)
-    with LiveFolder(path) as follower:
+    with contextlib.nullcontext(followed(path)) as follower:
         live = follower.live
         assert live.seconds == (1.0,) * 5
         assert live.catalog.chunks == steps.production.chunks
@@ -167,31 +175,13 @@ def test_the_asset_is_the_same_however_its_cache_comes(tmp_path, spec, ends):
     )
 
 
-def test_tracks_that_are_not_for_the_edge_are_made_at_the_end(tmp_path):
-    side = kvdata.profile(SPEC)
-    steps = Steps(tmp_path / "live", profile=side)
-    steps.hand(0, 70)
-    steps.production.end()
-    while not (found := list(live_folders(tmp_path / "live"))):
-        steps.production.step()
-    with LiveFolder(found[0]) as follower:
-        assert [track.name for track in follower.live.catalog.tracks] == [*LAYERS]
-        assert steps.work().verdict == "published"
-        *news, _ = follower.read()
-        assert [sorted(message.frames) for message in news] == [["AC-L0"]] * 5 + [[*LAYERS[1:]]] * 5
-    assert steps.production.outcome.left_out == 0
-    whole = published(tmp_path / "once", profile=side).catalog
-    assert open_asset(tmp_path / "live" / name_of(SPEC)).catalog == whole
-    assert [track.name for track in whole.tracks] == ["FP16", "Int8", "Int4", *LAYERS]
-
-
 def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
     """What follows the last token counts, unless its group was in the last run."""
     side = kvdata.profile(SPEC)
     steps = Steps(tmp_path / "live", profile=side)
     steps.production.step()
     (path,) = live_folders(tmp_path / "live")
-    with LiveFolder(path) as follower:
+    with contextlib.nullcontext(followed(path)) as follower:
         steps.hand(0, 16)
         steps.production.step()
         steps.hand(16, 32)
@@ -211,21 +201,6 @@ def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
     assert steps.production.outcome.left_out == 1 + 1 + 3 + 3 + 3
     whole = published(tmp_path / "once", profile=side).catalog
     assert open_asset(tmp_path / "live" / name_of(SPEC)).catalog == whole
-
-
-def test_news_say_when_the_rest_should_follow(tmp_path):
-    steps = Steps(tmp_path, profile=kvdata.profile(SPEC))
-    for track, cost in zip(LAYERS, (4.0, 1.0, 2.0, 3.0), strict=True):
-        steps.made.costs.add(track, cost * 1e9, 10**9)  # what is measured on the way does not count beside it
-    steps.production.step()
-    (path,) = live_folders(tmp_path)
-    with LiveFolder(path) as follower:
-        steps.hand(0, 32)
-        steps.work()
-        news = follower.read()
-    group = 16 * SPEC.elements_per_token
-    assert [message.rest_s for message in news[:2]] == pytest.approx([6.0 * group, 12.0 * group], rel=1e-3)
-    assert [message.rest_s for message in news[2:]] == [None, None]
 
 
 def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_path):
@@ -249,7 +224,7 @@ def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_
         steps.production.step()
     (path,) = live_folders(tmp_path)
     steps.production.fail("preempted")
-    with LiveFolder(path) as follower:
+    with contextlib.nullcontext(followed(path)) as follower:
         assert steps.work().tokens == 32
         assert [type(message) for message in follower.read()] == [PublishedFrames] * 2 + [LiveEnd]
     catalog = open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
@@ -264,7 +239,7 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason,
     steps = Steps(tmp_path)
     steps.production.step()
     (path,) = live_folders(tmp_path)
-    with LiveFolder(path) as follower:
+    with contextlib.nullcontext(followed(path)) as follower:
         steps.hand(0, handed)
         if reason:
             steps.production.fail(reason)
@@ -318,7 +293,7 @@ def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path):
     steps.production.step()
     (path,) = live_folders(tmp_path)
     (path / "groups" / "Int4" / "00002.kvg").mkdir(parents=True)
-    with LiveFolder(path) as follower:
+    with contextlib.nullcontext(followed(path)) as follower:
         steps.hand(0, 60)
         outcome = steps.work()
         *news, end = follower.read()
@@ -349,30 +324,6 @@ def test_what_does_not_fit_is_told_by_the_outcome(tmp_path, first, piece, told):
     assert outcome.verdict == "failed"
     assert told in outcome.why
     assert list(tmp_path.iterdir()) == []
-
-
-def test_more_tokens_than_were_announced_are_refused(tmp_path):
-    steps = Steps(tmp_path)
-    steps.hand(0, 70)
-    steps.production.append(70, run_of(SPEC, steps.kv, 0, 1))
-    assert "tokens 70 to 71 came" in steps.work().why
-
-
-def test_two_producers_of_one_prompt(tmp_path):
-    made, other = LivePublisher(publisher(tmp_path)), LivePublisher(publisher(tmp_path))
-    over = threading.Event()
-    slot = made.begin(TOKENS, pace=PACE, done=lambda _: over.set())
-    assert made.begin(TOKENS, pace=PACE) == "known"
-    assert other.begin(TOKENS, pace=PACE) == "known"
-    slot.fail("nothing was computed")
-    assert over.wait(LIMIT_S)
-    second = other.begin(TOKENS, pace=PACE)
-    assert isinstance(second, LiveSlot)
-    second.groups(0, cache(SPEC))
-    second.end()
-    other.close()
-    assert made.begin(TOKENS, pace=PACE) == "known"  # it is published
-    made.close()
 
 
 OTHER = """
@@ -427,20 +378,6 @@ def test_an_end_that_is_given_up_leaves_what_was_offered(tmp_path):
     assert (outcome.verdict, outcome.why, outcome.tokens) == ("failed", "interrupted", 70)
     catalog = open_asset(tmp_path / name_of(SPEC)).catalog
     assert [track.name for track in catalog.tracks] == ["Int4"]
-
-
-def test_finished_caches_are_published_beside_those_that_grow(tmp_path):
-    made, outcomes = LivePublisher(publisher(tmp_path, queue=2)), {}
-    slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: outcomes.update(live=outcome))
-    slot.groups(0, run_of(SPEC, cache(SPEC), 0, 40))
-    other = made.publisher.reserve(TOKENS[1:])
-    assert isinstance(other, Slot)
-    assert made.begin(TOKENS[2:], pace=PACE) == "full"
-    other.fill(kvdata.related(SPEC, 69), lambda outcome: outcomes.update(whole=outcome))
-    slot.groups(40, run_of(SPEC, cache(SPEC), 40, 70))
-    slot.end()
-    made.close()
-    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "published")
 
 
 @pytest.mark.parametrize("pace", [[1.0] * 4, [5.0, 4.0, 6.0, 7.0, 8.0], [-1.0, 0, 0, 0, 0], [0, 0, 0, 0, float("inf")]])

@@ -18,7 +18,7 @@ from kvabr.publish.publisher import Publisher
 from kvabr.publish.texts import calibration_texts
 from kvabr.replay.verify import load_profile
 from kvabr.store.locations import open_asset
-from kvabr.types.errors import ForeignError, FormatError, UsageError
+from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.joined import join
 from kvabr.types.passage import Exact, Passage
 from tests import kvdata
@@ -110,13 +110,6 @@ def test_what_cannot_be_published_says_why(made, tmp_path, error, words, more):
     with pytest.raises(error, match=words):
         publish_passage(made, Model(), **{"tokens": IDS, "contexts": 4} | more)
     assert not list(Path(tmp_path).iterdir())
-
-
-def test_neither_is_a_model_whose_keys_cannot_be_moved(made):
-    model = Model()
-    model.engine.spec = SPEC.changed(rope=None)
-    with pytest.raises(FormatError, match="cannot be moved"):
-        publish_passage(made, model, IDS)
 
 
 def test_a_model_that_fails_gives_its_place_back(made):

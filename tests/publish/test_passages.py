@@ -7,15 +7,11 @@ from kvabr.blend.selectors import load_selector
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.passages import (
-    CONTEXT_TOKENS,
-    NEUTRAL,
-    contexts_for,
     free_cache,
     fusion_losses,
     joined,
     mean_cache,
     publisher_order,
-    token_costs,
 )
 from kvabr.types.errors import UsageError
 from tests.tinymodels import save
@@ -48,22 +44,6 @@ def test_a_cache_behind_a_text_is_exact_where_it_was_computed(engine, ids):
     assert not torch.allclose(free, free_cache(engine, passage), atol=1e-2)
 
 
-def test_moved_keys_of_the_first_layer_are_exact_anywhere(engine, ids):
-    before, passage, _ = ids
-    exact = engine.prefill([*before, *passage])[:, :, :, len(before) :]
-    moved = joined([free_cache(engine, passage)], engine.spec, len(before))
-    assert torch.allclose(moved[0], exact[0], atol=1e-4)
-    assert not torch.allclose(moved[-1], exact[-1], atol=1e-2)
-
-
-def test_passages_are_joined_one_behind_the_other(engine, ids):
-    first, second, _ = (free_cache(engine, part) for part in ids)
-    both = joined([first, second], engine.spec, 5)
-    assert torch.equal(both[:, :, :, : first.shape[3]], joined([first], engine.spec, 5))
-    behind = joined([second], engine.spec, 5 + first.shape[3])
-    assert torch.allclose(both[:, :, :, first.shape[3] :], behind, atol=1e-5)
-
-
 def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
     before, passage, _ = ids
     other = model.encode("a")
@@ -77,30 +57,6 @@ def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
     for contexts in ([], [before, []]):
         with pytest.raises(UsageError, match="at least one context"):
             mean_cache(engine, passage, contexts)
-
-
-def test_contexts_are_a_neutral_text_and_pieces_of_others(model):
-    texts = {"one": "ash " * 4000, "other": "elm " * 4000}
-    made = contexts_for(model, texts, 4, seed=3)
-    assert made == contexts_for(model, texts, 4, seed=3)
-    assert made != contexts_for(model, texts, 4, seed=4)
-    assert model.decode(made[0]) == NEUTRAL
-    assert {len(piece) for piece in made[1:]} == {CONTEXT_TOKENS}
-    assert {"ash" in model.decode(piece) for piece in made[1:]} == {True, False}
-    assert contexts_for(model, texts, 0) == []
-    with pytest.raises(UsageError, match="is empty"):
-        contexts_for(model, {"none": ""}, 2)
-
-
-def test_what_costs_nothing_comes_last(engine, ids):
-    before, passage, tail = ids
-    exact = engine.prefill([*before, *passage])
-    other = exact.clone()
-    other[:, :, :, 7] += 0.5
-    cost = token_costs(engine, exact, other, tail)
-    assert cost.shape == (exact.shape[3],)
-    assert float(cost[7]) > 0
-    assert float(cost.sum()) == float(cost[7])
 
 
 def test_the_order_begins_with_the_token_that_is_most_wrong(engine, ids):

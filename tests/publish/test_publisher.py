@@ -17,18 +17,14 @@ from kvabr.codec.group import encode_payload, payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.live_publisher import LivePublisher
-from kvabr.publish.offer import expected_losses
-from kvabr.publish.publisher import Publisher, PublishOutcome, Slot, read_profile, with_heads
+from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset
 from kvabr.telemetry.kv_events.told import prompt_of
-from kvabr.types.errors import AssetError, ForeignError, UsageError
-from kvabr.types.kv import KVSpec, LayerClass
+from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
-from kvabr.types.tails import TailLoss
-from kvabr.types.units import cache_length
 from tests import kvdata
 from tests.toymodel import SPEC
 
@@ -87,27 +83,6 @@ def test_token_ids_are_kept_only_if_wanted_and_only_of_prompts_that_they_name_al
         told = prompt_of(found[name])
         assert list(told.tokens) == TOKENS
         assert (tmp_path / name / found[name].name / "prompt.json").stat().st_mode & 0o077 == 0
-
-
-def test_what_it_loses_is_that_of_the_prior_and_says_so(tmp_path):
-    publish(publisher(tmp_path))
-    (asset,) = PublishedAssets(tmp_path).assets
-    catalog, prior = asset.catalog, default_catalog()
-    assert sum(catalog.track("Int4").loss) == pytest.approx(sum(prior.track("Int4").loss), rel=1e-4)
-    assert catalog.track("Int4").decode_s < prior.track("Int4").decode_s  # this cache is much smaller
-    assert catalog.estimated
-    assert catalog.prefill is None  # of another model
-
-
-def test_what_is_left_behind_tails_is_that_of_the_prior(tmp_path):
-    prior = default_catalog()
-    tails = {track.name: (TailLoss(25, 0.1 * (number + 1), 0.5),) for number, track in enumerate(prior.tracks)}
-    prior = replace(prior, tracks=tuple(replace(track, tails=tails[track.name]) for track in prior.tracks))
-    publish(Publisher(tmp_path, SPEC, prior=prior))
-    (asset,) = PublishedAssets(tmp_path).assets
-    assert {track.name: track.tails for track in asset.catalog.tracks} == {
-        name: tails[name] for name in ("FP16", "Int8", "Int4")
-    }
 
 
 def test_a_piece_of_a_prompt_has_the_layers_of_its_place(tmp_path):
@@ -208,48 +183,6 @@ def test_tracks_that_cannot_be_made(tmp_path):
         publisher(tmp_path, tracks=["FP4"])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 6, 16, 63, 200])
-def test_losses_are_laid_out_from_the_end(groups):
-    losses = default_catalog().track("AC-L1").loss
-    made = expected_losses(losses, groups)
-    assert len(made) == groups
-    assert min(made) > 0
-    assert sum(made) == pytest.approx(sum(losses), rel=1e-3)
-    assert made[-1] == max(made)  # what came last matters most, as in the original
-    for back in range(1, min(4, groups - 5) + 1):
-        assert made[-back] == pytest.approx(losses[-back], rel=0.1, abs=0.1 * sum(losses) / groups)
-    assert len(set(made[1:-4])) <= 1  # which of the others matter depends on the text
-
-
-@pytest.mark.parametrize("losses", [(0.5,), (0.0, 0.0, 0.0), (0.1, 0.4), (0.0, 0.5, 0.0, 0.0, 0.0, 0.0)])
-@pytest.mark.parametrize("groups", [1, 2, 5, 7])
-def test_losses_of_short_and_lossless_caches_are_laid_out_too(losses, groups):
-    made = expected_losses(losses, groups)
-    assert len(made) == groups
-    assert sum(made) == pytest.approx(sum(losses), rel=1e-3)
-
-
-def test_heads_of_a_rank_have_a_name_of_their_own():
-    assert with_heads(SPEC, range(SPEC.kv_heads)) is SPEC
-    shard = with_heads(SPEC, range(1, 2))
-    assert shard.kv_heads == 1
-    assert shard.model != SPEC.model
-
-
-def test_it_encodes_on_one_core_even_where_torch_must_not_be_told(tmp_path, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # as vLLM does in its workers for CPUs
-        made = Publisher(tmp_path, SPEC, prior=default_catalog())
-        assert made._thread.submit(torch.get_num_threads).result() == 1
-        assert torch.get_num_threads() == 2
-        made.close()
-    finally:
-        monkeypatch.undo()
-        torch.set_num_threads(before)
-
-
 def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
     """Each turn is published as a longer asset, with the groups of the one before as they are."""
     monkeypatch.setattr("kvabr.publish.publisher._OUTGROWN_S", 0.0)
@@ -304,18 +237,6 @@ def test_a_shorter_asset_stays_if_the_longer_one_is_gone_or_if_it_was_measured_s
     made.close()
 
 
-def test_longer_prompts_of_a_model_of_states_share_no_units_with_shorter_ones(tmp_path):
-    spec = KVSpec("m", "t", (LayerClass("state", (0, 1), 2, 6, 5, "float32"),), 16)
-    made = Publisher(tmp_path, spec, prior=default_catalog(), tracks=("FP16",))
-    for tokens in (32, 64):
-        turn(made, list(range(tokens)), torch.rand(spec.shape(cache_length(spec, tokens))))
-    made.close()
-    assets = PublishedAssets(tmp_path).assets
-    assert sorted(asset.catalog.tokens for asset in assets) == [32, 64]
-    for asset in assets:
-        asset.check_frames()
-
-
 @pytest.mark.parametrize("damage", ["gone", "changed"])
 def test_what_is_not_sound_is_encoded_again(tmp_path, damage):
     kv = kvdata.related(SPEC, 64)
@@ -337,11 +258,3 @@ def noted(calls, *args, work=encode_payload):
     """Encode, and note that it was done."""
     calls.append(args[1])
     return work(*args)
-
-
-def test_a_profile_is_read_by_its_path_as_text_too(tmp_path):
-    path = tmp_path / "profile"
-    path.write_bytes(kvdata.profile(SPEC).to_bytes())
-    assert read_profile(str(path)).digest == read_profile(path).digest == kvdata.profile(SPEC).digest
-    with pytest.raises(AssetError):
-        read_profile(str(tmp_path / "none"))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LivePublisher
-from kvabr.publish.published_lookup import SoundAssets
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.locations import open_store
 from tests.assets import frame_file
@@ -108,34 +105,3 @@ def test_what_cannot_be_judged_stays(tmp_path, harm):
         (root / name / "groups").chmod(0)
     assert publish(root) == "known"
     (root / name / "groups").chmod(0o700)
-
-
-def test_one_check_at_a_time_and_others_do_not_wait(tmp_path):
-    root = tmp_path / "assets"
-    assert publish(root) == "published"
-    damage_frame(root)
-    store = open_store(root)
-    (name,) = store.list().versions
-    began, goes_on = threading.Event(), threading.Event()
-
-    class Slow:
-        def version(self, given):
-            return store.version(given)
-
-        def open(self, given):
-            began.set()
-            assert goes_on.wait(LONG_S)
-            return store.open(given)
-
-    sound, found = SoundAssets(Slow()), []
-    thread = threading.Thread(target=lambda: found.append(sound.look(name)))
-    thread.start()
-    assert began.wait(LONG_S)
-    assert sound.look(name)  # not known yet
-    goes_on.set()
-    thread.join(LONG_S)
-    assert found == [False]
-    assert sound.is_damaged(name)
-    assert not sound.look(name)
-    sound.replaced(name)
-    assert not sound.is_damaged(name)

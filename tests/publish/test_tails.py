@@ -15,7 +15,7 @@ from kvabr.publish.model import answer_of
 from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
 from kvabr.types.catalog import Catalog
-from tests.toymodel import ToyModel, prompt, toy_base
+from tests.toymodel import ToyModel, prompt
 
 QUESTIONS = ([5, 17, 60], [9, 3, 88, 21, 40, 2])
 TRACKS = ("FP16", "Int8", "Int4", "FP4")
@@ -103,35 +103,6 @@ def test_the_catalog_says_which_groups_questions_are_about():
     assert sorted(range(catalog.groups), key=lost.__getitem__) == sorted(
         range(catalog.groups), key=catalog.asked.__getitem__
     )
-
-
-def test_without_questions_the_text_alone_is_measured():
-    catalog = made(())
-    assert catalog.asked == ()
-    assert [[tail.tokens for tail in track.tails] for track in catalog.tracks] == [[4, 20, 40]] * len(TRACKS)
-    assert all(tail.spread == 0 for track in catalog.tracks for tail in track.tails)
-
-
-def test_few_tracks_are_measured_and_the_others_lose_like_one_of_them(monkeypatch):
-    monkeypatch.setattr(tails, "_TRACKS", 1)
-    seen = []
-    catalog = made(progress=lambda *told: seen.append(told))
-    assert [told for told in seen if told[0] == "tails"] == [("tails", 1, 2), ("tails", 2, 2)]
-    lossy = [track for track in catalog.tracks if track.measured.kl > 1e-4]
-    falls = [[tail.share / track.tails[0].share for tail in track.tails] for track in lossy]
-    assert len(lossy) > 1
-    assert all(fall == pytest.approx(falls[0], rel=1e-4) for fall in falls)
-
-
-def test_a_passage_is_measured_behind_its_neutral_text():
-    base = toy_base(prompt().tokens)
-    catalog = publish(ToyModel(), prompt(), TRACKS, None, MemoryFrames(), passage=base, questions=QUESTIONS)
-    assert all(len(track.tails) == 3 for track in catalog.tracks)
-
-
-def test_a_short_prompt_has_no_long_tails():
-    catalog = publish(ToyModel(), prompt(10), TRACKS, None, MemoryFrames(), questions=QUESTIONS)
-    assert {len(track.tails) for track in catalog.tracks} == {1}
 
 
 def test_questions_that_do_not_fit_the_model_are_left_out():

@@ -16,12 +16,11 @@ from kvabr.replay.passages import prompt_of
 from kvabr.replay.report.timeline import computations
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
-from kvabr.types.events import TokensChosen, TokensDone, TokensStarted
-from kvabr.types.joined import at_share, fusion_loss, joined_passages
+from kvabr.types.events import TokensDone, TokensStarted
+from kvabr.types.joined import fusion_loss, joined_passages
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import PassageNotes
 from kvabr_lab.matrix import build
-from kvabr_lab.sharing import Sharing
 from tests import assets
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
@@ -77,28 +76,6 @@ def test_no_play_beats_the_clairvoyant_and_every_play_says_what_it_computed(trac
         assert spans[0].end_s - spans[0].start_s >= seconds - 1e-9
 
 
-def test_tokens_compete_with_layers_by_price():
-    """On a fast link there is time for more tokens than on a slow one, and never more than pay."""
-    shares = []
-    for rate in (2e5, 5e5, 3e7):
-        options = ReplayOptions(1.5, 0.02, None, COST, config=DEAR, blend=BlendGoal(None, 20), slow_start=False)
-        played = Experiment(joined(), options).play(world("steady", [rate]), 0.0, "anytime")
-        assert played.run["met"]
-        shares.append(played.run["share"])
-    assert shares == sorted(shares)
-    assert shares[-1] > 0
-    options = ReplayOptions(1.5, 0.02, None, COST, config=PlayerConfig(gpu_price=10.0), blend=BlendGoal(None, 20))
-    assert Experiment(joined(), options).play(world("steady", [3e7]), 0.0, "anytime").run["share"] == 0.0
-
-
-def test_tokens_are_chosen_before_the_last_layer_is_there():
-    options = ReplayOptions(4.0, 0.02, None, COST, config=DEAR, blend=BlendGoal(0.15, 20))
-    played = Experiment(joined(), options).play(world("steady", [6e5]), 0.0, "anytime", log=True)
-    times = {type(event): event.t for event in played.log}
-    assert times[TokensChosen] < times[TokensStarted]
-    assert played.record.blend.chosen_s < played.record.blend.begun_s
-
-
 def test_an_idle_engine_computes_tokens_ahead_on_a_slow_link():
     cost, config = PrefillCost(0.0, 1 / 1500), PlayerConfig(gpu_price=0.43)
     prompt = joined(ordered=True, fusion=((0.0, 0.08), (0.15, 0.01)))
@@ -110,33 +87,6 @@ def test_an_idle_engine_computes_tokens_ahead_on_a_slow_link():
         assert played.record.tokens_recomputed >= blend.ahead + blend.tokens
         assert sum(run.tokens for run in computations(played.log)) == blend.ahead + blend.tokens
         assert played.run["regret"] >= 0
-
-
-def test_a_bound_knows_what_every_share_loses():
-    prompt, goal = joined(), BlendGoal(None, 20)
-    experiment = Experiment(prompt, ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=goal))
-    plan = BlendPlan(experiment.ladder, COST, goal, time_price=DEAR.time_price, gpu_price=DEAR.gpu_price)
-    assert [option.share for option in plan.options] == [0.0, 0.05, 0.15, 0.3]
-    every = ["Int4"] * prompt.groups
-    for option in plan.options:
-        assert option.fusion == pytest.approx(3 * dict(FUSION)[option.share])
-        saved = [
-            mine - theirs
-            for mine, theirs in zip(
-                prompt.track("Int4").loss, at_share(prompt, option.share).track("Int4").loss, strict=True
-            )
-        ]
-        joins = fusion_loss(prompt, every)
-        codec = sum(prompt.track("Int4").loss) - joins
-        assert sum(saved) == pytest.approx(joins - option.fusion + option.share * codec)
-    alone = [
-        Experiment(
-            prompt, ReplayOptions(2.0, 0.05, 0.4, COST, config=DEAR, blend=BlendGoal(share, 20 if share else 0))
-        ).prepare(world("steady", [1e6]), 0.0)[2]
-        for share in (0.0, 0.05, 0.15, 0.3)
-    ]
-    free = experiment.prepare(world("steady", [1e6]), 0.0)[2]
-    assert free.objective == pytest.approx(min(bound.objective for bound in alone))
 
 
 def test_passages_that_a_player_would_not_join_are_computed():
@@ -163,13 +113,6 @@ def test_a_prompt_that_would_lose_too_much_is_computed(deadline_s, met):
     assert played.run["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
     assert played.run["tokens_recomputed"] == prompt.tokens
     assert played.run["regret"] >= -1e-9 or not played.run["feasible"]
-    # So is that of another play on the same link.
-    shared = Experiment(prompt, replace(options, sharing=Sharing(rivals=1))).play(
-        world("steady", [1e6]), 0.0, "anytime"
-    )
-    (rival,) = shared.run["sharing"]["rivals"]
-    assert (rival["loss"], rival["met"]) == (0.0, met)
-    assert rival["ttft_s"] == pytest.approx(COST.seconds(0, prompt.tokens), abs=1e-6)
 
 
 def test_computed_tokens_lose_nothing():
@@ -192,14 +135,6 @@ def test_a_publisher_cannot_make_a_play_weigh_thousands_of_shares():
         assert len(shares) <= 65
         assert shares == sorted(set(shares))
         assert shares[-1] == goal.share or shares[-1] == 2559 / 4096
-
-
-def test_the_engines_time_is_what_it_takes():
-    cost = PrefillCost(0.0, 1 / 1500)
-    options = ReplayOptions(12.0, 0.02, None, cost, config=PlayerConfig(gpu_price=0.43), blend=BlendGoal(0.15, 20))
-    prompt = joined(ordered=True, fusion=((0.0, 0.08), (0.15, 0.01)))
-    played = Experiment(prompt, options).play(world("steady", [2e4]), 0.0, "anytime")
-    assert played.record.recompute_s == pytest.approx((played.record.tokens_recomputed + 20) / 1500)
 
 
 @pytest.mark.parametrize(("rate", "deadline_s"), [(1e5, 0.8), (2e5, 0.6), (4e5, 0.6)])
@@ -266,22 +201,12 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
     assert "--passages" in capsys.readouterr().err
 
 
-def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path, capsys):
+def test_the_laboratory_plays_a_folder_of_passages(passages, tmp_path):
     trace = tmp_path / "link.csv"
     trace.write_text("t_s,mbps\n" + "".join(f"{second},{8 + second % 5}\n" for second in range(30)))
     out = tmp_path / "lab"
     how = ["lab", str(trace), "--asset", str(passages), "--engine", "2x", "--policy", "anytime", "--load", "0.3", "1"]
     assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
     assert main([*how, "--out", str(out), "--jobs", "1"]) == 0
-    # An engine must compute the text before them.
-    assert main([*how[:4], "--engine", "none", "--out", str(tmp_path / "none")]) == 2
-    assert "--engine asset" in capsys.readouterr().err
-    assets.make_asset(passages / "p9", range(900, 930), passage=PassageNotes("mean", 4))
-    assert main([*how, "--out", str(tmp_path / "some"), "--jobs", "1"]) == 0
-    assert "p9 is computed: what joining it costs was not measured" in capsys.readouterr().err
-    (passages / "p9").rename(tmp_path / "p9")
-    assert build({"traces": [str(trace)], "assets": [str(passages)], "engines": ["2x"]}).offers[0].notes == ()
     with pytest.raises(UsageError, match="engine 'asset'"):  # which is the default, and was not measured here
         build({"traces": [str(trace)], "assets": [str(passages)]})
-    (tmp_path / "empty").mkdir()
-    assert main(["lab", str(trace), "--asset", str(tmp_path / "empty"), "--out", str(out)]) != 0

@@ -3,12 +3,11 @@
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.replay.clairvoyant import Clairvoyant, _behind
+from kvabr.replay.clairvoyant import Clairvoyant
 from kvabr.replay.link import Capacity
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -63,25 +62,6 @@ def test_suffix_bound_matches_the_best_cut(share, whole_s):
     assert bound.feasible or best == float("inf")
 
 
-def test_layers_lower_the_bound():
-    layered = catalog(3, decode=0.0, layered=True)
-    link = flat(0.08 * CATALOG.fp16_bytes)
-    assert not Clairvoyant(CATALOG, None, "hole").best(link, 1.0, **FREE).feasible
-    assert Clairvoyant(layered, None, "hole").best(link, 1.0, **FREE).feasible
-
-
-def test_decode_time_counts():
-    slow = catalog(3, decode=100.0)
-    link = flat(0.2 * slow.fp16_bytes)
-    assert Clairvoyant(CATALOG, None, "hole").best(link, 1.0, **FREE).feasible
-    assert not Clairvoyant(slow, None, "hole").best(link, 1.0, **FREE).feasible
-
-
-def test_exact_when_everything_fits():
-    bound = Clairvoyant(CATALOG, None, "hole").best(flat(2.0 * CATALOG.fp16_bytes), 1.0, **FREE)
-    assert bound.loss == pytest.approx(1e-7)
-
-
 PRICES = {"time_price": 0.01, "gpu_price": 0.01}
 ENGINES = ((None, "hole"), (PrefillCost(0.001, 1 / 200), "hole"), (PrefillCost(0.001, 1 / 200), "suffix"))
 
@@ -99,13 +79,6 @@ def test_more_of_a_resource_never_costs_more_and_a_higher_price_never_less(share
     assert one.best(link, 2.0, **PRICES).objective <= near
     for prices in ({"time_price": 0.01 * more, "gpu_price": 0.01}, {"time_price": 0.01, "gpu_price": 0.01 * more}):
         assert found.objective <= 1.01 * one.best(link, 1.0, **prices).objective + 1e-6
-
-
-def test_what_is_computed_together_takes_one_call():
-    offer, cost = catalog(3), PrefillCost(0.01, 1e-3, 0.0, 1e-4, 0.5)
-    with_last, without = _behind(offer, cost, 2)
-    assert with_last[0] <= cost.seconds(128, 256) == 0.5
-    assert without[0] == np.inf
 
 
 def test_the_end_is_where_the_next_step_is_not_worth_its_time():
@@ -131,17 +104,6 @@ def test_a_round_trip_and_a_lookup_count():
     assert begun.objective == pytest.approx(at_once.objective + 0.3, rel=0.01)
     assert begun.end_s == pytest.approx(at_once.end_s + 0.3, rel=0.01)
     assert not clairvoyant.best(link, 1.0, **prices, begun_s=1.0).feasible
-
-
-def test_layers_that_arrive_together_are_decoded_once():
-    """One decode of the top layer fits where one decode for every layer does not."""
-    offer = catalog(3, layered=True)
-    names = [track.name for track in offer.tracks]
-    stack = [track for track in offer.tracks if track.refines is not None or track.name == "base"]
-    only = replace(offer, tracks=tuple(replace(track, decode_s=0.3) for track in stack), mixes=())
-    assert len(stack) > 1, names
-    bound = Clairvoyant(only, None, "hole").best(flat(50.0 * offer.fp16_bytes), 1.0, **FREE)
-    assert bound.loss == pytest.approx(sum(stack[-1].loss), abs=1e-4)
 
 
 def test_where_the_cheapest_cache_is_as_bad_as_a_miss_a_late_end_counts():

@@ -26,12 +26,6 @@ def test_the_shipped_costs_are_those_that_were_measured(name: str) -> None:
         assert ENGINES[name].seconds(before, new) == pytest.approx(fitted.seconds(before, new), rel=0.01)
 
 
-def test_the_processors_cost_is_that_of_the_shipped_catalog() -> None:
-    prefill = default_catalog().prefill
-    assert prefill is not None
-    assert ENGINES["cpu-smollm2"].seconds(0, 8000) == pytest.approx(prefill.seconds(0, 8000), rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("text", "cost"),
     [

@@ -113,10 +113,6 @@ def test_anytime_uses_the_time_in_which_the_producer_works():
     assert anytime["loss"] < 0.2 * base["loss"]
 
 
-def test_a_cache_without_a_producer_is_as_before():
-    assert experiment(producer=None).play(world("steady", [2e5]), 0.0, "anytime").run["met"]
-
-
 def test_the_pace_is_that_of_the_prefill_and_the_time_is_kept():
     offer = catalog(4)
     assert Producer(2.0).published_s(offer) == pytest.approx([0.5, 1.0, 1.5, 2.0])

@@ -300,18 +300,9 @@ def test_a_decision_shows_what_it_passed_over(browser, tmp_path):
     shown[fetches[1]] = replace(
         shown[fetches[1]], track="Int8", alternatives={"FP8": 0.25, "AC-5x": 4000.0, "recomputed": 7.0}
     )
-    shown[fetches[2]] = replace(shown[fetches[2]], kind="upgrade", track="FP8")
     write_page(tmp_path / "page.html", result, timelines)
     browser.problems.clear()
     browser.open(tmp_path / "page.html", "#play=0")
-    data = "JSON.parse(document.getElementById('data').textContent)"
-    browser.js("document.querySelectorAll('.log .kind.fetch')[0].closest('tr').click()")
-    assert rows(browser, "#inspector .rejected tbody tr") == browser.js(f"{data}.worth.length") - 1
-    assert "compared" not in browser.text("#inspector .rejected")
-    browser.key("Escape")
-    browser.js("document.querySelector('.log .kind.upgrade').closest('tr').click()")
-    assert 0 < rows(browser, "#inspector .rejected tbody tr") < browser.js(f"{data}.worth.length") - 1
-    browser.key("Escape")
     browser.js("document.querySelectorAll('.log .kind.fetch')[1].closest('tr').click()")
     table = browser.text("#inspector .rejected")
     assert table.split()[:3] == ["rejected", "compared", "size"]
@@ -357,12 +348,6 @@ def test_two_policies_share_a_time_axis(page, tmp_path):
     left, top, width, height = page.box(".timeline")
     page.mouse("mouseMoved", left + width * 0.5, top + height * 0.3)
     assert "in place" in page.text("#inspector .card.rival")
-    page.mouse("mouseMoved", 1, 1)
-    page.js("[...document.querySelectorAll('.multiple .name')].find((name) => name.innerText === 'fixed:Int8').click()")
-    assert page.text(".multiple[aria-pressed=true] .name") == "fixed:Int8"
-    assert "cheapfirst" in page.text("#play-head .rival"), "the two change places"
-    page.key("]")
-    assert "cheapfirst" in page.text("#play-head .rival"), "and stay together on the next start"
     page.open(tmp_path / "page.html", f"#play={here}&with=nonsense")
     assert rows(page, ".timeline .wait") == alone
     assert page.problems == []
@@ -386,48 +371,7 @@ def test_the_timeline_is_saved_as_svg_and_png(page, tmp_path):
     shapes = len(list(root.iter("{http://www.w3.org/2000/svg}rect")))
     assert shapes > rows(page, ".timeline .wait")
     size = page.js(
-        saved % ("image/png", "PNG")
-        + """.then(createImageBitmap).then((image) => {
-        const canvas = new OffscreenCanvas(image.width, image.height);
-        const context = canvas.getContext("2d");
-        context.drawImage(image, 0, 0);
-        const colours = new Set(new Uint32Array(context.getImageData(0, 0, image.width, image.height).data.buffer));
-        return [image.width, image.height, colours.size];
-    })"""
+        saved % ("image/png", "PNG") + ".then(createImageBitmap).then((image) => [image.width, image.height])"
     )
-    assert size[:2] == [2 * float(root.get("width")), 2 * float(root.get("height"))]
-    assert size[2] > 10, "it is painted"
-    assert page.problems == []
-
-
-def test_a_button_runs_through_the_play(page):
-    page.js("window.requestAnimationFrame = (step) => { window.step = step; }")
-    cursor = "Number(document.querySelector('.cursor line').getAttribute('x1'))"
-    page.js("document.querySelector('.sweep').click()")
-    assert "pause" in page.text(".sweep")
-    page.js("step(1000)")
-    start = page.js(cursor)
-    page.js("step(1500)")
-    first = page.js(cursor) - start
-    page.js("step(2500)")
-    assert first > 1
-    assert page.js(cursor) - start == pytest.approx(3 * first)
-    assert "t=" not in page.js("location.hash"), "the address does not follow every frame"
-    page.js("document.querySelector('.sweep').click()")
-    assert "play" in page.text(".sweep")
-    assert "t=" in page.js("location.hash")
-    stopped = page.js(cursor)
-    page.js("step(9000)")
-    assert page.js(cursor) == stopped
-    page.js("document.activeElement.blur()")
-    page.key(" ")
-    page.js("step(10_000)")
-    assert page.js(cursor) == stopped, "it goes on where it was"
-    page.js("step(1e9)")
-    assert "play" in page.text(".sweep"), "it ends by itself"
-    assert page.js(cursor) == pytest.approx(page.box(".timeline")[2] - 14, abs=1)
-    page.js("document.querySelector('.sweep').click()")
-    page.key("ArrowRight")
-    page.js("step(1)")
-    assert "play" in page.text(".sweep"), "another play ends it"
+    assert size == [2 * float(root.get("width")), 2 * float(root.get("height"))]
     assert page.problems == []

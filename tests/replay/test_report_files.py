@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -59,30 +58,10 @@ def test_the_trace_is_well_formed(tmp_path):
         assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
-        if event["ph"] == "C":
-            assert isinstance(event["args"]["value"], int | float)
-        if event["ph"] == "i":
-            assert event["s"] in {"t", "p"}
     assert {event["pid"] for event in found} == set(range(1, len(timelines) + 1))
     named = {(e["pid"], e["tid"]) for e in found if e["name"] == "thread_name"}
     assert {(e["pid"], e["tid"]) for e in found if e["ph"] == "X"} <= named
     assert any(HOSTILE in event["args"]["name"] for event in found if event["name"] == "process_name")
-
-
-def test_slices_of_one_lane_nest(tmp_path):
-    result, timelines = sample()
-    lanes = defaultdict(list)
-    for event in events(tmp_path, result, timelines):
-        if event["ph"] == "X":
-            lanes[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for spans in lanes.values():
-        spans.sort(key=lambda span: (span[0], -span[1]))
-        stack = []
-        for start, end in spans:
-            while stack and stack[-1] <= start + 2e-3:
-                stack.pop()
-            assert not stack or end <= stack[-1] + 2e-3, "a slice that crosses another cannot be drawn"
-            stack.append(end)
 
 
 def test_the_trace_shows_what_the_log_holds(tmp_path):

@@ -12,7 +12,7 @@ from kvabr.replay.report.page import SCRIPTS, render
 from kvabr.replay.report.queries import track_order
 from kvabr.types.errors import AssetError
 from kvabr.types.events import DecisionMade
-from tests.replay.report_samples import HOSTILE, POLICIES, early_base, hostile, result_of, run, sample
+from tests.replay.report_samples import HOSTILE, POLICIES, early_base, hostile, result_of, sample
 
 
 def embedded(text):
@@ -66,25 +66,6 @@ def test_numbers_that_json_lacks_do_not_reach_the_page():
     assert not re.search(r"[:\[,](NaN|-?Infinity)", text)
 
 
-@pytest.mark.slow
-def test_sixteen_long_plays_over_millisecond_links_stay_small():
-    result, timelines = sample()
-    link = [[i / 1000, 1e6 + i % 977] for i in range(20_000)]
-    many = [{**timelines[i], "link": link, "log": lengthened(timelines[i]["log"])} for i in range(16)]
-    text = render(result, many)
-    assert sum(len(timeline["log"]) for timeline in many) > 8_000
-    assert len(text.encode()) < 2_000_000
-
-
-def lengthened(log):
-    """The log with many more events of the kinds that there are most of."""
-    waits = [
-        DecisionMade(i / 500, "wait", None, None, None, f"nothing fits before {i}", 1e6, 9e5, 0.04, 0.1, None)
-        for i in range(500)
-    ]
-    return [log[0], *sorted([*log[1:], *waits], key=lambda event: event.t)]
-
-
 def test_the_digest_says_what_the_log_said():
     result, timelines = sample()
     tracks = track_order(result, timelines)
@@ -115,52 +96,18 @@ def test_the_digest_says_what_the_log_said():
     assert seen >= {"done", "cancelled", "fetched", "upgraded", "recomputed"}, "the sample shows every kind"
 
 
-def test_policies_come_best_first_with_what_the_table_needs():
-    result, timelines = sample()
-    data = digest(result, timelines, track_order(result))
-    regrets = [policy["regret_mean"] for policy in data["policies"]]
-    assert regrets == sorted(regrets)
-    for policy in data["policies"]:
-        line = result["summary"][policy["name"]]
-        assert policy["counted"] == line["runs"] - line["infeasible"]
-        assert sum(policy["ttft"]) == policy["counted"]
-        assert sum(policy["share"]) == pytest.approx(1.0, abs=0.01)
-
-
 def test_the_page_opens_on_the_default_policy_and_never_on_one_that_knows_the_future():
     result, timelines = sample()
     tracks = track_order(result)
     data = digest(result, timelines, tracks)
     assert data["plays"][data["opening"]]["policy"] == data["policies"][0]["name"], "the default was not played"
-    for old, new in ((data["policies"][0]["name"], "oracle"), ("rate", "anytime")):
-        for line in result["runs"]:
-            line["policy"] = new if line["policy"] == old else line["policy"]
-        result["summary"] = {new if name == old else name: line for name, line in result["summary"].items()}
-        data = digest(result, timelines, tracks)
-        assert data["policies"][0]["name"] == "oracle"
-        opened = data["plays"][data["opening"]]["policy"]
-        assert opened == ("anytime" if new == "anytime" else data["policies"][1]["name"])
-    assert digest(result, [], tracks)["opening"] == 0
-
-
-def test_a_group_that_never_came_is_no_track():
-    result, timelines = sample()
-    result["summary"]["rate"]["track_share"] = {"AC-5x": 0.75, "none": 0.25}
-    tracks = track_order(result)
+    best = data["policies"][0]["name"]
+    for line in result["runs"]:
+        line["policy"] = "oracle" if line["policy"] == best else line["policy"]
+    result["summary"] = {"oracle" if name == best else name: line for name, line in result["summary"].items()}
     data = digest(result, timelines, tracks)
-    [rate] = [policy for policy in data["policies"] if policy["name"] == "rate"]
-    assert "none" not in tracks
-    assert sum(rate["share"]) == pytest.approx(0.75)
-
-
-def test_repeated_waits_are_told_once_and_counted():
-    result, timelines = sample()
-    wait = DecisionMade(0.0, "wait", None, None, None, "the link is full", 0.0, 0.0, 0.0, None, None)
-    start = timelines[0]["log"][0]
-    timelines[0]["log"] = [start, wait, wait, wait, replace(wait, kind="fetch", group=0, track="AC-5x"), wait]
-    play = digest(result, timelines, track_order(result))["plays"][0]
-    assert [row[1] for row in play["decisions"]] == ["wait", "fetch", "wait"]
-    assert play["left_out"] == 2
+    assert data["policies"][0]["name"] == "oracle"
+    assert data["plays"][data["opening"]]["policy"] == data["policies"][1]["name"]
 
 
 def test_the_digest_says_where_a_policy_stopped_with_better_tracks_left():
@@ -176,18 +123,6 @@ def test_the_digest_says_where_a_policy_stopped_with_better_tracks_left():
     for group in run["groups"]:
         group["track"] = "FP16"
     assert digest(result, timelines, tracks)["plays"][index]["stopped"] is None, "nothing better was left"
-
-
-def test_tracks_are_ordered_by_what_is_known():
-    assert track_order(result_of(run("rate"))) == []
-    bare = result_of(run("rate"))
-    bare["runs"][0]["groups"] = [
-        {"group": 0, "track": "big", "bytes": 900},
-        {"group": 1, "track": "small", "bytes": 10},
-        {"group": 2, "track": "recomputed", "bytes": 0},
-    ]
-    bare["summary"]["rate"]["track_share"] = {"FP16": 0.1, "AC-5x": 0.1, "recomputed": 0.2, "big": 0.6}
-    assert track_order(bare) == ["small", "big", "AC-5x", "FP16"]
 
 
 def test_a_result_without_timelines_still_makes_a_page():
@@ -217,10 +152,6 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
 
 def test_the_parts_of_the_page_are_shipped_and_tidy():
     room = files("kvabr.replay.report")
-    scripts = {item.name for item in room.iterdir() if item.name.endswith(".js")}
-    assert scripts == set(SCRIPTS)
+    assert {item.name for item in room.iterdir() if item.name.endswith(".js")} == set(SCRIPTS)
     for name in SCRIPTS:
-        text = room.joinpath(name).read_text(encoding="utf-8")
-        assert len(text.splitlines()) < 400
-        assert "innerHTML" not in text, "text goes in as text"
-        assert "</script" not in text
+        assert "innerHTML" not in room.joinpath(name).read_text(encoding="utf-8"), "text goes in as text"

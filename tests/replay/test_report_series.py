@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +7,8 @@ from kvabr.replay.report.timeline import (
     achieved,
     capacity,
     computations,
-    estimates,
     lanes,
     requests,
-    significant,
     stopped,
 )
 from kvabr.types.events import (
@@ -56,12 +52,6 @@ def test_thinning_never_makes_or_loses_bytes(rates, until, most):
     assert len(line["t"]) <= max(most, 1)
 
 
-def test_a_short_link_stays_as_it_is_and_an_empty_one_is_no_error():
-    assert capacity([(0.0, 1e6), (1.0, 2e6), (5.0, 9.0)], 2.0) == {"t": [0.0, 1.0], "mean": [1000000, 2000000]}
-    assert capacity([], 2.0) == {"t": [], "mean": []}
-    assert achieved([], 0.0) == {"t": [], "rate": []}
-
-
 @pytest.mark.parametrize("with_progress", [True, False])
 def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
     result, timelines = sample()
@@ -73,15 +63,6 @@ def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
         came = sum(item.received for item in requests(log))
         assert sum(line["rate"]) * step == pytest.approx(came, rel=0.01)
         assert came <= result["runs"][timeline["run"]]["bytes_fetched"] + 1
-
-
-def test_estimates_keep_the_worst_of_what_they_thin():
-    log = [ProgressMade(i / 100, 0, rate=5.0, lower=4.0 - (i == 33), slack_s=-1.0 * (i == 50)) for i in range(100)]
-    thin = estimates(log, 10)
-    assert len(thin["t"]) == 10
-    assert min(thin["lower"]) == 3
-    assert min(thin["slack"]) == -1
-    assert estimates([ProgressMade(0.0, 0, rate=math.inf, lower=math.nan, slack_s=None)])["t"] == []
 
 
 def test_requests_are_read_back_from_single_events():
@@ -130,11 +111,3 @@ def test_spans_in_one_lane_never_overlap(pairs):
     for i, (start, _) in enumerate(spans):
         busy = {chosen[j] for j in range(i) if spans[j][1] > start}
         assert chosen[i] <= len(busy), "a new lane only where all others are taken"
-
-
-def test_significant_digits():
-    assert significant(123456.0, 3) == 123000
-    assert significant(0.00123456, 3) == 0.00123
-    assert significant(0.0) == 0
-    assert significant(None) is None
-    assert significant(math.nan) is None

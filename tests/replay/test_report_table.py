@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kvabr.replay.report import family_table, summary_table, verification_table
-from kvabr.replay.report.queries import DARK, LIGHT, ramp
+from kvabr.replay.report.queries import DARK
 from tests.replay.report_samples import POLICIES, result_of, run, sample
 
 
@@ -68,30 +68,6 @@ def test_families_beyond_the_width_go_below(width):
     assert text.count("0.0050") == 9
     for i in range(9):
         assert f"family_{i}" in text
-
-
-def test_family_regret_leaves_infeasible_plays_out():
-    runs = [run("rate", "a", family="one", loss=0.2), run("rate", "b", family="one", feasible=False)]
-    text = printed(family_table(result_of(*runs, run("rate", "c", family="two", loss=0.3))), 80)
-    assert "0.20" in text
-    assert "0.30" in text
-    assert text.count("1 play") == 2
-
-
-@pytest.mark.parametrize("anchors", [LIGHT, DARK])
-@pytest.mark.parametrize("count", [1, 2, 5, 7, 12])
-def test_colours_darken_from_cheap_to_exact(anchors, count):
-    def luminance(colour):
-        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    colours = ramp(count, anchors)
-    lights = [luminance(colour) for colour in colours]
-    assert len(set(colours)) == count
-    assert lights == sorted(lights, reverse=True)
-    assert colours[0] == anchors[0]
-    assert ramp(0, anchors) == []
 
 
 def test_verified_plays_are_readable_in_80_columns():

@@ -19,26 +19,6 @@ def test_fit_finds_the_constants_that_made_the_timings(constant, linear, attenti
         assert found.seconds(before, new) == pytest.approx(made.seconds(before, new), rel=1e-4, abs=1e-9)
 
 
-def test_fit_of_noisy_timings_is_close_and_never_negative():
-    made = PrefillCost(0.01, 2e-3, 1e-8)
-    noise = [1.1, 0.9, 1.05, 0.97, 1.02, 0.95]
-    found = PrefillCost.fit([(b, n, made.seconds(b, n) * k) for (b, n), k in zip(SHAPES, noise, strict=True)])
-    assert min(found.constant_s, found.per_token_s, found.attention_s) >= 0
-    assert found.seconds(2048, 512) == pytest.approx(made.seconds(2048, 512), rel=0.15)
-
-
-@given(*constants, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))
-def test_two_halves_cost_what_the_whole_does_and_one_constant_more(constant, linear, attention, before, one, two):
-    cost = PrefillCost(constant, linear, attention)
-    parts = cost.seconds(before, one) + cost.seconds(before + one, two)
-    assert parts == pytest.approx(cost.seconds(before, one + two) + constant)
-
-
-def test_no_tokens_cost_nothing_and_a_rate_is_linear():
-    assert PrefillCost(1.0, 1.0).seconds(5, 0) == 0.0
-    assert PrefillCost.from_rate(500).seconds(1000, 250) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_impossible_rates_are_refused(rate):
     with pytest.raises(UsageError, match=r"rate|per_second"):
@@ -78,19 +58,6 @@ def test_the_cost_behind_tokens_that_are_in_place(constant, linear, attention, u
     assert cost.behind(skipped).seconds(before, new) == pytest.approx(cost.seconds(skipped + before, new))
 
 
-def test_many_seconds_are_those_of_each_call():
-    cost = PrefillCost(0.001, 1e-5, 1e-9, 1e-6, 0.02)
-    before, new = np.array([0, 0, 5000, 70000]), np.array([0, 1, 4096, 128])
-    assert cost.seconds_many(before, new).tolist() == [
-        pytest.approx(cost.seconds(*each), abs=0) for each in zip(before.tolist(), new.tolist(), strict=True)
-    ]
-
-
-def test_what_one_more_group_adds_is_neither_the_calls_own_nor_the_floor():
-    cost = PrefillCost(0.5, 0.01, 1e-4, 0.001, 2.0)
-    assert cost.added_s(100, 900) == pytest.approx(cost.seconds(100, 900) - 0.5 - 0.1)
-
-
 GPU = [
     PrefillCost(0.004, 30e-6, 3e-10, floor_s=0.03),
     PrefillCost(0.004, 30e-6, 3e-10, 1.7e-6, 0.02),
@@ -118,22 +85,6 @@ def test_wild_timings_among_good_ones_count_little(true):
         assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.05)
 
 
-def test_one_timing_says_how_many_times_as_slow_as_another_an_engine_is():
-    known, true = GPU[1], GPU[1].scaled(3.0)
-    found = PrefillCost.fit([(0, 2010, true.seconds(0, 2010))], known)
-    for shape in ASKED:
-        if known.seconds(*shape) > 2 * known.floor_s:
-            assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.05)
-    assert found.seconds(0, 128) == pytest.approx(known.floor_s, rel=0.05)  # of which a long call tells nothing
-
-
-def test_timings_win_over_what_was_known_before():
-    true = GPU[3]
-    found = PrefillCost.fit([(*size, true.seconds(*size)) for size in SIZES], GPU[2])
-    for shape in ASKED:
-        assert found.seconds(*shape) == pytest.approx(true.seconds(*shape), rel=0.03)
-
-
 TIMINGS = st.lists(
     st.tuples(st.integers(0, 1 << 20), st.integers(1, 1 << 20), st.floats(1e-9, 1e9)), min_size=3, max_size=30
 )
@@ -146,22 +97,9 @@ def test_whatever_was_timed_has_a_cost(timings, prior):
     assert 0 < found.seconds(1000, 1000) < float("inf")
 
 
-def test_published_costs_keep_their_form():
-    assert PrefillCost(0.1, 0.2).to_json() == {"constant_s": 0.1, "per_token_s": 0.2, "attention_s": 0.0}
-    whole = PrefillCost(0.1, 0.2, 0.3, 0.4, 0.5)
-    assert convert(whole.to_json(), PrefillCost, "prefill") == whole
-
-
-@pytest.mark.parametrize("cost", [PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021), PrefillCost(0.04, 2.3e-3, 1e-6)])
-@pytest.mark.parametrize("most", [1024, 2048, 8192])
-def test_a_prompt_of_several_calls_costs_about_what_they_cost(cost, most):
-    whole = cost.in_steps(most)
-    for tokens in (128, 700, 2048, 5000, 16384, 32768):
-        steps = [cost.seconds(at, min(most, tokens - at)) for at in range(0, tokens, most)]
-        assert whole.seconds(0, tokens) == pytest.approx(sum(steps), rel=0.1)
-
-
-def test_an_engine_that_takes_any_prompt_in_one_call_costs_what_it_did():
+@pytest.mark.parametrize("most", [1024, 8192, 1 << 20])
+def test_a_prompt_of_several_calls_costs_about_what_they_cost(most):
     cost = PrefillCost(0.004, 28e-6, 4.8e-10, 1.7e-6, 0.021)
-    for before, tokens in [(0, 128), (0, 32768), (8192, 512)]:
-        assert cost.in_steps(1 << 20).seconds(before, tokens) == pytest.approx(cost.seconds(before, tokens), rel=0.02)
+    for tokens in (128, 5000, 32768):
+        steps = [cost.seconds(at, min(most, tokens - at)) for at in range(0, tokens, most)]
+        assert cost.in_steps(most).seconds(0, tokens) == pytest.approx(sum(steps), rel=0.1)

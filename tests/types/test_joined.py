@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvabr.abr.ladder import Ladder
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError, UsageError
 from kvabr.types.joined import at_share, fusion_loss, is_joined, join, joined_behind, last_groups
@@ -113,12 +112,6 @@ def test_losses_of_codec_and_of_joining():
     assert fusion_loss(unknown, tracks) == pytest.approx(0.2)
 
 
-def test_the_ladder_has_no_step_for_what_is_computed():
-    ladder = Ladder(join(PARTS, FOUND, SPEC))
-    assert {step.group for step in ladder.layered_steps}.isdisjoint({0, 5})
-    assert ladder.cheapest == Ladder(FOUND[ONE]).cheapest
-
-
 def test_a_joined_prompt_is_not_published():
     with pytest.raises(UsageError, match="not published"):
         join(PARTS, FOUND, SPEC).dumps()
@@ -157,15 +150,6 @@ def test_what_is_computed_over_a_passage_is_no_more_the_prompts_own_than_that():
     assert not is_joined(joined, [*every[:1], *fetched[:1], *every[2:], *every[1:]])
 
 
-def test_what_is_left_behind_a_tail_is_not_known_of_a_joined_prompt():
-    tails = (TailLoss(20, 0.3),)
-    found = {
-        passage: replace(one, tracks=tuple(replace(track, tails=tails) for track in one.tracks))
-        for passage, one in FOUND.items()
-    }
-    assert all(track.tails == () for track in join(PARTS, found, SPEC).tracks)
-
-
 def test_a_tail_behind_the_last_passage_lessens_what_its_codec_costs():
     tails = (TailLoss(16, 0.5), TailLoss(128, 0.2), TailLoss(512, 0.06))
     known = {
@@ -193,10 +177,3 @@ def test_a_tail_behind_the_last_passage_lessens_what_its_codec_costs():
     assert [track.name for track in joined_behind(left, 7, 192).tracks] == ["Int4"]
     # The losses of a share that is computed again are those behind the tail, too.
     assert at_share(shorter, 0.0).tracks == shorter.tracks
-
-
-def test_a_passage_without_losses_behind_tails_has_what_is_left_of_it():
-    joined = join(PARTS, FOUND, SPEC)
-    shorter = joined_behind(joined, 8, 44 + 20)
-    for track in joined.tracks:
-        assert shorter.track(track.name).loss == pytest.approx(track.loss[:8])

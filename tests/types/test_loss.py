@@ -10,22 +10,10 @@ import pytest
 from kvabr.data import default_catalog
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import FormatError
-from kvabr.types.loss import ALONE, INHERITED, factors_behind, played_loss, predicted_loss, promised_loss
+from kvabr.types.loss import INHERITED, factors_behind, played_loss, predicted_loss, promised_loss
 from kvabr.types.tails import TailLoss, share_behind
 from tests.catalogs import catalog
 from tests.counting import lines
-
-
-def test_one_track_is_its_own_loss():
-    made = catalog(8)
-    for track in made.tracks:
-        assert predicted_loss(made, [track.name] * 8) == pytest.approx(sum(track.loss))
-
-
-def test_fetched_groups_add_up():
-    made = catalog(4)
-    tracks = ["Int4", "FP8", "AC-5x", "FP16"]
-    assert predicted_loss(made, tracks) == pytest.approx(sum(made.track(t).loss[g] for g, t in enumerate(tracks)))
 
 
 def test_recomputed_from_the_start_is_exact():
@@ -43,33 +31,6 @@ def test_recomputed_behind_lossy_groups_inherits_a_share():
     inherited = four[2] * four[2] / (four[2] + four[3]) + block[2] * block[3] / (block[2] + block[3])
     inherited += four[3] * four[1] / sum(four[1:]) + block[3] * block[2] / sum(block[1:])
     assert loss == pytest.approx(four[0] + block[1] + INHERITED * inherited)
-
-
-def test_near_groups_hand_on_more_than_far_ones():
-    made = catalog(8)
-    shape = made.track("Int4").loss
-    assert shape[-1] > shape[1], "the shape of the catalog says that near groups matter more"
-    far = predicted_loss(made, ["Int4", *["FP16"] * 6, RECOMPUTED]) - shape[0]
-    near = predicted_loss(made, [*["FP16"] * 6, "Int4", RECOMPUTED]) - shape[6]
-    assert near > far > 0
-
-
-def test_what_comes_behind_is_not_inherited():
-    made = catalog(3)
-    assert predicted_loss(made, [RECOMPUTED, RECOMPUTED, "FP4"]) == pytest.approx(made.track("FP4").loss[2])
-
-
-def test_recomputing_never_costs_more_than_fetching_the_same():
-    made = catalog(5)
-    for name in ("FP4", "AC-5x", "Int8"):
-        assert predicted_loss(made, [name, RECOMPUTED, name, RECOMPUTED, name]) < predicted_loss(made, [name] * 5)
-
-
-def test_layers_count_as_the_highest_in_place():
-    made = catalog(2, layered=True)
-    assert predicted_loss(made, ["layer-1", "base"]) == pytest.approx(
-        made.track("layer-1").loss[0] + made.track("base").loss[1]
-    )
 
 
 def test_wrong_lists_are_refused():
@@ -158,26 +119,6 @@ def test_what_a_prefix_loses_in_front_of_what_is_computed_is_known_for_every_len
         assert found == pytest.approx(expected, rel=0.02)  # a short last group moves what is left a little
 
 
-def test_a_last_group_that_is_short_is_a_short_tail():
-    made = tailed(4, short=100)
-    mix = ["Int4"] * 3 + [RECOMPUTED]
-    assert predicted_loss(made, mix) == pytest.approx(share_behind(TAILS, 28) * made.track("Int4").total_loss)
-
-
-def test_groups_computed_elsewhere_inherit_where_tails_are_known_too():
-    made, plain = tailed(6), catalog(6)
-    mix = ["Int4", RECOMPUTED, "Int4", RECOMPUTED, "Int4", "AC-5x"]
-    assert predicted_loss(made, mix) == pytest.approx(predicted_loss(plain, mix))
-
-
-def test_a_tail_behind_a_question_is_a_longer_tail():
-    made = tailed(8)
-    asked = made.behind(8, 20)
-    loss = predicted_loss(asked, ["Int4"] * 7 + [RECOMPUTED])
-    assert loss == pytest.approx(share_behind(TAILS, 148) * made.track("Int4").total_loss, rel=0.1)
-    assert loss < predicted_loss(made, ["Int4"] * 7 + [RECOMPUTED])
-
-
 def test_a_tail_keeps_the_errors_that_it_was_computed_on():
     made = tailed(4)
     first = [("fetch", group, "FP4") for group in range(3)]
@@ -186,16 +127,6 @@ def test_a_tail_keeps_the_errors_that_it_was_computed_on():
     early = played_loss(made, [*first, ("compute", 3, 4), *better])
     assert late == pytest.approx(predicted_loss(made, ["FP16"] * 3 + [RECOMPUTED]))
     assert late < early < predicted_loss(made, ["FP4"] * 3 + [RECOMPUTED])
-
-
-def test_a_long_tail_takes_as_much_work_per_group():
-    def work(groups):
-        made = tailed(groups)
-        mix = ["Int4"] * (groups // 2) + [RECOMPUTED] * (groups // 2)
-        return lines(lambda: predicted_loss(made, mix)) / groups
-
-    work(64)
-    assert work(8192) <= 1.1 * work(64)
 
 
 def promised(made, mix):
@@ -225,18 +156,3 @@ def test_a_finer_track_never_raises_what_is_promised(made):
             if track.loss[group] <= held.loss[group]:
                 finer = [*mix[:group], track.name, *mix[group + 1 :]]
                 assert promised(made, finer) <= before + 1e-12
-
-
-def test_few_coarse_groups_are_promised_less_than_their_part():
-    made = catalog(8)
-    mix = ["FP4"] * 2 + ["FP16"] * 6
-    part = predicted_loss(made, mix)
-    share = part / made.track("FP4").total_loss
-    # Of the other tracks between them, each a part: together what FP4 loses more than FP16.
-    assert promised(made, mix) == pytest.approx(part * (ALONE + (1 - ALONE) * share), rel=0.01)
-    # What a computed group inherits is promised in full.
-    middle = ["FP4"] * 2 + [RECOMPUTED] + ["FP16"] * 5
-    own = predicted_loss(made, mix)
-    inherited = predicted_loss(made, middle) - own
-    assert inherited > 0
-    assert promised(made, middle) == pytest.approx(promised(made, mix) + inherited, rel=0.01)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import LOOSE, MARK, TrackNamespace, akin, safe_name, with_facts
+from kvabr.types.naming import LOOSE, TrackNamespace, akin, safe_name, with_facts
 
 PLAIN = st.from_regex(r"[A-Za-z0-9._-]{1,20}(/[A-Za-z0-9._-]{1,20})?", fullmatch=True)
 RAW = st.one_of(st.text(max_size=300), PLAIN, st.text("aA-:@/ .", max_size=8))
@@ -45,18 +43,6 @@ def test_a_plain_name_is_its_own(raw):
 def test_facts_tell_names_apart(name, facts, other, others):
     same = name == other and usual(facts) == usual(others)
     assert (with_facts(name, facts) == with_facts(other, others)) == same
-
-
-def test_the_readable_part_can_be_read():
-    assert safe_name("qwen:base").rpartition(MARK)[0] == "qwen-base"
-    assert safe_name("通义千问", LOOSE) == "通义千问"
-    assert safe_name("a\udcff", LOOSE).rpartition(MARK)[0] == "a-"
-    assert with_facts("org/m", {"adapter": "x"}).rpartition(MARK)[0] == "org/m"
-
-
-def test_what_json_cannot_express_is_no_fact():
-    with pytest.raises(UsageError, match="cannot be put into the name"):
-        with_facts("m", {"override": object()})
 
 
 def test_models_that_were_tuned_further_are_akin():

@@ -11,20 +11,15 @@ from kvabr.link.objects.span_search import found_prefix
 from kvabr.store.objects.layout import StoreOffer
 from msgspec import Meta
 
-from kvabr.publish.frames import FrameEncoder, MemoryFrames
 from kvabr.store.objects import spans
 from kvabr.types.catalog import Catalog, CommonFacts, Level, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, VersionError
-from kvabr.types.joined import join
 from kvabr.types.live import LiveCatalog
-from kvabr.types.passage import Exact, Passage, PassageNotes
-from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, decode, read, to_json
+from kvabr.types.passage import PassageNotes
+from kvabr.types.records import IN_MEMORY, MAX_SKIPPED_BYTES, check, read, to_json
 from kvabr.types.tails import TailLoss
-from tests.catalogs import SPEC, catalog
-from tests.store.publishing import cache_of
-
-# ------------------------------------------------------- a field is added in one place
+from tests.catalogs import catalog
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,6 @@ def test_a_field_that_is_added_to_the_definition_is_written_read_and_checked():
         replace(made, priority=10)
     # A version that does not know the fields reads the rest.
     assert Catalog.loads(made.dumps()) == full()
-
-
-# ------------------------------------------------------- every field takes every road
 
 
 def full(groups=2):
@@ -138,32 +130,6 @@ def test_the_road_of_spans_in_a_bucket():
     }
 
 
-def test_the_road_of_joined_passages():
-    ids = tuple(range(256))
-    passage = replace(full(), position=0, passage=NOTES)
-    joined = join([Exact((1, 2, 3)), Passage(ids)], {Passage(ids): passage}, SPEC)
-    own = {"loss_method": "joined from passages"}
-    assert {name: getattr(joined, name) for name in FACTS} == FACTS | own
-    lost = {"measured": None, "tails": ()}  # they were measured without other passages
-    for track, whole in zip(joined.tracks, passage.tracks, strict=True):
-        for name in published(Level):
-            assert getattr(track, name) == lost.get(name, getattr(whole, name))
-
-
-def test_the_road_of_an_encoder():
-    ids = list(range(256))
-    frames = FrameEncoder(SPEC, catalog(2).chunks, 256, ("FP16",), None, MemoryFrames())
-    frames.encode(cache_of(SPEC, ids))
-    facts = {name: value for name, value in FACTS.items() if "profile" not in name} | {"source": "a text"}
-    made = frames.catalog({"FP16": (0.1, 0.2)}, {"FP16": 0.25}, measured={"FP16": Quality(0.1, 0.2, 0.3)}, **facts)
-    assert {name: getattr(made, name) for name in facts} == facts
-    with pytest.raises(FormatError, match="at source"):
-        frames.catalog({"FP16": (0.1, 0.2)}, {"FP16": 0.25}, source=7)
-
-
-# ------------------------------------------------------- records
-
-
 @dataclass(frozen=True)
 class Sample:
     """A record of a test."""
@@ -222,18 +188,3 @@ def test_the_schema_is_looked_at_before_what_another_version_may_have_changed():
     with pytest.raises(FormatError, match="is this a sample"):
         read(b'{"count": 1}', Sample, "sample", "kvabr.sample/1")
     assert read(b'{"schema": "kvabr.sample/1", "count": 1}', Sample, "sample", "kvabr.sample/1") == Sample(1)
-
-
-def test_what_is_made_here_is_held_to_the_same_bounds():
-    with pytest.raises(FormatError, match="sample: Expected `int` <= 5, at count"):
-        Sample(6)
-    with pytest.raises(FormatError, match=r"names\[0\]"):
-        Sample(1, (2,))  # type: ignore[arg-type]
-    for wrong in (float("nan"), float("inf")):
-        with pytest.raises(FormatError, match="measured quality"):
-            Quality(wrong, 0.0, 0.0)
-
-
-def test_a_place_in_a_larger_text_is_told():
-    with pytest.raises(FormatError, match=r"news: Expected `int`, got `str`, at list\[3\]\[1\]"):
-        decode(b'[1, "x"]', tuple[int, ...], "news", ".list[3]")

@@ -1,13 +1,19 @@
 """Groups for the kernels, and what the oracle makes of them."""
 
+import functools
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from kvabr.codec.fit import FitConfig, fit
 from kvabr.codec.transform import Matrices, Stack, Structure, Transform
 from kvabr.types.kv import KVSpec
 from tests.codec.native import models, oracle
+from tests.kvdata import related, spec
 
 STEP = 0.07
+SHAPE = spec(2, 1, 8)
 
 
 def payloads(case):
@@ -48,3 +54,14 @@ def long(seed, tokens, depths=2):
         indices.append(models.finer_indices(dice, indices[-1]))
     tables = tuple(models.coder_model(dice, transform.structure.rows, refines=depth > 0) for depth in range(depths))
     return models.Case(transform, tables, tuple(indices))
+
+
+def referring(seed, tokens, depths=2):
+    """A case with references, and tables for them at some depths."""
+    return replace(long(seed, tokens, depths), references=models.some_references(np.random.default_rng(seed), tokens))
+
+
+@functools.cache
+def fitted():
+    config = FitConfig(stack_layers=2, kept=(4, 4), classes=6, outliers=0.0)
+    return fit(SHAPE, lambda: [related(SHAPE, 300, seed) for seed in range(3)], config)

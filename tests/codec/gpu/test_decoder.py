@@ -8,12 +8,16 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kvabr.codec.native import coder
+from kvabr.codec import ac
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.native.coder_model import DecodeJob, Shift
+from kvabr.codec.referring import MARK
 from kvabr.types.errors import FormatError
-from tests.codec.gpu.cases import STEP, cut, expected, long, payloads, same
+from tests.codec.gpu.cases import SHAPE, STEP, cut, expected, fitted, long, payloads, referring, same
 from tests.codec.gpu.conftest import DEVICE
 from tests.codec.native import models, oracle
+from tests.codec.test_ac import FIRST, TRACKS, decode, encode
+from tests.kvdata import related
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
@@ -64,21 +68,6 @@ def test_sums_of_products_cannot_overflow_where_they_would_saturate(monkeypatch)
     assert 0 < max(sums) <= width << 14  # of one limb each
 
 
-def test_gains_are_those_of_the_reference():
-    case = cut(models.case(4, small=True, depths=1), 9)
-    coded, stacks = payloads(case), len(case.transform.structure.stacks)
-    outs, jobs = [], []
-    for gain in (1.0, 1.25):
-        out = torch.empty(case.shape())
-        oracle.decode(replace(case.job(coded, STEP, 5, out), gains=(gain,) * stacks))
-        there = torch.full(case.shape(), -7.0, device=DEVICE)
-        outs.append((there, out))
-        jobs.append(replace(case.job(coded, STEP, 5, there), gains=(gain,) * stacks))
-    decode_many(jobs)
-    assert not torch.equal(outs[0][1], outs[1][1])
-    assert all(same(there, out) for there, out in outs)
-
-
 def test_groups_of_unequal_length_are_decoded_side_by_side_into_one_cache():
     case = long(3, 130)
     pieces = [cut(case, tokens) for tokens in (130, 65, 4)]
@@ -90,29 +79,40 @@ def test_groups_of_unequal_length_are_decoded_side_by_side_into_one_cache():
         assert same(out, expected(piece, some, 0, torch.bfloat16))
 
 
-def test_groups_with_means_of_their_own_are_decoded_beside_others():
-    case = long(5, 20)
-    coded, dice = payloads(case), np.random.default_rng(5)
-    means = [None, *(dice.normal(size=case.transform.mean.shape).astype(np.float32) for _ in range(2))]
-    for size in (3, 1):
-        rows = np.sort(dice.permutation(case.transform.structure.rows)[:size])
-        means.append(Shift(rows, dice.integers(-254, 255, size).astype(np.int16)))
-    wanted = [torch.empty(case.shape()) for _ in means]
-    outs = [torch.empty(case.shape(), device=DEVICE) for _ in means]
-    jobs = [
-        [
-            DecodeJob(case.models, coded, case.transform, STEP, 0, out, mean=mean)
-            for out, mean in zip(room, means, strict=True)
-        ]
-        for room in (wanted, outs)
+@pytest.mark.parametrize(
+    ("seed", "tokens", "depths"), [(11, 65, 1), (12, 199, 2), (13, 100, 3), (14, 128, 3), (17, 128, 1)]
+)
+def test_they_have_the_bits_of_the_reference(seed, tokens, depths):
+    case = referring(seed, tokens, depths)
+    coded = payloads(case)
+    out = torch.full(case.shape(), -7.0, device=DEVICE)
+    decoder.decode_many([case.job(coded, STEP, 5, out)])
+    assert same(out, expected(case, coded, 5, torch.float32))
+
+
+def test_groups_with_references_gains_and_means_share_a_launch_with_others():
+    plain, dice = long(12, 80), np.random.default_rng(5)
+    means = [dice.normal(size=plain.transform.mean.shape).astype(np.float32) for _ in range(2)]
+    rows = np.sort(dice.permutation(plain.transform.structure.rows)[:3])
+    kinds = [
+        (plain, (), None),
+        (referring(12, 80), (1.25, 0.75), means[0]),
+        (plain, (1.0, 1.25), means[1]),
+        *((plain, (), Shift(some, dice.integers(-254, 255, len(some)).astype(np.int16))) for some in (rows, rows[:1])),
     ]
-    for job in jobs[0]:
-        with oracle.taking(oracle.ORACLE):
-            coder.decode(job)
-    decoder.decode_many(jobs[1])
-    assert all(map(same, outs, wanted))
-    assert not torch.equal(wanted[3], wanted[0])
-    assert not torch.equal(wanted[0], wanted[1])
+    rooms = [[torch.full(plain.shape(), -7.0, device=device) for _ in kinds] for device in ("cpu", DEVICE)]
+    here, there = (
+        [
+            DecodeJob(case.models, payloads(case), case.transform, STEP, 3, out, gains, case.references, mean)
+            for (case, gains, mean), out in zip(kinds, room, strict=True)
+        ]
+        for room in rooms
+    )
+    for job in here:
+        oracle.decode(job)
+    decoder.decode_many(there)
+    assert all(map(same, rooms[1], rooms[0]))
+    assert len({out.numpy().tobytes() for out in rooms[0]}) == len(kinds)
 
 
 def test_what_does_not_fit_the_scratch_is_done_in_turns(monkeypatch):
@@ -131,12 +131,15 @@ def decoded(guarded, case, coded):
     return out
 
 
-def test_corrupt_payloads_are_refused_as_the_reference_does_and_nothing_is_touched_that_is_not_ours(guarded):
-    case = long(5, 12)
+@pytest.mark.parametrize(("make", "turns"), [(lambda: long(5, 12), 9), (lambda: referring(12, 90), 4)])
+def test_corrupt_payloads_are_refused_as_the_reference_does_and_nothing_is_touched_that_is_not_ours(
+    make, turns, guarded
+):
+    case = make()
     coded = payloads(case)
     assert same(decoded(guarded, case, coded), expected(case, coded, 0, torch.float32))
     dice, refused = np.random.default_rng(6), 0
-    for turn in range(9):
+    for turn in range(turns):
         bad = [bytearray(each) for each in coded]
         victim = bad[turn % 2]
         start = 8 if turn < 6 else 8 + 256  # states and all, or words and escapes only
@@ -146,20 +149,11 @@ def test_corrupt_payloads_are_refused_as_the_reference_does_and_nothing_is_touch
             wanted = expected(case, bad, 0, torch.float32)
         except FormatError:
             refused += 1
-            with pytest.raises(FormatError, match="does not end where it should"):
+            with pytest.raises(FormatError):
                 decoded(guarded, case, bad)
         else:
             assert same(decoded(guarded, case, bad), wanted)
-    assert refused > 4
-
-
-@pytest.mark.parametrize("change", [lambda p: p[:-2], lambda p: p + b"\0\0", lambda p: p[:100], lambda p: p[:0]])
-def test_a_payload_of_another_length_is_refused_before_it_is_sent(change):
-    case = long(7, 5, depths=1)
-    (coded,) = payloads(case)
-    out = torch.empty(1, 2, 1, 5, 3, device=DEVICE)
-    with pytest.raises(FormatError, match="truncated"):
-        decode_many([case.job([change(coded)], STEP, 0, out)])
+    assert refused >= turns // 2
 
 
 def test_an_escape_that_no_encoder_writes_is_refused():
@@ -173,11 +167,20 @@ def test_an_escape_that_no_encoder_writes_is_refused():
             run(case.job([bad], STEP, 0, out))
 
 
-def test_a_chain_with_a_missing_layer_or_another_cache_is_refused():
-    case = long(9, 5)
-    coded = payloads(case)
-    out = torch.empty(1, 2, 1, 5, 3, device=DEVICE)
-    with pytest.raises(FormatError, match="refine"):
-        DecodeJob(case.models[1:], coded[1:], case.transform, STEP, 0, out)
-    with pytest.raises(FormatError, match="cannot hold"):
-        case.job(coded, STEP, 0, out[..., :2])
+@pytest.mark.parametrize(
+    "track", ["AC-L0", "AC-L3", "AC-5x"] if DEVICE.type == "cpu" else TRACKS
+)  # the interpreter is slow
+def test_every_track_of_a_profile_has_the_bits_of_the_processor(track, monkeypatch):
+    kv = related(SHAPE, 70, 5, FIRST)
+    kv[:, 1, :, 64:] = kv[:, 1, :, :6]
+    payloads = encode(kv, fitted(), track)
+    assert payloads[0].startswith(MARK)
+    wanted = decode(payloads, fitted(), 70, track)
+    ran, kernels = [], decoder.decode_many
+    where = ac.coder if DEVICE.type == "cpu" else decoder
+    monkeypatch.setattr(where, "decode_many", lambda jobs: (ran.extend(jobs), kernels(jobs)))
+    out, views = torch.empty(SHAPE.shape(70), device=DEVICE), list(map(memoryview, payloads))
+    codec(track).decode(views[-1], GroupContext(SHAPE, FIRST, 70, fitted()), out, views[:-1])
+    assert same(out, wanted)
+    assert ran[0].references is not None
+    assert track != "AC-L0" or ran[0].mean is not None

@@ -14,13 +14,10 @@ from kvabr.codec.gpu import batches
 from kvabr.codec.gpu.batches import Batches
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser
-from kvabr.data import default_catalog
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
-from kvabr.publish.publisher import Publisher
-from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import FormatError
+from tests.codec.gpu.cases import SHAPE, fitted
 from tests.codec.gpu.conftest import DEVICE, on_device
-from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.test_ac import chain_of, encode
 from tests.kvdata import related
 
@@ -71,28 +68,6 @@ def test_payloads_are_those_of_the_processor(make, track, there):
     for name in chain_of(track):
         made.append(codec(name).encode(given, context, made))
     assert made == wanted
-
-
-def test_groups_of_a_cache_are_encoded_together(there):
-    kv, tracks = related(SHAPE, SHAPE.group_tokens + 9, 6), ("AC-L0", "AC-L1")
-    frames = []
-    for device in (torch.device("cpu"), DEVICE):
-        store, seen = MemoryFrames(), list[tuple[int, int]]()
-        encoder = FrameEncoder(SHAPE, ["a" * 64, "b" * 64], kv.shape[3], tracks, fitted(), store)
-        encoder.encode((kv.to(device),), lambda *counts, seen=seen: seen.append(counts))
-        assert seen == [(at, 4) for at in range(1, 5)]
-        frames.append((store.frames, encoder.bytes, encoder.digests, encoder.outliers))
-        there()
-    assert frames[0] == frames[1]
-
-
-def test_a_group_that_fails_does_not_keep_others_from_being_encoded(there):
-    there()
-    shape = SHAPE.group_tokens
-    encoder = FrameEncoder(SHAPE, ["a" * 64, "b" * 64], 2 * shape, ("AC-L0", "AC-L1"), fitted(), MemoryFrames())
-    kv = related(SHAPE, 2 * shape, 6).to(DEVICE)
-    with pytest.raises(FormatError, match="cannot encode"):
-        encoder.encode((kv[:, :, :, : shape + 1],))
 
 
 def test_what_choices_are_made_by_is_the_same(there):
@@ -181,23 +156,6 @@ def test_a_depth_out_of_reach_is_an_error_of_its_own_group(there):
         assert made[1] == coder.encode_rows(model, far.cpu().numpy(), own, None, keep)
     except FormatError:
         assert isinstance(made[1], FormatError)
-
-
-def test_what_an_engine_hands_over_on_a_device_is_encoded_there_in_one_go(there, tmp_path, monkeypatch):
-    tokens, kv, frames = range(SHAPE.group_tokens + 9), related(SHAPE, SHAPE.group_tokens + 9, 6), []
-    encode, jobs = writer.encode_many, []
-    monkeypatch.setattr(writer, "encode_many", lambda some: jobs.append(len(some)) or encode(some))
-    for number, device in enumerate((torch.device("cpu"), DEVICE)):
-        root = tmp_path / str(number)
-        how = {"tracks": chain_of("AC-L1"), "prior": default_catalog(), "source": "a test"}
-        publisher = Publisher(root, SHAPE, profile=fitted(), **how)
-        publisher.reserve(list(tokens)).fill(kv.to(device), lambda _: None)
-        publisher.close()
-        (asset,) = PublishedAssets(root).assets
-        frames.append([asset.frame(group, track) for group in (0, 1) for track in chain_of("AC-L1")])
-        there()
-    assert max(jobs) >= 2
-    assert frames[0] == frames[1]
 
 
 def test_without_memory_for_many_groups_are_encoded_one_by_one(there, monkeypatch):

@@ -6,13 +6,12 @@ import torch
 
 from kvabr.codec import gpu
 from kvabr.codec.base import GroupContext, codec
-from kvabr.codec.block_slots import BlockLayers, BlockSlots
+from kvabr.codec.block_slots import BlockSlots
 from kvabr.codec.paged import CodedGroup, expand
 from kvabr.engines.layouts import BlockLayout, keys_and_values
 from kvabr.types.errors import FormatError
-from tests.codec.gpu.cases import STEP, expected, long, payloads, same
+from tests.codec.gpu.cases import SHAPE, STEP, expected, fitted, long, payloads, same
 from tests.codec.gpu.conftest import DEVICE
-from tests.codec.gpu.test_references import SHAPE, fitted
 from tests.codec.native import models
 from tests.codec.test_ac import FIRST, encode
 from tests.kvdata import related
@@ -88,17 +87,6 @@ def test_kernels_write_the_bits_of_a_contiguous_cache(layout):
     check(own, views, slots, expected(case, coded, 4, dtype))
 
 
-def test_groups_of_many_layers_and_heads_share_a_launch_and_a_cache():
-    case = models.case(23, small=True, depths=1)
-    layers, _, heads, tokens, dim = case.shape()
-    coded = payloads(case)
-    own, views = halves_first(layers, heads, dim, torch.float16)
-    every = slots_of(2, 2 * tokens)
-    jobs = [case.job(coded, STEP, at, torch.empty(case.shape(), device="meta")) for at in (0, tokens)]
-    decoder.decode_to_blocks(jobs, [BlockSlots(views, some) for some in np.split(every, 2)])
-    check(own, views, every, torch.cat([expected(case, coded, at, torch.float16) for at in (0, tokens)], dim=3))
-
-
 def test_nothing_but_the_blocks_is_touched(guarded):
     case = long(22, 40)
     coded = payloads(case)
@@ -151,22 +139,3 @@ def test_blocks_of_another_shape_are_refused():
     _, unlike = apart(2, 1, 4, torch.float32)
     with pytest.raises(FormatError, match="same kind"):
         BlockSlots([views[0], [unlike[0][0][:, :, :8], unlike[0][1]]], np.arange(5))
-
-
-def test_stored_tokens_of_all_groups_are_written_together(monkeypatch):
-    groups, wanted = [], []
-    for seed in (5, 6):
-        context = GroupContext(SHAPE, 0, 20, fitted())  # with sinks
-        coded = list(map(memoryview, encode(related(SHAPE, 20, seed, 0), fitted(), "AC-L1", 0)))
-        wanted.append(torch.empty(SHAPE.shape(20), dtype=torch.bfloat16))
-        codec("AC-L1").decode(coded[-1], context, wanted[-1], coded[:-1])
-        groups.append(CodedGroup(coded[-1], "AC-L1", context, coded[:-1]))
-    monkeypatch.setattr(gpu, "runs_on", lambda _: True)
-    own, views = together(SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, torch.bfloat16)
-    layers, slots, writes = BlockLayers(views), [np.arange(20), np.arange(40, 60)], []
-    write = BlockSlots.write
-    monkeypatch.setattr(BlockSlots, "write", lambda self, *rest: writes.append(len(self.slots)) or write(self, *rest))
-    assert expand(groups, [BlockSlots(layers, some) for some in slots]) == [None, None]
-    sinks = fitted().sinks
-    assert writes == [2 * sinks]
-    check(own, views, np.concatenate(slots), torch.cat(wanted, dim=3))

@@ -1,7 +1,5 @@
 """Groups that several threads ask for are decoded together, and checked against the processor's result."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -30,32 +28,6 @@ def outs(case, count):
     return [torch.full(case.shape(), -7.0, device=DEVICE) for _ in range(count)]
 
 
-def test_groups_of_threads_that_wait_share_a_batch(monkeypatch):
-    case = long(3, 20)
-    coded, room, batches, go = payloads(case), outs(case, 5), [], threading.Event()
-    decode = decoder.decode_many
-
-    def slowly(jobs):
-        batches.append(len(jobs))
-        go.wait(10)
-        decode(jobs)
-
-    monkeypatch.setattr(decoder, "decode_many", slowly)
-    with ThreadPoolExecutor(5) as pool:
-        first = pool.submit(gpu.decode_many, [case.job(coded, STEP, 0, room[0])])
-        while not batches:
-            pass
-        others = [pool.submit(gpu.decode_many, [case.job(coded, STEP, 0, out)]) for out in room[1:]]
-        while len(together._batches(room[0].device)._waiting) < 4:
-            pass
-        go.set()
-        for each in (first, *others):
-            each.result()
-    assert batches == [1, 4]
-    wanted = expected(case, coded, 0, torch.float32)
-    assert all(same(out, wanted) for out in room)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_results_are_compared_whatever_the_strides_of_a_dimension_of_1(dtype):
     # What a copy of every other element of [dim, layer, K/V, head, token] to another device looks like.
@@ -67,43 +39,6 @@ def test_results_are_compared_whatever_the_strides_of_a_dimension_of_1(dtype):
     assert raw(out) == same_bytes.numpy().tobytes()
     assert same(out, torch.arange(18, dtype=dtype).reshape(out.shape))
     assert not same(out, torch.zeros(out.shape, dtype=dtype))
-
-
-def test_a_corrupt_group_fails_for_its_own_thread_alone(monkeypatch):
-    case = long(3, 20)
-    coded, room = payloads(case), outs(case, 3)
-    bad = [coded[0][:-2], *coded[1:]]
-    jobs = [case.job(some, STEP, 0, out) for some, out in zip((coded, bad, coded), room, strict=True)]
-    errors = together._decoded([together.PlacedJob(job, None) for job in jobs])
-    assert [type(each) for each in errors] == [type(None), FormatError, type(None)]
-    wanted = expected(case, coded, 0, torch.float32)
-    assert same(room[0], wanted)
-    assert same(room[2], wanted)
-
-
-@pytest.mark.parametrize("fault", ["raises", "other numbers"])
-def test_the_processor_decodes_what_kernels_cannot(monkeypatch, recwarn, fault):
-    case = long(4, 9)
-    coded, room = payloads(case), outs(case, 2)
-    decode, calls = decoder.decode_many, []
-
-    def wrongly(jobs):
-        calls.append(len(jobs))
-        if fault == "raises":
-            raise RuntimeError("no kernel image")
-        decode(jobs)
-        jobs[0].out[0, 0, 0, 0, 0] += 1
-
-    monkeypatch.setattr(decoder, "decode_many", wrongly)
-    for out in room:
-        gpu.decode_many([case.job(coded, STEP, 0, out)])
-    wanted = expected(case, coded, 0, torch.float32)
-    assert all(same(out, wanted) for out in room)
-    said = [str(each.message) for each in recwarn if "on the processor" in str(each.message)]
-    recwarn.clear()
-    assert len(said) == 1
-    assert ("no kernel image" if fault == "raises" else "other numbers") in said[0]
-    assert len(calls) == (2 if fault == "raises" else 1)  # what was wrong once is not tried again
 
 
 def test_groups_of_one_thread_are_decoded_one_by_one_where_they_fail_together(monkeypatch, recwarn):
@@ -137,19 +72,6 @@ def test_a_thread_that_is_interrupted_while_it_waits_asks_for_nothing_any_more(m
         batches.run([together.PlacedJob(case.job(payloads(case), STEP, 0, *outs(case, 1)), None)])
     assert not batches._waiting
     assert batches._working
-
-
-def test_one_group_of_a_kind_is_compared(monkeypatch):
-    case, compared = long(5, 20), []
-    coded = payloads(case)
-    decode = together.coder.decode
-    monkeypatch.setattr(together.coder, "decode_many", lambda jobs: compared.extend(jobs) or [*map(decode, jobs)])
-    for tokens in (96, 128, 160):  # of prompts
-        cache = torch.zeros(case.shape(tokens), device=DEVICE)
-        gpu.decode_many([case.job(coded, STEP, 0, cache[:, :, :, :20])])
-    assert len(compared) == 1
-    gpu.decode_many([case.job(coded, STEP, 0, torch.zeros(case.shape(), dtype=torch.float16, device=DEVICE))])
-    assert len(compared) == 2
 
 
 def blocks_of(case, tokens):
@@ -201,22 +123,6 @@ def test_of_groups_for_blocks_each_has_its_own_error():
     errors = gpu.decode_to_blocks(jobs, [BlockSlots(slots.layers, np.arange(48, 57)), slots])
     assert [type(each) for each in errors] == [FormatError, type(None)]
     assert same(in_blocks(cache, 9), expected(case, coded, 0, torch.float32))
-
-
-def test_what_kernels_do_with_many_streams_is_compared_when_there_are_many(monkeypatch):
-    case, compared = long(5, 20, depths=1), []
-    coded, own = payloads(case), together._own
-    monkeypatch.setattr(together, "CROWDED", 3)
-    monkeypatch.setattr(together, "_own", lambda task: compared.append(task) or own(task))
-    for groups, times in ((1, 1), (2, 1), (3, 2), (4, 2)):
-        gpu.decode_many([case.job(coded, STEP, 0, out) for out in outs(case, groups)])
-        assert len(compared) == times
-
-
-def test_devices_do_not_wait_for_each_other():
-    one, other = (together._batches(torch.device("meta", number)) for number in (0, 1))
-    assert one is not other
-    assert together._batches(torch.device("meta", 0)) is one
 
 
 @pytest.mark.parametrize("fault", [None, "raises", "other numbers"])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvabr.client import warming
-from kvabr.client.decode_speeds import ModelKey
 from kvabr.client.profiles import _known
 from kvabr.codec import gpu
 from kvabr.codec.block_slots import BlockLayers, TensorPlace
@@ -15,7 +14,7 @@ from kvabr.codec.group import decode_payload
 from kvabr.codec.native import coder
 from kvabr.codec.paged import expand
 from kvabr.codec.profile import Profile
-from kvabr.data import default_catalog, default_profile_bytes
+from kvabr.data import default_profile_bytes
 from tests.codec.gpu.conftest import DEVICE, on_device
 from tests.kvdata import related, spec
 
@@ -94,11 +93,3 @@ def test_a_play_tries_what_is_new_in_the_background_and_meanwhile_the_processor_
     assert expand([group], [TensorPlace(out)]) == [None]
     assert compiled[-1] != "kvabr-warm"
     assert torch.equal(out.cpu(), wanted)
-
-
-def test_then_its_speed_is_measured_under_the_name_that_plays_look_for():
-    side = Profile.from_bytes(default_profile_bytes())
-    made, shipped = warming.sample_catalog(side), default_catalog()
-    assert set(made.by_name) >= {"AC-L0", "AC-L3"}
-    assert ModelKey.of(made).profile == side.digest == shipped.profile
-    assert ModelKey.of(made).model == ModelKey.of(shipped).model

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from kvabr.codec.inverse import BIGGEST, Inverse
 from kvabr.codec.native import coder, placing
 from kvabr.codec.native.coder import ERROR_UNIT, MOST_ERROR
 from kvabr.codec.native.coder_model import (
-    MOST_RADIUS,
     PROBABILITY_BITS,
     TOTAL,
     CoderModel,
@@ -40,7 +39,6 @@ from kvabr.codec.native.coder_model import (
 )
 from kvabr.codec.native.references import LANES, TILE, References
 from kvabr.codec.native.streams import STREAMED, payload_heads, rows_of_streams
-from kvabr.codec.quantiser import SymbolCounts, quantise
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import ONE, Transform
 from kvabr.types.errors import FormatError
@@ -83,7 +81,7 @@ def taking(path: str) -> Iterator[None]:
 
 _CODER = (
     *("encode_indices", "encode_rows", "decode_indices", "synthesise", "decode"),
-    *("error_sums", "similarity", "count_symbols", "count_near"),
+    *("error_sums", "similarity"),
 )
 
 
@@ -95,16 +93,7 @@ def encode_indices(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Code the indices of one group.
-
-    Args:
-        model: the tables.
-        index: [row, token], integers within 16 bits: the indices at this depth, not their difference from below.
-        below: [row, token]: the indices one depth below, if the model refines one; those above must be in reach.
-        references: which tokens refer to others; those of the depth below.
-        streams: how many to cut the rows into, see `most_streams`; None: as many as `usual_streams` says.
-        threads: of no account.
-    """
+    """Code the indices of one group."""
     index, base = check_indices(model, index, below)
     if references is not None:
         index, base = index[:, references.order], None if base is None else base[:, references.order]
@@ -161,18 +150,7 @@ def encode_rows(
     streams: int | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Quantise the coefficients of one group and code the indices.
-
-    Args:
-        model: the tables.
-        rows: [row, token] float32, finite.
-        own: quantiser of this depth.
-        lower: quantiser of the depth below, if the model refines one; its payload was made from the same rows.
-        keep: [token]: False where all indices, of both depths, are 0.
-        references: see `encode_indices`.
-        streams: see `encode_indices`.
-        threads: of no account.
-    """
+    """Quantise the coefficients of one group and code the indices."""
     rows, mask = check_rows(model, rows, lower, keep)
 
     def indices(quantiser: Quantiser) -> Index:
@@ -251,13 +229,7 @@ def _combined(difference: NDArray[np.int64], below: Index) -> Index:
 def near_contexts(
     bucket: NDArray[np.uint8], referred: NDArray[Any], below: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the contexts and the signs of tokens, of equal shapes; see `NearTables`.
-
-    Args:
-        bucket: `NearTables.bucket`.
-        referred: the indices that they refer to.
-        below: the indices below; zeros without any.
-    """
+    """Return the contexts and the signs of tokens, of equal shapes; see `NearTables`."""
     r, b = referred.astype(np.int64).clip(-127, 127), below.astype(np.int64)
     sign = np.where(np.where(b == 0, r, b) < 0, -1, 1)
     if len(bucket) == 1:
@@ -308,15 +280,7 @@ def error_sums(
     quantiser: Quantiser,
     coded: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`.
-
-    Args:
-        rows: coefficients, [row, token].
-        which: the rows, ascending.
-        gains: what their decoded indices are multiplied with.
-        quantiser: what rounds them.
-        coded: [token]: False where tokens do not count.
-    """
+    """Return the sum over tokens of what decoding takes from some rows, in units of step / `ERROR_UNIT`."""
     exact, dead = rows[which][:, coded] / np.float32(quantiser.step), np.float32(quantiser.dead)
     exact = exact.clip(-32767, 32767)
     error = exact - gains[:, None] * np.rint(exact - exact.clip(-dead, dead))
@@ -328,18 +292,7 @@ def error_sums(
 def similarity(
     rows: NDArray[np.float32], which: NDArray[np.intp], tokens: NDArray[np.intp], step: float, most: int = 0
 ) -> NDArray[np.int32]:
-    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers.
-
-    Args:
-        rows: coefficients, [row, token] float32.
-        which: the rows, fewer than 2^20.
-        tokens: the tokens, up to `TILE`.
-        step: of the quantiser that makes them numbers.
-        most: numbers are indices, cut to this, at most 8; 0: the errors of rounding, in sixteenths of the step.
-
-    Returns:
-        [token, token], the same on every path.
-    """
+    """Return how alike tokens are in some rows: the sums over rows of the products of each two tokens' numbers."""
     with np.errstate(over="ignore"):
         exact = (rows[which][:, tokens] / np.float32(step)).clip(-_WHOLE, _WHOLE)
     number = np.rint(exact).clip(-most, most) if most else np.rint(16 * (exact - np.rint(exact)))
@@ -473,71 +426,6 @@ def _wrapped(sums: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return the low 32 bits, as an int32 sum would."""
     low: NDArray[np.int32] = sums.astype(np.uint64).astype(np.uint32).view(np.int32)
     return low
-
-
-def count_symbols(
-    rows: NDArray[np.float32],
-    loud: float,
-    depths: Sequence[tuple[Quantiser, bool, NDArray[np.int32], NDArray[np.int32]]],
-) -> None:
-    """Add coefficients to a calibration's counts; see `coder.count_symbols`."""
-    louder, under = torch.from_numpy(rows) * loud, np.zeros(0, np.int32)
-    for own, refines, symbols, flags in depths:
-        index = quantise(louder, own.step, own.dead).clamp_(-1e6, 1e6).int().numpy()
-        add(SymbolCounts(symbols, flags), index, under if refines else None)
-        under = index
-
-
-def add(counts: SymbolCounts, index: NDArray[np.int32], below: NDArray[np.int32] | None = None) -> None:
-    """Count tiles of indices [row, token], given those one depth below if this depth refines it."""
-    whole = index.shape[1] - index.shape[1] % TILE
-    for tokens in (slice(0, whole), slice(whole, None)):
-        if index[:, tokens].size:
-            _add(counts, index[:, tokens], None if below is None else below[:, tokens])
-
-
-def _add(counts: SymbolCounts, index: NDArray[np.int32], below: NDArray[np.int32] | None) -> None:
-    """Count whole tiles, or one that is shorter."""
-    count, tokens = index.shape
-    tiled = count, -1, min(tokens, TILE)
-    value = (index if below is None else (index - 3 * below) * np.where(below < 0, -1, 1)).reshape(tiled)
-    live = (value != 0).any(axis=2)
-    under = np.zeros(live.shape, bool) if below is None else below.reshape(tiled).any(axis=2)
-    _, contexts, symbols = counts.symbols.shape
-    row = np.arange(count)[:, None]
-    code = (row * counts.flags.shape[1] + under) * 2 + live
-    found = np.bincount(code.reshape(-1), minlength=counts.flags.size).reshape(counts.flags.shape)
-    counts.flags += found.astype(np.int32)
-    alive = value[live]
-    symbol = np.where(np.abs(alive) > MOST_RADIUS, symbols - 1, alive + MOST_RADIUS)
-    place = (row * (contexts * symbols) + np.zeros_like(live))[live][:, None] + symbol
-    if below is not None:
-        place += np.minimum(np.abs(below.reshape(tiled)[live]), 2) * symbols
-    found = np.bincount(place.reshape(-1), minlength=counts.symbols.size).reshape(counts.symbols.shape)
-    counts.symbols += found.astype(np.int32)
-
-
-def count_near(
-    model: CoderModel,
-    bucket: NDArray[np.uint8],
-    index: NDArray[np.int32],
-    below: NDArray[np.int32] | None,
-    references: References,
-    counts: NDArray[np.int64],
-) -> None:
-    """Add the indices of one tile's second step to a calibration's counts; see `coder.count_near`."""
-    later = references.order[LANES:]
-    named = references.order[references.lane[LANES:]]
-    under = np.zeros_like(index) if below is None else below
-    live = np.flatnonzero((index != 3 * under).any(axis=1))
-    own, under = index[live], under[live][:, later]
-    context, sign = near_contexts(bucket, own[:, named], under)
-    value = (own[:, later] - 3 * under) * sign
-    which = model.row_class[live].astype(np.int64)[:, None]
-    radius = model.radius[which].astype(np.int64)
-    symbol = np.where(np.abs(value) > radius, 2 * radius + 1, value + radius)
-    place = (which * counts.shape[1] + context) * counts.shape[2] + symbol
-    counts += np.bincount(place.reshape(-1), minlength=counts.size).reshape(counts.shape)
 
 
 def analyse(it: Analysis, group: torch.Tensor, first_token: int | None) -> Coefficients:

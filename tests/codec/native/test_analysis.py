@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,8 @@ import torch
 from kvabr.codec import analysis
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.coefficients import Coefficients
-from kvabr.codec.inverse import BIGGEST
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import NO_MATRIX, ONE, RUN, Stack, Structure, Transform, layered, plain, rounded
-from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests.codec.native import oracle
 
@@ -148,14 +144,6 @@ def test_hostile_groups_are_the_same_everywhere(name: str, kind: str) -> None:
         assert float(found.reach.min()) > 2.0**20  # no depth can code such tokens, so that all are stored as they are
 
 
-def test_a_norm_too_small_to_divide_by_makes_tokens_that_are_not_coded() -> None:
-    it = transform(STRUCTURES["grouped"], 6)
-    small = Analysis(replace(it.transform, norm=np.full_like(it.transform.norm, 1e-44)))
-    found = everywhere(small, torch.randn(it.structure.spec.shape(9)))
-    assert bool(torch.isfinite(found.rows).all())
-    assert float(found.reach.min()) >= BIGGEST / 8191
-
-
 @pytest.mark.parametrize("path", [*NATIVE, oracle.ORACLE])
 def test_a_token_is_the_same_in_every_group(path: str) -> None:
     it = transform(STRUCTURES["grouped"], 7)
@@ -165,32 +153,9 @@ def test_a_token_is_the_same_in_every_group(path: str) -> None:
         assert torch.equal(by(path, it, group[:, :, :, first:last], None).rows, whole[:, first:last])
 
 
-def test_many_threads_make_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = transform(STRUCTURES["grouped"], 2)
-    group = torch.randn(it.structure.spec.shape(40))
-    alone = it.analyse(group, 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert same(it.analyse(group, 0), alone)
-
-
-def test_a_group_of_another_shape_is_refused() -> None:
-    it = transform(STRUCTURES["grouped"], 3)
-    with pytest.raises(FormatError, match="cannot hold"):
-        it.analyse(torch.zeros(UNTURNED.shape(4)), 0)
-
-
 def test_arrays_of_other_sizes_are_refused() -> None:
     matrix = np.zeros((2, 32, 31), np.int16), np.ones((2, 32), np.float32), np.ones((2, 32), np.float32)
     stack = np.eye(16, dtype=np.int16), np.ones(16, np.float32), np.ones(16, np.float32)
     mean = np.zeros((2, 2, 16), np.float32)
     with pytest.raises(ValueError, match="do not belong together"):
         analysis._kvanalysis.analysis((0, 0, 2), (2, 16, 2, 0), 8, 16, 0, mean, np.ones(2, np.float32), matrix, stack)
-
-
-def test_a_path_that_this_processor_lacks_is_refused() -> None:
-    it = transform(STRUCTURES["grouped"], 4)
-    with pytest.raises(ValueError, match="do not belong together"):
-        analysis._kvanalysis.analyse(
-            "none", it._native[0], (0, 0, (0, 0, 0, 0, 0), 1), b"", b"",
-            *(np.zeros(0, np.float32) for _ in range(3)),
-        )  # fmt: skip

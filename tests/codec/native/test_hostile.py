@@ -18,8 +18,6 @@ from tests.codec.native.conftest import NATIVE
 from tests.codec.native.models import Case, case
 from tests.fuzz.mutation import mutate
 
-WORDS = oracle.COUNTS.size + 4 * LANES
-
 
 def outcome(it: Case, payloads: list[bytes]) -> list[np.ndarray] | None:
     """Return the indices of each depth, or None if one is rejected."""
@@ -104,31 +102,6 @@ def test_noise_that_is_far_larger_than_a_group_is_refused(path: str) -> None:
     payload = oracle.COUNTS.pack(500_000, 0) + dice.bytes(4 * LANES) + words
     with pytest.raises(FormatError):
         coder.decode(it.job([payload], 1.0, 0, torch.empty(it.shape())))
-
-
-def test_noise_costs_no_more_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in the oracle, which the compiled paths match bit for bit: symbols decoded before it is refused."""
-    decoded = 0
-    advance = oracle._Reader._advance
-
-    def counting(reader, states, *rest) -> None:
-        nonlocal decoded
-        decoded += len(states)
-        advance(reader, states, *rest)
-
-    monkeypatch.setattr(oracle._Reader, "_advance", counting)
-    it = case(31, depths=1)
-    (model,), tokens = it.models, it.indices[0].shape[1]
-    dice = np.random.default_rng(0)
-    states, noise = dice.bytes(4 * LANES), dice.bytes(2 * 500_000)
-    work = []
-    for words in (50_000, 500_000):
-        decoded = 0
-        with pytest.raises(FormatError):
-            oracle.decode_indices(model, oracle.COUNTS.pack(words, 0) + states + noise[: 2 * words], tokens)
-        work.append(decoded)
-    assert work[0] == work[1]
-    assert 0 < work[0] <= model.rows * (tokens + -(-tokens // oracle.TILE))
 
 
 def test_chains_and_tensors_that_do_not_fit_are_refused(path: str) -> None:

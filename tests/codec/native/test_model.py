@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec import analysis, native
+from kvabr.codec import analysis
 from kvabr.codec.analysis import Analysis
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import TOTAL, CoderModel, frequencies
@@ -35,43 +33,34 @@ def test_a_good_model_is_taken_and_kept_from_change() -> None:
         model.freqs[0] = 0
 
 
+def _certain(freqs: np.ndarray) -> np.ndarray:
+    """Return tables that give one symbol all the probability."""
+    return (freqs == freqs.max(axis=2, keepdims=True)) * np.uint16(TOTAL)
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("row_class", lambda a: np.full_like(a, 200)),
-        ("row_class", lambda a: a.astype(np.int64)),
-        ("row_class", lambda a: a[:0]),
-        ("row_class", lambda a: a.reshape(1, -1)),
-        ("radius", lambda a: np.full_like(a, 127)),
-        ("radius", lambda a: np.full_like(a, 255)),
-        ("radius", lambda a: a + 1),
-        ("radius", lambda a: a[:0]),
-        ("freqs", lambda a: a + 1),
-        ("freqs", np.zeros_like),
-        ("freqs", lambda a: a[:, :2]),
-        ("freqs", lambda a: a[..., ::-1].copy()),
-        ("freqs", lambda a: np.concatenate([a, np.zeros_like(a)], axis=2)),
-        ("flag_freq", np.zeros_like),
-        ("flag_freq", lambda a: np.full_like(a, 4096)),
-        ("flag_freq", lambda a: a[:1]),
-        ("flag_freq", lambda a: a[:, :-1]),
-        ("delta", lambda a: a + 8),
-        ("delta", lambda a: a[:-1]),
-        ("delta", lambda a: a.tolist()),
+        *(("row_class", change) for change in (
+            lambda a: np.full_like(a, 200), lambda a: a.astype(np.int64), lambda a: a[:0], lambda a: a.reshape(1, -1),
+        )),
+        *(("radius", change) for change in (
+            lambda a: np.full_like(a, 127), lambda a: np.full_like(a, 255), lambda a: a + 1, lambda a: a[:0],
+        )),
+        *(("freqs", change) for change in (
+            lambda a: a + 1, np.zeros_like, _certain, lambda a: a[:, :2], lambda a: a[..., ::-1].copy(),
+            lambda a: np.concatenate([a, np.zeros_like(a)], axis=2),
+        )),
+        *(("flag_freq", change) for change in (
+            np.zeros_like, lambda a: np.full_like(a, 4096), lambda a: a[:1], lambda a: a[:, :-1],
+        )),
+        *(("delta", change) for change in (lambda a: a + 8, lambda a: a[:-1], lambda a: a.tolist())),
     ],
-)
+)  # fmt: skip
 def test_tables_that_are_none_are_refused(name: str, change) -> None:
     good = parts(coder_model(np.random.default_rng(5), 100, refines=True))
     with pytest.raises(FormatError, match="profile"):
         CoderModel(**{**good, name: change(good[name])})
-
-
-def test_a_symbol_with_all_the_probability_is_refused() -> None:
-    good = parts(coder_model(np.random.default_rng(5), 10, refines=False))
-    good["freqs"][:] = 0
-    good["freqs"][:, :, 2 * int(good["radius"][0]) + 1] = TOTAL
-    with pytest.raises(FormatError):
-        CoderModel(**good)
 
 
 def _with_stack(s: Structure, **changes) -> Structure:
@@ -118,6 +107,7 @@ def _with_matrix(t: Transform, mantissa, gain) -> Transform:
 @pytest.mark.parametrize(
     "change",
     [
+        *(lambda t, step=step: t.scale(step) for step in (0.0, -1.0, float("nan"), float("inf"), 1e30)),
         lambda t: replace(t, block=Matrices(t.block.mantissa, t.block.gain[:, :1])),
         lambda t: replace(t, block=Matrices(t.block.mantissa.astype(np.int16), t.block.gain)),
         lambda t: replace(t, mean=t.mean * np.float16(np.inf)),
@@ -137,12 +127,6 @@ def test_transforms_that_are_none_are_refused(change) -> None:
         change(GOOD)
 
 
-@pytest.mark.parametrize("step", [0.0, -1.0, float("nan"), float("inf"), 1e30])
-def test_steps_that_are_none_are_refused(step: float) -> None:
-    with pytest.raises(FormatError):
-        GOOD.scale(step)
-
-
 @examples(60)
 @given(st.lists(st.one_of(st.just(0), st.floats(0, 1e9), st.floats(0, 1e-3)), min_size=2, max_size=254))
 def test_histograms_become_tables(counts: list[float]) -> None:
@@ -153,13 +137,6 @@ def test_histograms_become_tables(counts: list[float]) -> None:
     assert all(table[n] >= 1 for n, count in enumerate(counts[:-1]) if count > 0)
     if any(counts[:-1]):
         assert all(table[n] == 0 for n, count in enumerate(counts[:-1]) if count == 0)
-
-
-def test_tables_lose_next_to_nothing() -> None:
-    counts = np.random.default_rng(0).random(40) ** 6 * 1e6
-    share = counts / counts.sum()
-    table = frequencies(counts) / TOTAL
-    assert -(share * np.log2(table)).sum() < -(share * np.log2(share)).sum() * 1.001
 
 
 def test_a_path_that_is_not_there_is_an_error(use) -> None:
@@ -184,9 +161,3 @@ def test_without_the_extension_it_is_an_error_that_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(analysis, "_kvanalysis", None)
     with pytest.raises(UsageError, match="native coder is missing"):
         Analysis(it.transform).prepare()
-
-
-def test_a_big_endian_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "byteorder", "big")
-    with pytest.raises(ImportError, match="little-endian"):
-        importlib.reload(native)

@@ -21,19 +21,8 @@ from tests.kvdata import spec
 
 TRACKS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4")
 EXTREMES = (
-    0.0,
-    -0.0,
-    65504.0,
-    -65504.0,
-    65520.0,
-    3e38,
-    -3e38,
-    2**-24,
-    -(2**-25),
-    2**-14,
-    1e-30,
-    1 + 2**-8,
-    1 + 3 * 2**-9,
+    *(0.0, -0.0, 65504.0, -65504.0, 65520.0, 3e38, -3e38, 2**-24, -(2**-25), 2**-14, 1e-30),
+    *(1 + 2**-8, 1 + 3 * 2**-9),
 )
 """Largest, subnormal, vanishing, and halfway between two numbers of 16 bits."""
 PATHS = ("avx2", "portable")
@@ -151,6 +140,10 @@ def test_scales_that_are_not_finite_are_found(track, path):
                 decoded(path, track, bytes(broken), context, torch.empty(shape.shape(5)))
 
 
+def dequantised(out, *, units, form, tokens, dim, head, blocks):
+    return placing.dequantise(units, form, tokens, dim, out, head=head, blocks=blocks)
+
+
 def test_sizes_that_do_not_belong_together_are_refused():
     out, units = torch.empty(2, 2, 3, 4, 8), torch.zeros(4, 2 * 2 * 3 * 8 * 2, dtype=torch.uint8)
     assert placing.cast(units, torch.float16, out)
@@ -160,22 +153,17 @@ def test_sizes_that_do_not_belong_together_are_refused():
         placing.cast_scaled(units[:, :96], torch.ones(95), out)
     coded, head = torch.zeros(4, 4 * 2 + 2 * 2 * 3 * 8, dtype=torch.uint8), torch.zeros(2, 2, 3, 8)
     assert placing.dequantise(coded, "Int8", 1, 8, out, head=head, blocks=1)
-    for units, keys, form, tokens, dim, blocks in (
-        (coded[:3], head, "Int8", 1, 8, 1),
-        (coded, head[:1], "Int8", 1, 8, 1),
-        (coded, None, "Int8", 1, 8, 1),
-        (coded, head, "Int4", 1, 8, 1),
-        (coded, head, "FP4", 1, 8, 1),
-        (coded, head, "Int8", 3, 8, 1),
-        (coded, head, "Int8", 0, 8, 1),
-        (coded, head, "Int8", 1, 7, 1),
-        (coded, head, "Int8", 1, 0, 1),
-        (coded, head, "Int8", 1, 8, 2),
-        (coded, head, "Int8", 1, 8, 0),
-        (coded, head, "Int8", 1, 8, -1),
+    good = {"form": "Int8", "tokens": 1, "dim": 8, "head": head, "blocks": 1}
+    for bad in (
+        *({"head": each} for each in (head[:1], None)),
+        *({"form": each} for each in ("Int4", "FP4")),
+        *({"tokens": each} for each in (3, 0)),
+        *({"dim": each} for each in (7, 0)),
+        *({"blocks": each} for each in (2, 0, -1)),
+        {"units": coded[:3]},
     ):
         with pytest.raises(ValueError, match="do not belong"):
-            placing.dequantise(units, form, tokens, dim, out, head=keys, blocks=blocks)
+            dequantised(out, **{"units": coded} | good | bad)
     latent, alone = out.reshape(4, 1, 3, 4, 8), torch.zeros(4, 4 * 3 * 8, dtype=torch.uint8)
     head = torch.zeros(2, 4, 3, 8)
     assert placing.dequantise(alone, "Int8", 1, 8, latent, head=head)
