@@ -2,7 +2,8 @@
 
 Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the news ``0``, ``1`` ... Frames are
 objects of their own, written before the news that name them. ``live`` is locked as long as its writer lives, so a
-follower notices a writer that was killed. The end is an ordinary catalog; then the folder of the key goes.
+follower notices a writer that was killed. The end is an ordinary catalog; then ``live`` goes, and the news an hour
+later, since followers may not have read them all.
 
 A producer that fails leaves what it has published as an asset of its own, under the name of the shorter prompt. For one
 that was killed a follower does that, see `LiveFollower.rescue`.
@@ -14,12 +15,16 @@ import contextlib
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
 from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.files import STALE_S
 from kvabr.store.local import LocalStore
 from kvabr.store.names import LIVE, Place, catalog_name, group_name, profile_name
+from kvabr.store.store import listing
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import AssetError, FormatError, NotFoundError
@@ -52,6 +57,7 @@ class LiveWriter(AssetWriter):
         """Say what the asset will be; from now on it can be followed."""
         self._key = live.key
         with as_asset_errors():
+            sweep_live(self.store)
             if live.catalog.profile is not None:
                 self._put(profile_name(live.catalog.profile), self._profile)
             name = f"{LIVE}{self._key}/{LIVE_NAME}"
@@ -61,7 +67,8 @@ class LiveWriter(AssetWriter):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def tell(self, message: EdgeMessage) -> None:
-        """Append a message; the frames that it names must have been written."""
+        """Append a message, once the frames that it names are written."""
+        self._wait(0)
         with as_asset_errors():
             self.store.blocked(self.store.put_new(f"{LIVE}{self._key}/{self._news}", message.dumps()))
         self._news += 1
@@ -76,7 +83,7 @@ class LiveWriter(AssetWriter):
     def __exit__(self, *given: object) -> None:
         if self._key:
             with contextlib.suppress(AssetError), as_asset_errors():
-                remove_live(self.store, self._key)
+                end_live(self.store, self._key)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -182,7 +189,7 @@ class LiveFollower:
                     writer.commit(catalog)
                 made = catalog.namespace.prompt if writer.published else None
         with as_asset_errors():
-            remove_live(self.store, self.key)
+            end_live(self.store, self.key)
         return made
 
     def _sound(self, catalog: Catalog, news: Sequence[PublishedFrames]) -> int:
@@ -203,22 +210,29 @@ class LiveFollower:
         return len(catalog.chunks)
 
 
-def remove_live(store: LocalStore, key: str) -> None:
-    """Remove the news of a production; raises `TransportError`."""
+def end_live(store: LocalStore, key: str) -> None:
+    """Say that nothing more of a production is written; raises `TransportError`."""
+    store.blocked(store.delete([f"{LIVE}{key}/{LIVE_NAME}"]))
 
-    async def remove() -> None:
-        names = [found.name async for found in store.list(f"{LIVE}{key}/")]
-        await store.delete([name for name in names if not name.endswith(LIVE_NAME)])
-        await store.delete([f"{LIVE}{key}/{LIVE_NAME}"])
 
-    store.blocked(remove())
+def sweep_live(store: LocalStore) -> None:
+    """Remove the news of productions that ended an hour ago or earlier; raises `TransportError`."""
+    found = store.blocked(listing(store, LIVE))
+    growing = {name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}")}
+    old = [
+        name
+        for name, one in found.items()
+        if name.rpartition("/")[0] not in growing and one.modified_s < time.time() - STALE_S
+    ]
+    store.blocked(store.delete(old))
 
 
 def live_keys(store: LocalStore) -> list[str]:
-    """Return the keys of the productions in a store, at once."""
+    """Return the keys of the productions in a store that have not ended, at once."""
     try:
         with os.scandir(store.folder / LIVE) as entries:
-            return [entry.name for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False)]
+            some = [Path(entry) for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False)]
+        return [path.name for path in some if (path / LIVE_NAME).exists()]
     except OSError:
         return []
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from kvabr.store.names import (
     CATALOGS,
     GROUPS,
+    LIVE,
     PAGE_GROUPS,
     PAGES,
     PROFILES,
@@ -97,6 +98,7 @@ async def remove_assets(
     if unreferenced:
         before_s = time.time() - _GRACE_S
         doomed |= {name for name, found in sizes.items() if found.modified_s < before_s} - names
+        doomed -= {name for name in sizes if name.startswith(LIVE) and f"{name.rpartition('/')[0]}/live" in sizes}
     doomed &= sizes.keys()
     await store.delete(sorted(doomed, reverse=True))  # pages, i/, before frames, g/
     await _mend_pages(store, going.values(), kept.values(), sizes.keys() - doomed)
@@ -106,7 +108,7 @@ async def remove_assets(
 
 async def _sizes(store: Store) -> dict[str, StoredObject]:
     found: dict[str, StoredObject] = {}
-    for prefix in (GROUPS, PAGES, PROFILES):
+    for prefix in (GROUPS, PAGES, PROFILES, LIVE):
         found |= await listing(store, prefix)
     return found
 
