@@ -34,6 +34,7 @@ from kvabr.store.names import (
 )
 from kvabr.store.pages import MAX_PAGE_BYTES, Page, pages_of, with_pages
 from kvabr.store.prompt import Prompt
+from kvabr.store.removing import objects_of
 from kvabr.store.store import Store, exists
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError, UsageError
@@ -174,7 +175,7 @@ class AssetWriter:
         pages = [self._shared.get(number) or page for number, page in enumerate(pages_of(self._packed(catalog)))]
         self._wait(0)
         if isinstance(self.store, LocalStore) and self._live:
-            self.store.flush([pack_name([digest]) for each in self._digests.values() for digest in each.values()])
+            self.store.flush(objects_of(catalog))
         if catalog.passage is None:
             pages = self._put_pages(catalog, pages)
         self.catalog = with_pages(self._packed(catalog), pages)
