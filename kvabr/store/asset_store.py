@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvabr.store.asset import Asset, AssetVersion, as_asset_errors, version_in
 from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.files import check_makeable
 from kvabr.store.local import LocalStore
 from kvabr.store.names import CATALOGS, catalog_name
 from kvabr.store.store import Store, exists, listing
@@ -104,13 +105,15 @@ class AssetStore:
             force: replace an asset that is there.
             live: frames are objects of their own, which can be played before the asset is complete.
 
-        Raises `UsageError` if the asset is there already.
+        Raises `UsageError` if the asset is there already, `AssetError` if the folder cannot be written.
         """
         prompt = prompt or self.only
         if prompt is not None and not DIGEST.fullmatch(prompt):
             raise UsageError(f"{self.location}: assets are named by 64 hex digits, not {prompt[:80]!r}")
         if prompt is not None and not force and self.has(prompt):
             raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
+        if isinstance(self.store, LocalStore):
+            check_makeable(self.store.folder / CATALOGS)
         return AssetWriter(self.store, prompt, force=force, live=live)
 
     def close(self) -> None:
