@@ -1,4 +1,4 @@
-"""`kvabr store`: manage what a store holds, a folder of assets or a bucket."""
+"""`kvabr store`: manage the assets of a store, a folder or a bucket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ of prompts go from folder to folder only.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.description = "Manage what a store holds: a folder of assets, or a bucket."
+    parser.description = "Manage the assets of a store, a folder or a bucket."
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
 
     def action(name: str, run: str, what: str, epilog: str) -> argparse.ArgumentParser:

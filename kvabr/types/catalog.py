@@ -2,7 +2,7 @@
 
 A player decides by the catalog alone and never looks into a group. A catalog may come from a network: its annotations
 are what is checked when it is read or made (`kvabr.types.records`). A field is added here alone: to `Catalog`, or to
-`CommonFacts` if assets that are found in a bucket by their spans must have it as well. Where a model has several layer
+`CommonFacts` if prefixes that are found in a store by their pages must have it as well. Where a model has several layer
 classes, "group" means a unit (`kvabr.types.units`): each track lists all units, in their order, and is published as a
 track per class.
 

@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--decoders", type=int, default=8, metavar="N", help="threads of a player that decode (default: 8)"
     )
     asset = parser.add_argument_group("the asset")
-    asset.add_argument("--asset", help="an asset, or its catalog.json (default: the catalog that comes with kvabr)")
+    asset.add_argument("--asset", help="an asset, or its catalog (default: the catalog that comes with kvabr)")
     asset.add_argument(
         "--kv-bytes", type=float, metavar="B",
         help="bytes that a token's FP16 cache has in your model (default: 131072, Llama-3.1-8B; with --asset, its own)",
