@@ -77,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     rm.add_argument(
         "--unreferenced",
         action="store_true",
-        help="also objects that no asset names, such as those of a publisher that was killed, once they are an hour old",
+        help="also objects that no asset names, such as those of a killed publisher, once they are an hour old",
     )
     _add_json(rm)
 
