@@ -134,7 +134,7 @@ class EncryptedStore(Store):
 
     def _opened(self, name: str, head: memoryview, data: memoryview, begin: int, *, ends: bool) -> memoryview:
         """Return the plain bytes of consecutive segments; ``ends``: they are the last ones."""
-        if bytes(head[: len(_MAGIC)]) != _MAGIC:
+        if len(head) < _HEADER_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
             raise WrongKeyError(f"{self.where(name)}: is not encrypted, or is damaged; open the store without a key")
         key_id = bytes(head[len(_MAGIC) : len(_MAGIC) + _ID_BYTES])
         key, prefix = self._keys.get(key_id), bytes(head[len(_MAGIC) + _ID_BYTES :])
