@@ -166,7 +166,8 @@ def read_key(path: Path) -> bytes:
         if len(key) == KEY_BYTES:
             return key
     raise UsageError(
-        f"key file {path}: must have {KEY_BYTES} bytes, or their hex digits; make one with: openssl rand -hex 32 > {path}"
+        f"key file {path}: must have {KEY_BYTES} bytes, or their hex digits; "
+        f"make one with: openssl rand -hex 32 > {path}"
     )
 
 
@@ -185,4 +186,3 @@ def _sealed_size(size: int) -> int:
 def _plain_size(size: int) -> int:
     body = size - _HEADER_BYTES
     return max(0, body - max(1, -(-body // _SEALED_BYTES)) * _TAG_BYTES)
-

@@ -101,7 +101,7 @@ class Level:
     packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
         default=(), kw_only=True
     )
-    """For each layer class, the consecutive groups that are stored in one object; empty: one (`docs/design/store.md`)."""
+    """For each layer class, how many consecutive groups share an object; empty: one (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)

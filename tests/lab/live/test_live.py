@@ -127,7 +127,8 @@ def test_the_command_plays_compares_and_reports(asset, tmp_path, capsys):
         [
             "replay", str(tmp_path / "t.csv"), "--asset", asset.store.where(asset.prompt_digest), "--live",
             "--deadline", "60", "--rtt", "20", "--policy", "fixed:Int4", "cheapfirst",
-            "--json", str(files["json"]), "--html", str(files["html"]), "--log", str(files["jsonl"]), "--perfetto", str(files["pf"]),
+            "--json", str(files["json"]), "--html", str(files["html"]), "--log", str(files["jsonl"]),
+            "--perfetto", str(files["pf"]),
         ]
     )  # fmt: skip
     assert status == 0
