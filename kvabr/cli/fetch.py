@@ -90,7 +90,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which cache")
     which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     prompt = which.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json")
+    prompt.add_argument(
+        "--prompt", type=Path, metavar="F.json", help="its token ids: a list, or a file of a store's private/"
+    )
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
     which.add_argument(
         "--model",

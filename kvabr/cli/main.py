@@ -32,10 +32,10 @@ a first look, without model or network:
   kvabr replay --policy all --load 0.4 --html page.html
 
 with the real model ({installing.MODEL}, {installing.WHERE}):
-  kvabr encode --text README.md --tokens 512 --out my.asset
-  kvabr inspect my.asset
-  kvabr replay --asset my.asset --deadline 2 --verify
-  kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
+  kvabr encode --text README.md --tokens 512 --out assets
+  kvabr inspect assets
+  kvabr replay --asset assets --deadline 2 --verify
+  kvabr serve assets --dev                     and then the `kvabr fetch` line that it prints
 
 Options that you always give belong in kvabr.toml, here or in your configuration folder; `kvabr doctor` says which file
 is read.

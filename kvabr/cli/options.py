@@ -243,7 +243,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def read_tokens(path: Path, option: str) -> tuple[int, ...]:
-    """Return token ids from a JSON list, or from the prompt.json of an asset; `UsageError` if it has none."""
+    """Return token ids from a JSON list, or from an asset's file below `private/`; `UsageError` if it has none."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_TOKENS_BYTES + 1)

@@ -59,7 +59,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_text_option(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the prompt (default: all of the text)")
     parser.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="FOLDER", help="folder of assets; it need not exist yet"
+        "-o",
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="store that the asset is added to; it need not exist yet",
     )
     parser.add_argument("--live", action="store_true", help="let it be played while it is being computed")
     add_model_option(parser)

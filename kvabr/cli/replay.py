@@ -171,7 +171,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_asset_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
+        "--asset", help="an asset, or its catalog (default: a catalog of SmolLM2 that comes with kvabr)"
     )
     group = parser.add_argument_group(
         "a prompt of passages",

@@ -1,4 +1,4 @@
-"""`kvabr store`: manage what a store holds, a folder of assets or a bucket."""
+"""`kvabr store`: manage the assets of a store, a folder or a bucket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ of prompts go from folder to folder only.
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.description = "Manage what a store holds: a folder of assets, or a bucket."
+    parser.description = "Manage the assets of a store, a folder or a bucket."
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
 
     def action(name: str, run: str, what: str, epilog: str) -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     rm.add_argument(
         "--unreferenced",
         action="store_true",
-        help="also objects that no asset names, such as those of a publisher that was killed, once they are an hour old",
+        help="also objects that no asset names, such as those of a killed publisher, once they are an hour old",
     )
     _add_json(rm)
 

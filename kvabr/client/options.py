@@ -171,7 +171,7 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
         raise UsageError(
             f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
-            "of a prompt.json"
+            "of a file with them"
         )
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:

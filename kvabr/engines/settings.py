@@ -177,7 +177,7 @@ class EngineSettings(SettingsTable):
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None
     """Catalog of the same model with measured losses, also behind tails, for those of what is published: the
-    ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
+    file ``a/DIGEST`` in a store, of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
     token_file: FilePath | None = None
@@ -202,8 +202,8 @@ class EngineSettings(SettingsTable):
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, a folder, MiB: caches that a longer one continues are removed
-    first, then the least recently used. None: unlimited."""
+    """Size limit of what engines publish in ``publish``, an unencrypted folder, MiB: caches that a longer one continues
+    are removed first, then the least recently used. None: unlimited."""
 
     @field_validator("sources")
     @classmethod

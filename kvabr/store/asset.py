@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from kvabr.store.buffers import GROUPS as POOL
 from kvabr.store.local import LocalStore
-from kvabr.store.names import GROUPS, Place, catalog_name, profile_name, prompt_name
+from kvabr.store.names import GROUPS, FramePlace, catalog_name, profile_name, prompt_name
 from kvabr.store.pages import placed
 from kvabr.store.prompt import MAX_PROMPT_BYTES, Prompt
 from kvabr.store.removing import objects_of
@@ -76,7 +76,7 @@ class FrameFile(FrameReader):
 
     files = 1
 
-    def __init__(self, path: str, file: BufferedReader, place: Place) -> None:
+    def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
         """Take over the open file."""
         self._path, self._file, self._first = path, file, place.first
         self.size = place.last - place.first
@@ -198,7 +198,7 @@ class Asset:
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
 
-    def place(self, group: int, track: str) -> Place:
+    def place(self, group: int, track: str) -> FramePlace:
         """Return where the frame of a group on a published track is.
 
         Raises `FormatError` if there is no such track, `IndexError` if it has no such group.
@@ -237,7 +237,7 @@ class Asset:
             )
         return data
 
-    def _read(self, place: Place) -> memoryview:
+    def _read(self, place: FramePlace) -> memoryview:
         size = place.last - place.first
         data = self.store.blocked(self.store.get(place.name, place.first, place.last, limit=size))
         if len(data) != size:
@@ -312,7 +312,7 @@ class Asset:
         return tuple(digests) == self.catalog.chunks
 
 
-def open_frame(store: LocalStore, place: Place) -> FrameReader:
+def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
     """Open a frame in a folder, or read it if it is small; `AssetError` if it is not all there."""
     with as_asset_errors():
         file = store.open(place.name)

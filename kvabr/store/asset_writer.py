@@ -154,7 +154,11 @@ class AssetWriter:
         if self._prompt not in (None, prompt) and not self._live:
             raise UsageError(f"this is the writer of {self._prompt}, not of {prompt}")
         with as_asset_errors():
-            if self._prompt is None and not self._force and self.store.blocked(exists(self.store, catalog_name(prompt))):
+            if (
+                self._prompt is None
+                and not self._force
+                and self.store.blocked(exists(self.store, catalog_name(prompt)))
+            ):
                 raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
         for track, number in list(self._open):
             self._write_pack(track, number)

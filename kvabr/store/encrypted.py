@@ -134,7 +134,7 @@ class EncryptedStore(Store):
 
     def _opened(self, name: str, head: memoryview, data: memoryview, begin: int, *, ends: bool) -> memoryview:
         """Return the plain bytes of consecutive segments; ``ends``: they are the last ones."""
-        if bytes(head[: len(_MAGIC)]) != _MAGIC:
+        if len(head) < _HEADER_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
             raise WrongKeyError(f"{self.where(name)}: is not encrypted, or is damaged; open the store without a key")
         key_id = bytes(head[len(_MAGIC) : len(_MAGIC) + _ID_BYTES])
         key, prefix = self._keys.get(key_id), bytes(head[len(_MAGIC) + _ID_BYTES :])
@@ -166,7 +166,8 @@ def read_key(path: Path) -> bytes:
         if len(key) == KEY_BYTES:
             return key
     raise UsageError(
-        f"key file {path}: must have {KEY_BYTES} bytes, or their hex digits; make one with: openssl rand -hex 32 > {path}"
+        f"key file {path}: must have {KEY_BYTES} bytes, or their hex digits; "
+        f"make one with: openssl rand -hex 32 > {path}"
     )
 
 
@@ -185,4 +186,3 @@ def _sealed_size(size: int) -> int:
 def _plain_size(size: int) -> int:
     body = size - _HEADER_BYTES
     return max(0, body - max(1, -(-body // _SEALED_BYTES)) * _TAG_BYTES)
-

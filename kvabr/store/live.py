@@ -23,7 +23,7 @@ from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
 from kvabr.store.asset_writer import AssetWriter
 from kvabr.store.files import STALE_S
 from kvabr.store.local import LocalStore
-from kvabr.store.names import LIVE, Place, catalog_name, group_name, profile_name
+from kvabr.store.names import LIVE, FramePlace, catalog_name, group_name, profile_name
 from kvabr.store.store import listing
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import has_digest
@@ -145,7 +145,7 @@ class LiveFollower:
 
     def open_frame(self, size: int, digest: str) -> FrameReader:
         """Open a frame that a message has named; raises `AssetError`."""
-        return open_frame(self.store, Place(group_name(digest), 0, size, digest))
+        return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
 
     def profile_bytes(self) -> bytes:
         """Return the codec profile; `AssetError` if it is missing, `FormatError` if it is not the catalog's."""

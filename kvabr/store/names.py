@@ -22,7 +22,7 @@ PACK_BYTES = 4 << 20
 """Bytes of a pack, at most: what a GET should carry."""
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a frame is."""
 
     name: str
@@ -88,7 +88,7 @@ def has_states(spec: KVSpec) -> bool:
     return any(each.kind == "state" for each in spec.classes)
 
 
-def place(first: int, sizes: Sequence[int], digests: Sequence[str], pack: int, group: int) -> Place | None:
+def place(first: int, sizes: Sequence[int], digests: Sequence[str], pack: int, group: int) -> FramePlace | None:
     """Return where a frame is, of a published track of which some consecutive groups are known; None: not of this one.
 
     Args:
@@ -103,4 +103,4 @@ def place(first: int, sizes: Sequence[int], digests: Sequence[str], pack: int, g
     at = group - first
     begin = at - at % pack
     offset = sum(sizes[begin:at])
-    return Place(pack_name(digests[begin : begin + pack]), offset, offset + sizes[at], digests[at])
+    return FramePlace(pack_name(digests[begin : begin + pack]), offset, offset + sizes[at], digests[at])

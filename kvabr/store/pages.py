@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvabr.store.names import PAGE_GROUPS, Place, place
+from kvabr.store.names import PAGE_GROUPS, FramePlace, place
 from kvabr.types.catalog import (
     MAX_GROUPS,
     MAX_TRACKS,
@@ -137,7 +137,7 @@ class Page(CommonFacts):
         level, part = self._levels_by_track[track]
         return level.pack(part)
 
-    def place(self, track: str, group: int) -> Place | None:
+    def place(self, track: str, group: int) -> FramePlace | None:
         """Return where a frame of a published track is; None if it is not of this page."""
         found = self.by_name.get(track)
         if found is None:
@@ -245,7 +245,7 @@ class Entries(dict[tuple[str, int], tuple[int, str, float]]):
         return {"bytes": sizes, "digests": digests, "loss": losses}
 
 
-def placed(catalog: Catalog, track: str, group: int) -> Place | None:
+def placed(catalog: Catalog, track: str, group: int) -> FramePlace | None:
     """Return where a frame of a published track of an asset is; None if it has none."""
     found = catalog.published.get(track)
     if found is None:

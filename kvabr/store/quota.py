@@ -45,7 +45,7 @@ class _Known:
 
 
 class FolderQuota:
-    """The bound of a folder of assets. Only `touch` may be called from several threads at once.
+    """The bound of a folder. Only `touch` may be called from several threads at once.
 
     Processes that share a folder each read it again after publishing a twentieth of the bound, so each of them may
     exceed it by as much.

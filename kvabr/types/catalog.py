@@ -2,7 +2,7 @@
 
 A player decides by the catalog alone and never looks into a group. A catalog may come from a network: its annotations
 are what is checked when it is read or made (`kvabr.types.records`). A field is added here alone: to `Catalog`, or to
-`CommonFacts` if assets that are found in a bucket by their spans must have it as well. Where a model has several layer
+`CommonFacts` if prefixes that are found in a store by their pages must have it as well. Where a model has several layer
 classes, "group" means a unit (`kvabr.types.units`): each track lists all units, in their order, and is published as a
 track per class.
 
@@ -101,7 +101,7 @@ class Level:
     packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
         default=(), kw_only=True
     )
-    """For each layer class, the consecutive groups that are stored in one object; empty: one (`docs/design/store.md`)."""
+    """For each layer class, how many consecutive groups share an object; empty: one (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from kvabr.client.prefill_timings import read_rows
 from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
+from kvabr.store.encrypted import KEY_BYTES, read_key
 from kvabr.store.prompt import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
 from kvabr_lab import results_folder
@@ -77,6 +79,12 @@ def _grants(data: bytes) -> bool:
 def _token(data: bytes) -> bool:
     found = refused(lambda: read_token(_file(data)), UsageError)
     assert found is None or (found.isprintable() and found == found.strip())
+    return found is not None
+
+
+def _key(data: bytes) -> bool:
+    found = refused(lambda: read_key(_file(data)), UsageError)
+    assert found is None or len(found) == KEY_BYTES
     return found is not None
 
 
@@ -222,5 +230,6 @@ FILES = family(
         lambda: [b'traces = ["a.csv"]\npolicies = ["mpc", "x.py:A"]\nassets = ["b"]\n[families]\nlte = ["c"]\n'],
     ),
     Target(_result, _valid_results),
+    Target(_key, lambda: [b"ab" * 32 + b"\n", bytes(range(32)), base64.b64encode(bytes(32))]),
 )
 TRACES = Target(_traces("trace.txt"), _valid_traces)

@@ -21,11 +21,11 @@ def toy(tmp_path):
     return toy_asset(tmp_path / "asset").path
 
 
-
 def catalog_file(root):
     """The file of the only catalog in a store."""
     (path,) = (root / "a").iterdir()
     return path
+
 
 def kvabr(*words):
     return main([str(word) for word in words])

@@ -36,10 +36,10 @@ SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes
 """With a snapshot behind every second group."""
 
 
-
 def followed(path):
     """Follow the production of a folder of `live_folders`."""
     return LiveFollower(LocalStore(path.parent.parent), path.name)
+
 
 def cache(spec, tokens=TOKENS):
     if spec is SPEC:
@@ -176,9 +176,8 @@ def test_the_asset_is_the_same_however_its_cache_comes(tmp_path, spec, ends):
         first = last
     steps.production.end()
     assert steps.work().verdict == "published", steps.production.outcome
-    assert (
-        unpacked(open_asset(tmp_path / "live" / name_of(spec)))
-        == unpacked(published(tmp_path / "once", spec, **options))
+    assert unpacked(open_asset(tmp_path / "live" / name_of(spec))) == unpacked(
+        published(tmp_path / "once", spec, **options)
     )
 
 

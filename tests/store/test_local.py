@@ -111,7 +111,9 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(store, monkeypa
 def test_objects_reach_the_disk_and_catalogs_their_folder(store, monkeypatch):
     synced = []
     sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(Path(f"/proc/self/fd/{handle}").readlink()), sync(handle)))
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.append(Path(f"/proc/self/fd/{handle}").readlink()), sync(handle))
+    )
     write(store, "g/x")
     write(store, "a/x")
     assert [path.name.partition(".")[0] for path in synced] == ["", "", "a"]

@@ -85,7 +85,9 @@ def test_mutilated_pages_are_refused(catalog):
         changed(tracks=[track | {"name": "../x"}, *value["tracks"][1:]]),
         changed(tracks=[track | {"bytes": track["bytes"][1:]}, *value["tracks"][1:]]),
         changed(tracks=[track | {"bytes": [0, *track["bytes"][1:]]}, *value["tracks"][1:]]),
-        changed(tracks=[track | {"digests": ["b3-" + track["digests"][0], *track["digests"][1:]]}, *value["tracks"][1:]]),
+        changed(
+            tracks=[track | {"digests": ["b3-" + track["digests"][0], *track["digests"][1:]]}, *value["tracks"][1:]]
+        ),
         changed(tracks=[track | {"first": 3}, *value["tracks"][1:]]),
         changed(levels=[level | {"packs": [3]}, *value["levels"][1:]]),
         changed(levels=[level | {"packs": [1024]}, *value["levels"][1:]]),

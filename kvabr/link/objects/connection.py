@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from kvabr.link.objects.index import StoreIndex, StrangeAnswers
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
 from kvabr.store.direct import DirectReader
-from kvabr.store.names import Place, profile_name
+from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer, LimitWatch
@@ -194,13 +194,13 @@ class StoreConnection(PeerConnection):
     async def _locate(self, transfer: GroupTransfer) -> None:
         """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
         request, namespace = transfer.request, transfer.request.namespace
-        place: Place | None
+        place: FramePlace | None
         if request.track == PROFILE_TRACK:
             name, size = profile_name(namespace.prompt), self.index.profile_bytes(namespace.prompt)
             if size is None:
                 await self._whole(transfer, self.index.whole(name, min(request.limit, MAX_PROFILE_BYTES)))
                 return
-            place = Place(name, 0, size, "")
+            place = FramePlace(name, 0, size, "")
         else:
             if not self.index.knows(namespace):
                 await self.index.catalog(namespace)
@@ -210,7 +210,7 @@ class StoreConnection(PeerConnection):
             raise NotFoundError(f"{request}: not found in {self.peer}", reason=reason)
         self._want(transfer, place)
 
-    def _want(self, transfer: GroupTransfer, place: Place) -> None:
+    def _want(self, transfer: GroupTransfer, place: FramePlace) -> None:
         key, begin, end, _ = place
         if end - begin > transfer.request.limit:
             transfer.too_long()

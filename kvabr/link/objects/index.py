@@ -20,7 +20,7 @@ from cachetools import LRUCache, TTLCache
 
 from kvabr.link.objects.page_search import Ask, PageSearch, prefix_of
 from kvabr.store.failures import strange
-from kvabr.store.names import MAX_MODELS, PAGE_GROUPS, Place, catalog_name, has_states, model_name, page_name
+from kvabr.store.names import MAX_MODELS, PAGE_GROUPS, FramePlace, catalog_name, has_states, model_name, page_name
 from kvabr.store.pages import MAX_PAGE_BYTES, Page, placed
 from kvabr.store.store import Store
 from kvabr.transfer.interface import FoundPrefix
@@ -89,7 +89,7 @@ class Placed:
         """Take the pages."""
         self._pages = pages
 
-    def place(self, track: str, group: int) -> Place | None:
+    def place(self, track: str, group: int) -> FramePlace | None:
         """Return where a group of a published track is; None if it is not known."""
         likely = self._pages[min(group // PAGE_GROUPS, len(self._pages) - 1)]
         if (found := likely.place(track, group)) is not None:
@@ -132,7 +132,7 @@ class StoreIndex:
         """Objects with frames that were not there although a page named them."""
         self._runs: LRUCache[str, Sequence[str]] = LRUCache(_RUNS)
         """Chained digests of prompts up to a group that was found, by the name of that group's page."""
-        self._placed: LRUCache[TrackNamespace, Callable[[str, int], Place | None]] = LRUCache(_PLACED)
+        self._placed: LRUCache[TrackNamespace, Callable[[str, int], FramePlace | None]] = LRUCache(_PLACED)
         self._profiles: LRUCache[str, int] = LRUCache(_PLACED)
         """Bytes of codec profiles that pages and catalogs name."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
@@ -327,7 +327,7 @@ class StoreIndex:
         self._keep(namespace, catalog, partial(placed, catalog))
         return text
 
-    def place(self, namespace: TrackNamespace, track: str, group: int) -> Place | None:
+    def place(self, namespace: TrackNamespace, track: str, group: int) -> FramePlace | None:
         """Return where a group of an asset is that was found; None if it is not known."""
         place = self._placed.get(namespace)
         return None if place is None else place(track, group)
@@ -353,7 +353,9 @@ class StoreIndex:
 
     # -------------------------------------------------------------- internals
 
-    def _keep(self, namespace: TrackNamespace, catalog: Catalog, place: Callable[[str, int], Place | None]) -> None:
+    def _keep(
+        self, namespace: TrackNamespace, catalog: Catalog, place: Callable[[str, int], FramePlace | None]
+    ) -> None:
         self._placed[namespace] = place
         if catalog.profile is not None:
             self._profiles[catalog.profile] = catalog.profile_bytes
