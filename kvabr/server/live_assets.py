@@ -301,22 +301,17 @@ class LiveAssets:
                     asset.gone = True
         if time.monotonic() > self._found_s + _FIND_S:
             self._found, self._found_s = self._stores.find()[0], time.monotonic()
-        for label, store in self._found.items():
-            own = store.store
-            assert isinstance(own, LocalStore)  # noqa: S101  # others have no folder
-            for key in live_keys(own):
-                found.keys.add(key)
-                if key in followed or key in self._refused:
-                    continue
-                if room <= 0:
-                    found.crowded = True
-                    continue
-                try:
-                    found.new.append(FollowedAsset(LiveFollower(own, key), label))
-                    room -= 1
-                except (AssetError, FormatError) as error:
-                    if not isinstance(error.__cause__, NotFoundError):  # else it is being made, or was complete
-                        found.refused[key] = str(error)
+        stores = ((label, store.store) for label, store in self._found.items())
+        keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
+        found.keys.update(key for _, _, key in keys)
+        new = [each for each in keys if each[2] not in followed and each[2] not in self._refused]
+        found.crowded = len(new) > room
+        for label, own, key in new[: max(0, room)]:
+            try:
+                found.new.append(FollowedAsset(LiveFollower(own, key), label))
+            except (AssetError, FormatError) as error:
+                if not isinstance(error.__cause__, NotFoundError):  # else it was complete a moment ago
+                    found.refused[key] = str(error)
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -252,9 +253,7 @@ def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
                     frame = asset.frame(group, track.name)
                     writer.frame(group, track.name, frame, track.digests[group])
                     size += len(frame)
-        try:
+        with suppress(AssetError):  # only a publisher's own folder has them
             writer.prompt(asset.prompt())
-        except AssetError:
-            pass  # only a publisher's own folder has it
         writer.commit(catalog)
     return size

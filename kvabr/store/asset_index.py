@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from kvabr.store.asset import Asset, AssetVersion, object_sizes, version_in
-from kvabr.store.asset_store import AssetStore
+from kvabr.store.asset_store import AssetListing, AssetStore
 from kvabr.store.local import LocalStore
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
@@ -138,7 +138,7 @@ class AssetIndex:
 
     def refresh(self) -> bool:
         """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
-        before, assets, damaged = self._assets, dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
+        assets, damaged = dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
         found, unreadable = self.stores.find()
         complete = True
         for label, store in found.items():
@@ -150,17 +150,7 @@ class AssetIndex:
                 unreadable[label.rstrip("/")] = str(error)
                 continue
             complete = complete and listing.complete
-            sizes: dict[str, int] | None = None
-            for prompt, version in listing.versions.items():
-                name = label + prompt
-                known = before.get(name)
-                if known is not None and known.version == version:
-                    assets[name] = known
-                    continue
-                if sizes is None:
-                    sizes = object_sizes(store.store)
-                if (asset := self._open(store, prompt, name, version, sizes, damaged)) is not None:
-                    assets[name] = asset
+            assets |= self._refreshed(label, store, listing, damaged)
         for name, why in unreadable.items():
             damaged[name] = _UNKNOWN, why
             if self._damaged.get(name) != damaged[name]:
@@ -170,6 +160,22 @@ class AssetIndex:
         self._complete = complete
         self._damaged = damaged
         return self._replace(assets)
+
+    def _refreshed(
+        self, label: str, store: AssetStore, listing: AssetListing, damaged: dict[str, tuple[AssetVersion, str]]
+    ) -> dict[str, Asset]:
+        """Return the good assets of one store, by name."""
+        assets: dict[str, Asset] = {}
+        sizes: dict[str, int] | None = None
+        for prompt, version in listing.versions.items():
+            name = label + prompt
+            asset = self._assets.get(name)
+            if asset is None or asset.version != version:
+                sizes = object_sizes(store.store) if sizes is None else sizes
+                asset = self._open(store, prompt, name, version, sizes, damaged)
+            if asset is not None:
+                assets[name] = asset
+        return assets
 
     def renew(self, asset: Asset) -> None:
         """Look again at one asset of a folder that is no longer current."""

@@ -70,7 +70,7 @@ class CacheTier(Generic[V]):
 
 
 class StoreTier(CacheTier[int]):
-    """Groups in a store. Of a bucket, ``digest in tier`` covers what this process has seen there; `get` finds others."""
+    """Groups in a store. Of a bucket, ``digest in tier`` is true of what this process has seen; `get` finds others."""
 
     def __init__(
         self, location: Location, max_bytes: int, on_failure: Callable[[str], object] = lambda _why: None
@@ -244,7 +244,7 @@ class GroupCache:
         return self.memory.kept.get(digest)
 
     async def keep(self, digests: Sequence[str], until_s: float) -> None:
-        """Have other groups make room before these, see `ByteLru.keep`; those on their way to the disk are waited for."""
+        """Have other groups make room before these, see `ByteLru.keep`; waits for those on their way to the disk."""
         self.memory.kept.keep(digests, until_s)
         if self.disk is not None:
             if writes := [self._writes[digest] for digest in digests if digest in self._writes]:

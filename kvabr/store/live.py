@@ -172,8 +172,8 @@ class LiveFollower:
     def rescue(self, news: Sequence[PublishedFrames]) -> str | None:
         """Make an asset of what a killed writer has published, under the name of the whole prompt or a shorter one.
 
-        Each frame is checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None if
-        there is nothing to keep, or such an asset exists.
+        Each frame is checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None
+        if there is nothing to keep, or such an asset exists.
 
         Raises `AssetError` if that cannot be done, for instance because the folder belongs to somebody else.
         """

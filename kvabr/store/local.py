@@ -148,12 +148,12 @@ class LocalStore(Store):
             written = self._name(partial, path)
             if self._sync and written and name.startswith(CATALOGS):
                 self._flush(path.parent)  # in a journal, all that the catalog names comes before it
-            return written
         except OSError as error:
             raise self._failed(name, "cannot be written", error) from error
         finally:
             with suppress(OSError):
                 partial.unlink()
+        return written
 
     @staticmethod
     def _flush(path: Path) -> None:

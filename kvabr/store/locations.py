@@ -5,8 +5,8 @@
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache, for reading only
     memory://NAME                                in this process (`MemoryStore`)
 
-A path or URL whose last part is 64 hex digits is that of one asset. If `KEY_FILE` is in the environment, stores that are
-named so are encrypted with the key in that file.
+A path or URL whose last part is 64 hex digits is that of one asset. If `KEY_FILE` is in the environment, stores are
+encrypted with the key in that file.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ PRIVATE_PREFIX = "private/"
 MAX_MODELS = 256
 """Models of a store."""
 PROBES = "probe/"
-"""Objects that tell whether a store can be used, and what `CloudStore.check_writable` leaves where it may not delete."""
+"""Objects that tell whether a store can be used; left behind by who may not delete."""
 PAGE_GROUPS = LOOKUP_RUN
 """Groups of tokens of a page."""
 PACK_BYTES = 4 << 20

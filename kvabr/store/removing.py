@@ -48,16 +48,17 @@ def objects_of(catalog: Catalog) -> dict[str, int]:
 async def read_catalogs(
     store: Store, prompts: Iterable[str], progress: Progress = silent
 ) -> tuple[dict[str, Catalog], dict[str, str]]:
-    """Return catalogs by prompt digest, and what is wrong with those that are damaged; those that are gone are left out."""
+    """Return catalogs by prompt digest, and what is wrong with the damaged ones; those that are gone are left out."""
     found, bad, names = dict[str, Catalog](), dict[str, str](), list(prompts)
 
     async def read(prompt: str) -> None:
         try:
             data = await store.get(catalog_name(prompt), limit=MAX_CATALOG_BYTES)
             catalog = Catalog.loads(bytes(data))
-            if catalog.namespace.prompt != prompt:
-                raise FormatError("is the catalog of another prompt")
-            found[prompt] = catalog
+            if catalog.namespace.prompt == prompt:
+                found[prompt] = catalog
+            else:
+                bad[prompt] = f"{store.where(catalog_name(prompt))}: is the catalog of another prompt"
         except NotFoundError:
             pass
         except FormatError as error:

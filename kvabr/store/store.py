@@ -89,10 +89,10 @@ class Store(ABC):
         del part_bytes
         yield await self.get(name, first, last, limit=last - first)
 
-    async def check_writable(self) -> None:
+    async def check_writable(self) -> None:  # noqa: B027  # stores that need nothing
         """Make the store if it does not exist; raise `StoreError` if publishers cannot use it."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # stores without connections
         """Release connections; a later request opens new ones. Call it when no request is under way."""
 
     def blocked(self, work: Coroutine[Any, Any, T]) -> T:

@@ -25,6 +25,7 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
 from kvabr.server.certificates import development
+from kvabr.store.asset import Asset
 from kvabr.store.locations import open_asset
 from kvabr.types.errors import TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, published_catalog

@@ -86,7 +86,7 @@ async def test_no_descriptor_is_left_open(store):
 
 @contextlib.asynccontextmanager
 async def cached(asset, folder, *faults, slice_size="1m"):
-    """URL of nginx, as documented, before a store with an asset, that store, and the names of the objects with its frames."""
+    """URL of nginx, as documented, before a store with an asset; that store; and the objects with its frames."""
     if NGINX is None:
         pytest.skip("nginx is not installed: apt-get install nginx")
     source = memory_url()

@@ -27,7 +27,7 @@ def publish(
 ):
     """Publish an asset; return its name and whether it is this one that is there now."""
     chunks = digests(tokens, model=model)
-    tracks, made = [], spec(model)
+    made = spec(model)
     with open_store(place, create=True).writer(chunks[-1], force=force, **options) as writer:
         sha256 = hashlib.sha256(profile).hexdigest() if profile else None
         writer.begin(made, chunks, page_kind(made, [Track(level, (), (), ()) for level in LEVELS], sha256, "sha256"))
@@ -36,8 +36,8 @@ def publish(
         for group in range(len(chunks)):
             for level in LEVELS:
                 writer.frame(group, level, every[level][group], sums[level][group])
-        for level in LEVELS:
-            tracks.append(Track(level, tuple(map(len, every[level])), (loss,) * len(chunks), sums[level]))
+        losses = (loss,) * len(chunks)
+        tracks = [Track(level, tuple(map(len, every[level])), losses, sums[level]) for level in LEVELS]
         if profile:
             writer.profile(profile)
         writer.commit(

@@ -121,7 +121,7 @@ def test_copies_between_all_kinds(place, tmp_path):
 
 def test_a_damaged_asset_is_not_copied(place):
     name, good = put(place, LONG[100:120]), put(place, LONG[:40])
-    damaged = sorted(open_store(place).open(name).objects)[0]
+    damaged = min(open_store(place).open(name).objects)
     replace_object(place, damaged, bytes(len(read_object(place, damaged))))
     done = copy_assets(StoreTree(place), open_store(f"memory://{secrets.token_hex(6)}", create=True))
     assert done.assets == [good]

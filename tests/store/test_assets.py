@@ -63,7 +63,7 @@ def test_a_longer_prompt_adds_only_its_own(place):
 def test_frames_are_packed_up_to_four_megabytes(tmp_path):
     for size, pack in ((200, 16), ((256 << 10), 16), ((256 << 10) + 1, 8), ((3 << 20), 1)):
         assert naming.pack_groups(size) == pack
-    _, published = publish(tmp_path / "one", LONG, frame_of=lambda chunk, level: bytes([ord(level[0])]) * (1 << 20))
+    _, published = publish(tmp_path / "one", LONG, frame_of=lambda _, level: bytes([ord(level[0])]) * (1 << 20))
     assert published
     asset = open_asset(tmp_path / "one")
     assert [track.pack(0) for track in asset.catalog.tracks] == [4, 4]
@@ -159,11 +159,10 @@ def test_a_publisher_that_stops_early_leaves_nothing_that_is_listed(monkeypatch)
 
 
 def test_a_folder_in_which_nothing_was_published_is_not_left(tmp_path):
-    with pytest.raises(ZeroDivisionError), open_store(tmp_path / "new").writer() as writer:
+    with open_store(tmp_path / "new").writer() as writer:
         writer.begin(PLAIN)
         writer.frame(0, "FP16", bytes(5 << 20), "ab" * 32)
         assert (tmp_path / "new" / "g").is_dir()
-        raise ZeroDivisionError
     assert not (tmp_path / "new").exists()
 
 
@@ -240,7 +239,8 @@ def test_publishers_in_processes_agree(seaweed):
 @pytest.mark.parametrize("writes", [3, 9, 30])
 def test_a_publisher_that_is_killed_harms_nobody(tmp_path, writes):
     script = (
-        "import os, sys; from kvabr.store.local import LocalStore; put = LocalStore._put_new; left = [int(sys.argv[2])]\n"
+        "import os, sys; from kvabr.store.local import LocalStore\n"
+        "put, left = LocalStore._put_new, [int(sys.argv[2])]\n"
         "def dies(self, name, data):\n"
         "    left[0] -= 1\n"
         "    if not left[0]: os.kill(os.getpid(), 9)\n"

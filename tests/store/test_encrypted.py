@@ -79,9 +79,8 @@ def test_an_asset_costs_half_a_per_cent_and_the_key_before_reads(tmp_path):
     rotated = EncryptedStore(kept, new, old)
     assert check(open_store(rotated).open()) == catalog
     put(rotated, PLAIN, list(range(20)))
-    with pytest.raises(KvabrError) as failed:  # one of the two
-        for name in open_store(rotated).list().versions:
-            check(open_store(EncryptedStore(kept, new)).open(name))
+    with pytest.raises(KvabrError) as failed:
+        open_store(EncryptedStore(kept, new)).open(catalog.namespace.prompt)
     assert isinstance(failed.value, AssetError)
     assert not is_damage(failed.value)
 

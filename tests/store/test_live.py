@@ -70,8 +70,7 @@ def followed(root):
 
 def opened(follower, group, track, size=None):
     data = frame(group, track)
-    reader = follower.open_frame(len(data) if size is None else size, hashlib.sha256(data).hexdigest())
-    return reader
+    return follower.open_frame(len(data) if size is None else size, hashlib.sha256(data).hexdigest())
 
 
 def test_a_follower_sees_what_is_published_and_reads_it_also_when_it_is_complete(tmp_path):

@@ -145,7 +145,7 @@ class StoreIndex:
     # ------------------------------------------------------------- models
 
     async def open(self) -> None:
-        """Find out once whether this is a store that can be read; `TransportError` if not. Callers share the request."""
+        """Find out once whether this is a store that can be read; raise `TransportError` if not."""
         if not self._opened:
             if self._opening is None:
                 self._opening = asyncio.get_running_loop().create_task(self._model(0))
@@ -348,7 +348,7 @@ class StoreIndex:
         return data
 
     def lost(self, name: str) -> None:
-        """Note that an object with frames is gone: pages that name it on their lowest level are not used for a while."""
+        """Note that an object with frames is gone: pages with it on their lowest level are not used for a while."""
         self._gone[name] = True
 
     # -------------------------------------------------------------- internals

@@ -14,6 +14,7 @@ from kvabr.engines.transformers import engine as engines
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
+from kvabr.store.asset import Asset
 from kvabr.store.locations import open_asset
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import ModelError
@@ -48,8 +49,7 @@ class Watched(TransformersEngine):
 
 @pytest.fixture
 def asset(root: Path) -> Asset:
-    (folder,) = [path.parent for path in root.rglob("catalog.json")]
-    return open_asset(folder)
+    return open_asset(root)
 
 
 @pytest.fixture

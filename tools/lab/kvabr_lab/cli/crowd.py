@@ -191,7 +191,7 @@ def _check_tree(args: argparse.Namespace) -> None:
 
 
 def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
-    from kvabr_lab.crowd import MACHINES, Store, Tree
+    from kvabr_lab.crowd import MACHINES, BucketModel, Tree
 
     middle = None if args.middle is None else MACHINES[args.middle].serving(group_bytes)
     return Tree(
@@ -199,7 +199,7 @@ def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
         edges=1,
         middle=middle,
         middles=0 if middle is None else args.middles,
-        store=Store(args.store_gbit * 125e6, args.store_gets),
+        store=BucketModel(args.store_gbit * 125e6, args.store_gets),
     )
 
 

@@ -23,6 +23,7 @@ class Budget(FrontToBack):
 
     def start(self, view: View) -> None:
         """Plan nothing yet."""
+        del view
         self._planned: dict[int, str] = {}
         """Track of every missing group, when it was last worked out."""
         self._planned_for = 0
