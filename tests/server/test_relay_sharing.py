@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -80,7 +81,7 @@ async def test_a_removed_asset_leaves_what_others_have(tmp_path, long, short, tl
         await play(player, short)
         asked = sent(server)
         assert asked["FP16"] == 8
-        long.path.rename(tmp_path / ".gone")
+        shutil.rmtree(long.store.folder)
         server.source.refresh()
         kept = set(short.catalog.track("FP16").digests)
         await until(lambda: len(relay.source.store) == len(kept))
@@ -124,10 +125,10 @@ async def test_who_has_read_some_of_a_lie_asks_again(tmp_path, long, short, tls)
 async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, long, tls):
     """It vouches for another asset's group with less bytes than that has."""
     liar = make_asset(tmp_path / "liar", list(range(100, 132)))
-    catalog = json.loads((liar.path / "catalog.json").read_text())
+    catalog = json.loads((liar.store.folder / "catalog.json").read_text())
     (track,) = [one for one in catalog["tracks"] if one["name"] == "FP16"]
     track["digests"][0] = long.catalog.track("FP16").digests[0]
-    (liar.path / "catalog.json").write_text(json.dumps(catalog))
+    (liar.store.folder / "catalog.json").write_text(json.dumps(catalog))
     async with held(tmp_path, tls, liar, stall_after=0) as world:
         one, other = world.players
         download = one.fetch(liar.catalog.namespace, "FP16", 0, limit=BIG)

@@ -204,7 +204,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     library, metrics = PublishedAssets(root), Metrics()
     watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
     track = asset.catalog.tracks[0].name
-    frame = frame_file(asset.path, 0, track)
+    frame = frame_file(asset.store.folder, 0, track)
     frame.write_bytes(frame.read_bytes()[:-1] + bytes([frame.read_bytes()[-1] ^ 1]))
     with structlog.testing.capture_logs() as events:
         for times, damaged in enumerate((0, 1, 1), 1):
@@ -215,7 +215,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     named = [event for event in events if event["event"] == "group damaged"]
     assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
     assert library.assets == [asset]  # other groups and tracks may serve
-    shutil.rmtree(asset.path)
+    shutil.rmtree(asset.store.folder)
     watcher.look()
     assert metrics.value("kvabr_assets_damaged") == 0
 

@@ -6,6 +6,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 
 from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
@@ -35,7 +36,6 @@ from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
 from kvabr.store import asset as assets
 from kvabr.store import asset_folder
-from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
 from kvabr.telemetry.kv_events import wire as events
