@@ -346,7 +346,8 @@ async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_serv
 
 async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):
     grants = Grants([replace(grant(MINE), expires_s=FAR_S)])
-    async with origin(asset.store.folder, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
+    root = asset.store.folder
+    async with origin(root, tls, grants=grants) as server, await dialled(server, token=MINE) as connection:
         assert await get(connection, asset.catalog.namespace, CATALOG_TRACK)
         later = SimpleNamespace(time=lambda: FAR_S + 1, monotonic=time.monotonic, thread_time=time.thread_time)
         monkeypatch.setattr(server_module, "time", later)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -106,11 +107,11 @@ async def test_it_serves_what_is_there_and_what_comes_and_goes(root):
                 await fetch(connection, first.namespace, "FP8")
 
             new = make_asset(root / "new", range(300, 324)).catalog
-            assert (await served.event("asset added"))["asset"] == "new"
+            assert (await served.event("asset added"))["asset"] == f"new/{new.namespace.prompt}"
             asked = digests(range(300, 340))
             found = await fetch(connection, TrackNamespace(new.spec.model, asked[0]), prefix_track(asked))
             assert Catalog.loads(found) == new
-            (root / "new").rename(root / ".away")
+            shutil.rmtree(root / "new")
             await served.event("asset removed")
             with pytest.raises(NotFoundError):
                 await fetch(connection, new.namespace, CATALOG_TRACK)
