@@ -46,7 +46,7 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(small, tls, fresh
 
         got = await asyncio.gather(*(fetched(connection) for connection in connections for _ in range(10)))
         assert len(got) == 200
-        assert set(got) == {small.frame(3, "FP16")}
+        assert set(got) == {bytes(small.frame(3, "FP16"))}
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
         await until(lambda: not relay.source.groups)
         assert relay.source.groups.bytes == 0
