@@ -7,13 +7,12 @@ import contextlib
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvabr.store.local import LocalStore
-from kvabr.store.names import group_name
+from kvabr.store.names import catalog_name, group_name
 from kvabr.types.errors import NotFoundError, RequestError
 from kvabr.types.naming import CATALOG_TRACK
 from tests.assets import frame_file, make_asset
@@ -132,7 +131,7 @@ async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, l
     (track,) = [one for one in catalog["tracks"] if one["name"] == "FP16"]
     track["digests"][0] = digest = long.catalog.track("FP16").digests[0]
     frame_file(liar.store.folder, 0, "FP16").rename(liar.store.path(group_name(digest)))
-    Path(liar.location).write_text(json.dumps(catalog))
+    liar.store.path(catalog_name(liar.name)).write_text(json.dumps(catalog))
     async with held(tmp_path, tls, liar, stall_after=0) as world:
         one, other = world.players
         download = one.fetch(liar.catalog.namespace, "FP16", 0, limit=BIG)
