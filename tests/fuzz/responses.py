@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from unittest.mock import patch
 
-from kvabr.store.objects import bucket as bucket_module
-
 from kvabr.store.cloud import CloudStore
 from kvabr.store.direct import _MOST_HEAD_BYTES, DirectReader
 from kvabr.store.failures import _KINDS_BY_TYPE, Failure
+from kvabr.store.objects import bucket as bucket_module
 from kvabr.types.errors import ConnectionLostError, StoreError, TransportError
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 

@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 from kvabr.store.admin.survey import Manifest
-from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
 
 from kvabr.link.objects.index import _parsed_catalog
+from kvabr.store.objects import spans
 from kvabr.store.url import StoreUrl, split_asset
 from kvabr.types.catalog import Catalog, Level
 from kvabr.types.cost import PrefillCost

@@ -152,7 +152,8 @@ ROWS = {
     "store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
     "store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "store: groups of relays and clients": [
-        f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s, written {group_cache._WRITE_S:g} s",
+        f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",
+        f"written {group_cache._WRITE_S:g} s",
         f"left alone for {group_cache._PAUSE_S:g} s",
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],

@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar
 
 import pytest
 from kvabr.link.objects.span_search import found_prefix
-from kvabr.store.objects import spans
 from kvabr.store.objects.layout import StoreOffer
 from msgspec import Meta
 
 from kvabr.publish.frames import FrameEncoder, MemoryFrames
+from kvabr.store.objects import spans
 from kvabr.types.catalog import Catalog, CommonFacts, Level, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, VersionError
