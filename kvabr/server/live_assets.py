@@ -229,7 +229,7 @@ class LiveAssets:
                 self._poll(asset)  # it may have ended orderly a moment ago
             asset.settled = True
             if not asset.over:
-                whole = asset.chunks == len(asset.catalog.chunks) and not asset.follower.is_partial
+                whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
                 self._end(asset, "" if whole else "its process is gone")
             await self._rescue(asset)
 

@@ -184,7 +184,7 @@ class LiveFollower:
         with contextlib.suppress(FormatError):
             if catalog is not None:
                 profile = b"" if catalog.profile is None else self.profile_bytes()
-                with AssetWriter(self.store, None, live=True) as writer:
+                with AssetWriter(self.store, catalog.namespace.prompt, live=True) as writer:
                     writer.profile(profile)
                     writer.commit(catalog)
                 made = catalog.namespace.prompt if writer.published else None

@@ -99,8 +99,12 @@ class LocalStore(Store):
 
     def open(self, name: str) -> BufferedReader:
         """Open an object's file for reading; raises as `get`."""
+        path = self.path(name)
         try:
-            return open_regular(self.path(name), sole=True)
+            for folder in list(path.parents)[: name.count("/")]:
+                if folder.is_symlink():  # perhaps to what nobody has published, such as another's token ids
+                    raise OSError(errno.ELOOP, f"{folder} is a link")
+            return open_regular(path, sole=True)
         except OSError as error:
             raise self._failed(name, "cannot be read", error) from error
 
@@ -205,6 +209,8 @@ class LocalStore(Store):
         while todo:
             inside = todo.pop()
             place = self.folder / inside if inside else self.folder
+            if inside and place.is_symlink():
+                continue
             try:
                 entries = sorted(os.scandir(place), key=lambda entry: entry.name)
             except (FileNotFoundError, NotADirectoryError):

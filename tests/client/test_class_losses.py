@@ -53,7 +53,7 @@ def publish(root: Path, spec: KVSpec, tokens: int) -> PublishedAssets:
         torch.cat([exact(spec, part, 0, end) for end in snapshot_ends(one, tokens) or [tokens]], dim=3)
         for part, one in enumerate(spec.parts)
     ]
-    with open_store(root).writer("asset") as writer:
+    with open_store(root).writer() as writer:
         frames = FrameEncoder(spec, chunks, tokens, ["FP16"], None, writer)
         frames.encode(tuple(parts))
         losses = {"FP16": [0.001] * len(frames.units)}

@@ -118,20 +118,6 @@ def test_a_frame_of_another_class_is_refused(root, catalog):
     assert set(assembler.coverage) == {None}
 
 
-def test_swapped_files_are_named(root):
-    asset = open_asset(root / "every-kind")
-    one, other = (
-        root / "every-kind" / "groups" / f"FP16.{name}" / "00000.kvg" for name in ("state", "state-convolution")
-    )
-    data = other.read_bytes()
-    other.write_bytes(one.read_bytes())
-    try:
-        with pytest.raises(ForeignError, match=r"group 0 of FP16\.state, not group 0 of FP16\.state-convolution"):
-            asset.frame(0, "FP16.state-convolution")
-    finally:
-        other.write_bytes(data)
-
-
 HUGE = tuple(range(1, 1024))
 
 

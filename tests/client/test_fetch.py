@@ -27,7 +27,6 @@ from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
-from tests.assets import frame_file
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -102,11 +101,17 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
     assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", "--check", *network(served)) == 2
 
 
+def damage(folder, group, track):
+    place = open_asset(folder).place(group, track)
+    data = bytearray((folder / place.name).read_bytes())
+    data[place.last - 1] ^= 1
+    (folder / place.name).write_bytes(data)
+
+
 def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, short, tmp_path, capsys):
     shutil.copytree(root / "short", tmp_path / "origin")
     for track in ("FP16", "Int8", "Int4"):
-        path = frame_file(tmp_path / "origin", 3, track)
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        damage(tmp_path / "origin", 3, track)
     damaged = Served(tmp_path / "origin", tmp_path)
     out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
     try:
@@ -444,11 +449,7 @@ def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served
 def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     """On the terminal, in the result, in the log; the play goes on with another track."""
     shutil.copytree(root / "short", tmp_path / "assets" / "short")
-    path = frame_file(tmp_path / "assets" / "short", 1, "Int8")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(bytes(data))
+    damage(tmp_path / "assets" / "short", 1, "Int8")
     served, result = Served(tmp_path / "assets", tmp_path), tmp_path / "r.json"
     try:
         prompts = tmp_path / "prompt.json"

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from kvabr.store.live_folder import LiveFolderWriter, new_key
 
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
@@ -22,6 +21,8 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, Watcher
+from kvabr.store.live import LiveWriter, new_key
+from kvabr.store.local import LocalStore
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
 from tests.client.live import GROUPS, TOKENS, right
@@ -50,7 +51,7 @@ class Writer:
 
     def __init__(self, asset, root):
         self.asset, self.key, self.next = asset, new_key(), 0
-        self.folder = LiveFolderWriter(root / "asset")
+        self.folder = LiveWriter(LocalStore(root), None)
 
     async def __aenter__(self):
         return await asyncio.to_thread(self.begin)
@@ -63,7 +64,7 @@ class Writer:
         tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, measured=None) for one in catalog.tracks)
         seconds = tuple(0.001 * (group + 1) for group in range(GROUPS))
         self.folder.__enter__()
-        self.folder.begin(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))
+        self.folder.begin_live(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))
         return self
 
     async def publish(self, groups=1):
@@ -74,8 +75,8 @@ class Writer:
         frames = {}
         for track in self.asset.catalog.tracks:
             frame = self.asset.frame(self.next, track.name)
-            self.folder.frame(self.next, track.name, frame)
-            frames[track.name] = len(frame), hashlib.sha256(frame).hexdigest()
+            frames[track.name] = len(frame), (digest := hashlib.sha256(frame).hexdigest())
+            self.folder.frame(self.next, track.name, frame, digest)
         self.folder.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
         self.next += 1
 

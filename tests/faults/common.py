@@ -50,7 +50,7 @@ def engine() -> ToyModel:
 
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
-    with open_store(path).writer() as writer:
+    with open_store(path).writer(live=True) as writer:
         catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer)
         writer.prompt(PROMPT)
         writer.commit(catalog)

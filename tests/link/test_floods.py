@@ -102,7 +102,7 @@ def test_a_call_takes_a_bounded_number_of_records(ends):
 
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_server_ends_a_flood_and_serves_the_others(asset, tls, kind):
-    arguments = (PublishedAssets(asset.path, None, LOG), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+    arguments = (PublishedAssets(asset.store.folder, None, LOG), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments) as server:
         flooder = Flooder(server.address, kind)
         trusted = DialOptions("localhost", server.address[1], fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S)

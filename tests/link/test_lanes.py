@@ -25,7 +25,7 @@ MOST = 4
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     made = make_asset(tmp_path_factory.mktemp("assets") / "large", range(128), frame_bytes=3_000_000, levels=("FP16",))
-    return made.catalog, partial(PublishedAssets(made.path).find, EVERYTHING)
+    return made.catalog, partial(PublishedAssets(made.store.folder).find, EVERYTHING)
 
 
 async def all_of(connection, catalog, times=1):

@@ -45,7 +45,7 @@ PARAMETERS = TransportParameters(
 
 @contextlib.asynccontextmanager
 async def served(asset, tls, tcp="tls", *, host="127.0.0.1", grants=None, **limits):
-    arguments = (PublishedAssets(asset.path, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
+    arguments = (PublishedAssets(asset.store.folder, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
         yield server
 
@@ -153,7 +153,7 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
 async def test_a_tcp_port_in_use_is_named(asset, tls):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
+        arguments = (PublishedAssets(asset.store.folder, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
         with pytest.raises(TransportError, match=r"cannot be bound .* or --tcp off"):
             await Server(*arguments, Metrics()).start()
         async with Server(*arguments, Metrics(), tcp="off") as server:

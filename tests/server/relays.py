@@ -96,7 +96,7 @@ async def dialled(server, library="aioquic", **more):
 
 def in_memory(asset, **more):
     """A connection to an asset in this process."""
-    return MemoryConnection(functools.partial(PublishedAssets(asset.path).find, EVERYTHING), **more)
+    return MemoryConnection(functools.partial(PublishedAssets(asset.store.folder).find, EVERYTHING), **more)
 
 
 def sent(server):
@@ -113,7 +113,7 @@ async def get(connection, namespace, track, group=0):
 async def play(connection, asset, track="FP16"):
     """Fetch a catalog and all groups of a track, and check them."""
     namespace = asset.catalog.namespace
-    assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
+    assert await get(connection, namespace, CATALOG_TRACK) == asset.catalog_bytes()
     groups = range(asset.catalog.groups)
     got = await asyncio.gather(*(get(connection, namespace, track, group) for group in groups))
     assert got == [asset.frame(group, track) for group in groups]

@@ -30,7 +30,7 @@ def test_sizes_that_are_none(text):
 
 async def test_the_command(asset, tls, tmp_path):
     namespace = asset.catalog.namespace
-    async with origin(asset.path, tls) as server:
+    async with origin(asset.store.folder, tls) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvabr", "relay", "--upstream",
             f"moqt://localhost:{server.address[1]}/#kvcache:{namespace.model}/{namespace.prompt}",
@@ -51,7 +51,7 @@ async def test_the_command(asset, tls, tmp_path):
             _, log = await asyncio.wait_for(process.communicate(), LONG_S)
             assert process.returncode == 0, log
             assert b"cannot be reached" not in log
-            assert len(list((tmp_path / "cache").glob("*.group"))) == 1
+            assert len(list((tmp_path / "cache").glob("g/*"))) == 1
         finally:
             if process.returncode is None:
                 process.kill()
@@ -73,7 +73,7 @@ async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(
             silent.close()
             async with connect(lines[0].strip(), fingerprint=lines[1].split()[-1]) as connection:
                 asking = asyncio.create_task(get(connection, namespace, CATALOG_TRACK))
-                async with origin(asset.path, tls, port=port):
+                async with origin(asset.store.folder, tls, port=port):
                     assert await asking
                     await play(connection, asset)
             process.terminate()
@@ -92,7 +92,7 @@ async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(
 
 @pytest.mark.parametrize("wrong", ["certificate", "token"])
 async def test_the_command_ends_if_its_origin_refuses_it(asset, tls, wrong):
-    async with origin(asset.path, tls, grants=Grants([grant("the right token")])) as server:
+    async with origin(asset.store.folder, tls, grants=Grants([grant("the right token")])) as server:
         trust = [] if wrong == "certificate" else ["--upstream-fingerprint", server.fingerprint]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvabr", "relay", "--upstream", f"moqt://localhost:{server.address[1]}/",

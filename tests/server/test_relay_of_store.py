@@ -13,7 +13,7 @@ from tests.assets import digests, spec
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url, put_asset
 from tests.server.relays import relaying, url_of
-from tests.store.admin.assets import publish
+from tests.store.noise import publish
 from tests.toymodel import SPEC, prompt, toy_asset
 
 

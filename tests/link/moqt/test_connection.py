@@ -52,7 +52,8 @@ def asset(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
-    arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
+    published = PublishedAssets(asset.store.folder, log=LOG)
+    arguments = (published, "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
     library = library if library in LIBRARIES else "aioquic"
     async with quicserver.Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
