@@ -33,12 +33,7 @@ from kvabr.server import (
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
-<<<<<<< HEAD
 from kvabr.store import asset, asset_store, cloud, group_cache, names, pages, prompt, store_tree
-=======
-from kvabr.store import asset as assets
-from kvabr.store import asset_store, cloud, group_cache, names, pages, prompt, store_tree
->>>>>>> h-A
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
 from kvabr.telemetry.kv_events import wire as events
@@ -125,13 +120,8 @@ ROWS = {
     "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
     "relay: names that do not exist": ["nothing is kept"],
     "origin: catalogs and profiles": [size(published_assets.MAX_CACHED_BYTES)],
-<<<<<<< HEAD
     "origin: stores below": [f"{store_tree.MAX_DEPTH} deep; {store_tree.MAX_FOLDERS:,}"],
     "origin: frames that are read at once": [size(asset.LOADED_BYTES)],
-=======
-    "origin: folders": [f"{store_tree.MAX_DEPTH} deep, {store_tree.MAX_FOLDERS:,}"],
-    "origin: frames that are read at once": [size(assets.LOADED_BYTES)],
->>>>>>> h-A
     "catalog asked for with a prompt": [
         size(lookup._HEAD_BYTES), f"{(lookup.MAX_TRACKS + 1) * lookup._ENTRY_BYTES:,} bytes x groups",
         f"counted as {lookup._LEAST_GROUPS:,} at least",
@@ -156,7 +146,6 @@ ROWS = {
         f"{size(seen_prompts._MAX_TOKEN_BYTES)}, {seen_prompts._MOST_SEEN:,}",
         size(seen_prompts._MAX_TOKEN_BYTES // seen_prompts._PARTS),
     ],
-<<<<<<< HEAD
     "store: models": [f"{names.MAX_MODELS}"],
     "store: page": [size(pages.MAX_PAGE_BYTES), size(pages._MAX_JSON_BYTES), f"{names.PAGE_GROUPS} groups"],
     "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
@@ -164,13 +153,6 @@ ROWS = {
     "store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
     "object store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "object store: groups of relays and clients": [
-=======
-    "store: a page, a pack": [size(pages.MAX_PAGE_BYTES), size(names.PACK_BYTES), f"{names.PAGE_GROUPS} groups"],
-    "store: models": [f"{names.MAX_MODELS}"],
-    "store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
-    "store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
-    "store: groups of relays and clients": [
->>>>>>> h-A
         f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",
         f"written {group_cache._WRITE_S:g} s",
         f"left alone for {group_cache._PAUSE_S:g} s",
