@@ -17,7 +17,7 @@ url, prompt, *fingerprint = sys.argv[1:]
 tokens = json.loads(Path(prompt).read_text())
 if isinstance(tokens, dict):
     tokens = tokens["tokens"]  # a file of the store's `private/`
-with kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client:
+with kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint[0] if fingerprint else None)) as client:
     try:
         played = client.play(tokens, deadline=2.0)
     except kvabr.IncompleteError as error:

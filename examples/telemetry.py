@@ -30,7 +30,7 @@ def show(event: PlayEvent) -> None:
 metrics = PlayerMetrics()
 with (
     Telemetry(JsonLines("plays.jsonl"), metrics) as telemetry,
-    kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client,
+    kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint[0] if fingerprint else None)) as client,
 ):
     options = kvabr.PlayOptions(log=show, telemetry=telemetry)
     played = client.play(tokens, deadline=2.0, options=options)

@@ -129,7 +129,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
     from kvabr.client.lookup import fetch_catalog
     from kvabr.client.origins import asset_of, dialling
 
-    connecting, namespace = dialling(args.asset, **network.options(args)), asset_of(args.asset)
+    connecting, namespace = dialling(args.asset, network.options(args)), asset_of(args.asset)
     if namespace is None:
         raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
 

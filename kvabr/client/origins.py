@@ -11,13 +11,10 @@ Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Unpack
 
 from kvabr.link.moqt.connect import Connecting, asset_of, connect, parse_namespace, parse_url
-from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.link.objects.index import StrangeAnswers
 from kvabr.store.local import LocalStore
@@ -25,6 +22,7 @@ from kvabr.store.locations import SCHEMES, open_objects, split_asset
 from kvabr.store.url import WEB
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
+from kvabr.types.peer import PeerOptions
 
 __all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -43,26 +41,22 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Connecting | StoreDialling:
+def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Connecting | StoreDialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
         TransportError: nothing can be played from there.
     """
+    how = how or PeerOptions()
     if not is_object_store(url):
-        return connect(url, needed=needed, **how)
-    how = with_defaults(how)
-    token, timeout_s = how["token"], how["timeout_s"]
-    if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
-    given = token is not None and token != os.environ.get("KVABR_TOKEN")
-    if given or how["insecure"] or (how["token_file"], how["ca"], how["fingerprint"]) != (None, None, None):
+        return connect(url, how, needed=needed)
+    if not how.for_stores:
         raise UsageError(
             f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
             "store come from the environment, and its certificate is checked by the system"
         )
-    return StoreDialling(_store_url(url), timeout_s, needed=needed)
+    return StoreDialling(_store_url(url), how.timeout_s, needed=needed)
 
 
 class StoreDialling(AbstractAsyncContextManager[PeerConnection]):

@@ -100,10 +100,10 @@ class LocalStore(Store):
     def open(self, name: str) -> BufferedReader:
         """Open an object's file for reading; raises as `get`."""
         path = self.path(name)
+        for folder in list(path.parents)[: name.count("/")]:
+            if folder.is_symlink():  # perhaps to what nobody has published, such as another's token ids
+                raise self._failed(name, "cannot be read", OSError(errno.ELOOP, f"{folder} is a link"))
         try:
-            for folder in list(path.parents)[: name.count("/")]:
-                if folder.is_symlink():  # perhaps to what nobody has published, such as another's token ids
-                    raise OSError(errno.ELOOP, f"{folder} is a link")
             return open_regular(path, sole=True)
         except OSError as error:
             raise self._failed(name, "cannot be read", error) from error

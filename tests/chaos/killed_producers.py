@@ -30,6 +30,7 @@ from kvabr.store.locations import open_asset
 from kvabr.types.errors import TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, published_catalog
 from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.peer import PeerOptions
 from tests.client.live import right
 from tests.server.live import live_origin
 from tests.server.relays import relay_before, url_of
@@ -191,7 +192,9 @@ async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4,
     async with AsyncExitStack() as stack:
         origin = await stack.enter_async_context(live_origin(folder, tls := development(), held_per_connection=1024))
         relay = await relay_before(stack, origin, tls)
-        clients = [AsyncClient(url_of(at), fingerprint=at.fingerprint, model=SPEC) for at in (origin, relay)]
+        clients = [
+            AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint), model=SPEC) for at in (origin, relay)
+        ]
         world = World(folder, asset, tuple([await stack.enter_async_context(client) for client in clients]))
 
         async def worker() -> None:

@@ -29,7 +29,12 @@ def served(root, tmp_path_factory):
 
 
 def client_of(served, **options):
-    return Client(served.url, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S, model=SPEC, **options)
+    return Client(
+        served.url,
+        kvabr.PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S),
+        model=SPEC,
+        **options,
+    )
 
 
 def test_threads_share_one_connection_and_every_download(served, long):
@@ -83,7 +88,9 @@ def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
     served = Served(tmp_path / "assets", tmp_path)
     options = kvabr.PlayOptions(policy="fixed:FP16")
     try:
-        with kvabr.Client(served.url, fingerprint=served.fingerprint, options=options, quic="aioquic") as client:
+        with kvabr.Client(
+            served.url, kvabr.PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
+        ) as client:
             for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
                 assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
             for play in (client.play, client.play_asset):

@@ -20,6 +20,7 @@ from kvabr.codec import paged
 from kvabr.player.assembler import Assembler
 from kvabr.store import buffers
 from kvabr.transfer.transfer import ReceiveBuffer
+from kvabr.types.peer import PeerOptions
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -84,8 +85,8 @@ async def test_over_quic(root, short, tmp_path, monkeypatch):
     served = Served(root / "short", tmp_path)
     counts = Counts(monkeypatch)
     try:
-        trust = {"fingerprint": served.fingerprint, "quic": "aioquic"}
-        async with AsyncClient(served.url, **trust, model=SPEC, options=OPTIONS) as client:
+        how = PeerOptions(fingerprint=served.fingerprint, quic="aioquic")
+        async with AsyncClient(served.url, how, model=SPEC, options=OPTIONS) as client:
             assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
     finally:
         served.close()

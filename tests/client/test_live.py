@@ -288,7 +288,9 @@ async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
 
     def lie():
         producer.publish(2)
-        producer.publish(spoil=lambda name, frame: bytes(frame[:-1]) + bytes([frame[-1] ^ 1]) if name == "Int4" else frame)
+        producer.publish(
+            spoil=lambda name, frame: bytes(frame[:-1]) + bytes([frame[-1] ^ 1]) if name == "Int4" else frame
+        )
         producer.publish(spoil=lambda name, frame: bytes(frame) + b"x" if name == "Int4" else frame)
         producer.publish(6)
 

@@ -25,6 +25,7 @@ from kvabr.store.live import LiveWriter, new_key
 from kvabr.store.local import LocalStore
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
+from kvabr.types.peer import PeerOptions
 from tests.client.live import GROUPS, TOKENS, right
 from tests.client.served import Served
 from tests.faults.common import LIMIT_S, QUIET
@@ -101,7 +102,7 @@ async def origin(root, tls, port=0):
 
 
 def dial(server, tls, **options):
-    return connect(f"moqt://127.0.0.1:{server.address[1]}/", fingerprint=check(tls).fingerprint, **options)
+    return connect(f"moqt://127.0.0.1:{server.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, **options))
 
 
 class Followed(Served):
@@ -156,7 +157,9 @@ async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset
     async with Writer(asset, root) as writer:
         async with origin(root, tls) as server:
             port = server.address[1]
-            client = AsyncClient(f"moqt://127.0.0.1:{port}/", fingerprint=check(tls).fingerprint, model=SPEC)
+            client = AsyncClient(
+                f"moqt://127.0.0.1:{port}/", PeerOptions(fingerprint=check(tls).fingerprint), model=SPEC
+            )
             play, seen = playing(client)
             await writer.publish(3)
             await until(lambda: seen.edge == 3)

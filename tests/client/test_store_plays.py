@@ -16,6 +16,7 @@ from kvabr.store.locations import open_asset
 from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.types.errors import NotFoundError, UsageError
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.client.classes import HYBRID, INDEXED, SLIDING, WINDOWS, numbers, published
 from tests.client.served import LIMIT_S
 from tests.client.stored import WebServer, memory_url, put_asset
@@ -164,7 +165,7 @@ async def test_a_play_leaves_nothing_behind(store):
     [
         ("s3://bucket/prefix", {"fingerprint": "0" * 64}, "credentials of an object store come from the environment"),
         ("s3://bucket/prefix", {"token": "x"}, "credentials of an object store come from the environment"),
-        ("s3://bucket/prefix", {"timeout_s": 0}, "positive number"),
+        ("s3://bucket/prefix", {"timeout_s": 0}, "timeout_s is 0"),
         (f"s3://bucket/prefix/{'a' * 64}", {}, "#kvcache:MODEL/aaa"),
         ("s3://user:secret@bucket/prefix", {}, "must not have credentials"),
         ("ftp://host/", {}, "moqt://"),
@@ -172,7 +173,7 @@ async def test_a_play_leaves_nothing_behind(store):
 )
 def test_wrong_urls_and_options_are_refused_before_anything_is_asked(url, options, why):
     with pytest.raises(UsageError, match=why) as caught:
-        AsyncClient(url, **options)
+        AsyncClient(url, PeerOptions(**options))
     assert "secret" not in str(caught.value)
 
 

@@ -25,6 +25,7 @@ from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
+from kvabr.types.peer import PeerOptions
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests import kvdata
@@ -114,9 +115,10 @@ class Origin:
         assert server.metrics.value("kvabr_requests_in_flight") == 0
 
 
-def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, **options):
+def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, token=None, **options):
     host, port = address
-    return dial(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
+    how = PeerOptions(fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, token=token)
+    return dial(f"moqt://{host}:{port}/", how, **options)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.memory_transport import MemoryConnection
 
 LOG = structlog.get_logger()
@@ -58,7 +59,7 @@ def url_of(server):
 
 async def relay_before(stack, server, tls, *, quic="aioquic", token=None, **more):
     """A relay in front of a server, until the stack closes; it keeps dialling if the server goes."""
-    connecting = connect(url_of(server), fingerprint=server.fingerprint, quic=quic, token=token)
+    connecting = connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic=quic, token=token))
     upstream = await stack.enter_async_context(connecting)
     return await stack.enter_async_context(relaying(upstream, tls, quic=quic, **more))
 
@@ -86,8 +87,9 @@ async def restartable(root, tls, *, grants=None, token=None):
         yield server, relay, connection, again
 
 
-def options(server, **more):
-    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
+def options(server, port=None, token=None, **more):
+    how = PeerOptions(**{"fingerprint": server.fingerprint} | more)
+    return DialOptions("localhost", port or server.address[1], token=token, how=how)
 
 
 async def dialled(server, library="aioquic", **more):

@@ -17,6 +17,7 @@ from kvabr.server.certificates import check
 from kvabr.server.grants import Grants
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import CATALOG_TRACK
+from kvabr.types.peer import PeerOptions
 from tests.server.relays import LONG_S, get, grant, origin, play
 
 pytestmark = pytest.mark.process
@@ -45,7 +46,7 @@ async def test_the_command(asset, tls, tmp_path):
             assert words[:2] == ["kvabr", "fetch"]
             assert asset_of(words[2]) == namespace
             assert words[words.index("--fingerprint") + 1] == fingerprint
-            async with connect(words[2], fingerprint=fingerprint) as connection:
+            async with connect(words[2], PeerOptions(fingerprint=fingerprint)) as connection:
                 assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
             process.terminate()
             _, log = await asyncio.wait_for(process.communicate(), LONG_S)
@@ -71,7 +72,7 @@ async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(
         try:
             lines = [(await asyncio.wait_for(process.stdout.readline(), LONG_S)).decode() for _ in range(2)]
             silent.close()
-            async with connect(lines[0].strip(), fingerprint=lines[1].split()[-1]) as connection:
+            async with connect(lines[0].strip(), PeerOptions(fingerprint=lines[1].split()[-1])) as connection:
                 asking = asyncio.create_task(get(connection, namespace, CATALOG_TRACK))
                 async with origin(asset.store.folder, tls, port=port):
                     assert await asking

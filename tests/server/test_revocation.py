@@ -24,6 +24,7 @@ from kvabr.types.errors import (
     UnauthorizedError,
 )
 from kvabr.types.naming import CATALOG_TRACK, MODELS_NAMESPACE
+from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
@@ -171,7 +172,7 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
     """CANCELLED of streams and UNAUTHORIZED of requests are the same number."""
     async with (
         origin(asset.store.folder, tls) as server,
-        connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic") as upstream,
+        connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as upstream,
         relaying(upstream, tls) as relay,
         await dialled(relay) as connection,
     ):
@@ -275,7 +276,9 @@ async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, 
     file = tmp_path / "token"
     file.write_text(f"{MINE}\n")
     async with origin(tmp_path, tls, grants=Grants([grant(MINE), grant(OTHER)])) as server:
-        connecting = connect(url_of(server), fingerprint=server.fingerprint, quic="aioquic", token_file=file)
+        connecting = connect(
+            url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic", token_file=file)
+        )
         async with connecting as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
             await until(lambda: len(log_of(server, MINE)) == 1)
             await play(connection, asset)

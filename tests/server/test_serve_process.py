@@ -24,6 +24,7 @@ from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
+from kvabr.types.peer import PeerOptions
 from tests.assets import digests, make_asset
 from tests.processes import gone, workers_of
 
@@ -58,7 +59,9 @@ class Served:
         raise AssertionError((name, self.events))
 
     def options(self, **changes):
-        return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, timeout_s=300.0, **changes)
+        return DialOptions(
+            "127.0.0.1", self.port, how=PeerOptions(fingerprint=self.fingerprint, timeout_s=300.0), **changes
+        )
 
 
 def serving(root, *words, stderr=asyncio.subprocess.PIPE):

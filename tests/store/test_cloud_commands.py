@@ -17,6 +17,7 @@ from kvabr.store.asset_index import AssetIndex
 from kvabr.store.locations import open_asset, open_store
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests import tinymodels
 from tests.client.classes import HYBRID
 from tests.client.served import Served
@@ -112,7 +113,7 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
     origin = Served(store_url, tmp_path)
     try:
         for policy, coverage in (("fixed:Int8", "Int8"), ("fixed:AC-5x", "AC-5x")):
-            with Client(origin.url, fingerprint=origin.fingerprint) as client:
+            with Client(origin.url, PeerOptions(fingerprint=origin.fingerprint)) as client:
                 options = PlayOptions(policy=policy)
                 played = client.play(prompt(100).tokens, deadline=300.0, model=SPEC, options=options)
             assert played.coverage == (coverage,) * 7

@@ -235,7 +235,7 @@ def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_pa
         assert play(three).tokens == 70
         code = (
             "from tests.engines.player_process.test_process import *\n"
-            f"with engine(type('S', (), dict(url={served.url!r}, fingerprint={served.fingerprint!r}))) as client:\n"
+            f"with engine(SimpleNamespace(url={served.url!r}, fingerprint={served.fingerprint!r})) as client:\n"
             "    print(play(client).tokens, remote._started)"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603

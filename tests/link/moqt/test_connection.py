@@ -24,6 +24,7 @@ from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 
@@ -61,7 +62,7 @@ async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
 
 def options(server, tls, **more):
     host, port = server.address
-    return DialOptions(host, port, fingerprint=check(tls).fingerprint, timeout_s=300.0, **more)
+    return DialOptions(host, port, how=PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=300.0), **more)
 
 
 @contextlib.asynccontextmanager

@@ -36,6 +36,7 @@ from kvabr.store.quota import FolderQuota
 from kvabr.transfer.interface import Connection
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.passage import Passage, PassageNotes, passage_chain
+from kvabr.types.peer import PeerOptions
 
 Naming = Literal["content", "prefix", "both"]
 NAMINGS: tuple[Naming, ...] = get_args(Naming)
@@ -85,7 +86,7 @@ async def reuse(collection: Collection, naming: Naming, progress: Callable[[], N
         await server.start()
         try:
             url = f"moqt://127.0.0.1:{server.address[1]}/"
-            async with connect(url, fingerprint=check(tls).fingerprint) as origin:
+            async with connect(url, PeerOptions(fingerprint=check(tls).fingerprint)) as origin:
                 return await _asked(collection, naming, _Shelf(root, library, collection), origin, progress)
         finally:
             await server.close()
