@@ -147,10 +147,13 @@ _METRIC = "kvabr_client_unkept_total"
 
 
 def _after(text: str) -> float:
-    seconds = math.inf if text == "done" else float(text)
-    if not seconds > 0:
+    try:
+        after_s = math.inf if text == "done" else float(text)
+    except ValueError:
+        after_s = math.nan
+    if not after_s > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
-    return seconds
+    return after_s
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ def _main(argv: Sequence[str] | None) -> int:
         told = exhausted(error)
         if told is None and not isinstance(error, KvabrError | OSError):
             raise  # a mistake of ours
-        said = told or (error.strerror if isinstance(error, OSError) else None) or error
+        said = told or (_of_system(error) if isinstance(error, OSError) else error)
         print(f"kvabr: {said}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt as error:
@@ -81,6 +81,12 @@ def _main(argv: Sequence[str] | None) -> int:
         print("kvabr: interrupted", *error.args, sep="; ", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def _of_system(error: OSError) -> str:
+    """Return what the system said of a file, with its name."""
+    said = error.strerror or str(error)
+    return said if error.filename is None else f"{os.fsdecode(error.filename)}: {said}"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -83,6 +83,8 @@ class EncryptedStore(Store):
         if begin:
             head = await self.store.get(name, 0, _HEADER_BYTES, limit=_HEADER_BYTES, wait_s=wait_s)
             data = await self.store.get(name, *where, limit=where[1] - where[0], wait_s=wait_s)
+            if not data:  # it ends before
+                return data
         else:
             data = await self.store.get(name, 0, where[1], limit=where[1], wait_s=wait_s)
             head, data = data[:_HEADER_BYTES], data[_HEADER_BYTES:]

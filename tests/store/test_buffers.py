@@ -100,7 +100,7 @@ def test_many_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert pool.fresh_bytes <= 8 << 18
+    assert pool.fresh_bytes <= 2 * 8 << 18  # each may hold one while it takes the next
     assert pool.spare_bytes == pool.fresh_bytes
 
 

@@ -234,7 +234,7 @@ def test_engines_of_several_origins_and_processes_share_one(served, home, tmp_pa
         assert play(two, list(prompt(40).tokens)).tokens == 40
         assert play(three).tokens == 70
         code = (
-            "from tests.engines.player_process.test_process import *\n"
+            "from types import SimpleNamespace\nfrom tests.engines.player_process.test_process import *\n"
             f"with engine(SimpleNamespace(url={served.url!r}, fingerprint={served.fingerprint!r})) as client:\n"
             "    print(play(client).tokens, remote._started)"
         )
