@@ -10,7 +10,14 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
+from kvabr.store.locations import open_store
 from tests.client.served import LOG
+
+
+def assets_of(root):
+    """The assets in a store."""
+    store = open_store(root)
+    return [store.open(prompt) for prompt in store.list().versions]
 
 
 class Origin:

@@ -15,16 +15,18 @@ SMALL = {"max_model_len": 768, "block_size": 32, "skip_tokenizer_init": True, "m
 
 
 @contextmanager
-def harmed(frame, harm="missing"):
-    """A file has another byte (``corrupt``) or is not there (``missing``); afterwards it is as it was."""
-    data = frame.read_bytes()
+def harmed(asset, group, track, harm="missing"):
+    """A frame has another byte (``corrupt``), or its object is not there (``missing``); afterwards it is as it was."""
+    place = asset.place(group, track)
+    path = asset.store.path(place.name)
+    data = path.read_bytes()
     broken = bytearray(data)
-    broken[len(data) // 2] ^= 1
-    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
+    broken[(place.first + place.last) // 2] ^= 1
+    path.unlink() if harm == "missing" else path.write_bytes(broken)
     try:
         yield
     finally:
-        frame.write_bytes(data)
+        path.write_bytes(data)
 
 
 def zeroed(monkeypatch, blocks, part):
