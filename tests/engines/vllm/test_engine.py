@@ -17,11 +17,11 @@ from kvabr.replay.trace import BYTES_PER_MBIT, Trace
 from kvabr.store.locations import open_store
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
-from tests.engines.served import assets_of
+from tests.engines.served import assets_of, harmed
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.halves import LONGEST
-from tests.engines.vllm.world import VllmWorld, harmed
+from tests.engines.vllm.world import VllmWorld
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
 

@@ -43,7 +43,7 @@ class World(VllmWorld):
         """What the engine says, and the cache that it publishes meanwhile, as it was read out of its blocks."""
         text, counted, given = self.watched("read", prompt, publish=True, **more)
         assert counted["published"] == 1
-        self.origin.wait_for_assets(len(list(self.assets.iterdir())))
+        self.origin.wait_for_assets(len(assets_of(self.assets)))
         return text, given[0][1][0]
 
     def played(self, prompt, **more):

@@ -17,8 +17,8 @@ from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
 from tests.client.served import Served
 from tests.engines.paging import paged_blocks
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.halves import BLOCK, Bench, request
-from tests.engines.vllm.world import harmed
 
 pytestmark = pytest.mark.process
 
@@ -232,7 +232,7 @@ def test_what_was_not_kept_is_not_published(served, tmp_path):
             assert bench.scheduler.finished(asked, tables)  # of the second vLLM had all
             assert bench.steps()[0] == {asked.request_id}
             assert bench.worker.counts.take()["publish_skipped_window"] == 1
-        assert not list((tmp_path / "out").iterdir())
+        assert not assets_of(tmp_path / "out")
 
 
 def test_a_later_prompt_finds_there_what_vllm_did_not_compute_again(served, tmp_path):

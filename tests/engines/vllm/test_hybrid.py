@@ -17,10 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.store.locations import open_asset
 from kvabr.types.errors import PlayError, UsageError
-from tests.engines.served import assets_of
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_delta, tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed, zeroed
+from tests.engines.vllm.world import SMALL, VllmWorld, zeroed
 from tests.needs import GEMMA as NEEDS_GEMMA
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]

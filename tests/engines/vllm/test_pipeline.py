@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
-from tests.engines.served import assets_of
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed
+from tests.engines.vllm.world import SMALL, VllmWorld
 
 pytestmark = pytest.mark.model
 

@@ -14,8 +14,8 @@ from kvabr.engines.vllm.states import StateForm, forms_of
 from kvabr.store.locations import open_asset
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.client.served import Served
+from tests.engines.served import harmed
 from tests.engines.vllm.halves import BLOCK, Bench, request
-from tests.engines.vllm.world import harmed
 
 pytestmark = pytest.mark.process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -12,21 +11,6 @@ from tests.engines.vllm.origin import ServedFolder
 
 SMALL = {"max_model_len": 768, "block_size": 32, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
 """Options of an engine with a small model, which computes a prompt in several steps."""
-
-
-@contextmanager
-def harmed(asset, group, track, harm="missing"):
-    """A frame has another byte (``corrupt``), or its object is not there (``missing``); afterwards it is as it was."""
-    place = asset.place(group, track)
-    path = asset.store.path(place.name)
-    data = path.read_bytes()
-    broken = bytearray(data)
-    broken[(place.first + place.last) // 2] ^= 1
-    path.unlink() if harm == "missing" else path.write_bytes(broken)
-    try:
-        yield
-    finally:
-        path.write_bytes(data)
 
 
 def zeroed(monkeypatch, blocks, part):
