@@ -169,8 +169,8 @@ def test_what_a_daemon_stores_another_loads_to_the_byte(origin, daemon, layout, 
 
 def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
     before = set(origin.holdings.assets)
-    keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
     one = daemon(publish=str(origin.root), tracks=["FP16"], **reach(origin))
+    keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
     store(one, keys, chunks)
     origin.look(len(before) + 4)
     (asset,) = (each for each in origin.holdings.assets if each not in before and each.catalog.position == 512)
