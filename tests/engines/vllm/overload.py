@@ -59,8 +59,8 @@ def published(folder, count, tokens=64):
                 for group, chunk in enumerate(chunks):
                     header, payload = unpack(asset.frame(group, track.name))
                     frame = pack(payload, replace(header, chunk=chunk))
-                    writer.frame(group, track.name, frame)
                     digests.append(hashlib.sha256(frame).hexdigest())
+                    writer.frame(group, track.name, frame, digests[-1])
                 tracks.append(replace(track, digests=tuple(digests)))
             writer.prompt(Prompt(ids, ()))
             name = TrackNamespace(SPEC.model, chunks[-1])
