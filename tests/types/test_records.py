@@ -63,7 +63,7 @@ def full(groups=2):
     made = catalog(groups)
     tails = TailLoss(16, 0.3, 0.1), TailLoss(128, 1e-05)
     tracks = tuple(
-        replace(track, decode_s=0.25, tails=tails, measured=Quality(1.5e-05, -0.25, 1.0, 2e-7, 0.1))
+        replace(track, decode_s=0.25, packs=(2,), tails=tails, measured=Quality(1.5e-05, -0.25, 1.0, 2e-7, 0.1))
         for track in made.tracks
     )
     refined = replace(tracks[-1], name="finer", refines=tracks[-1].name)
