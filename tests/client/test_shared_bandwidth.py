@@ -31,7 +31,7 @@ def peer(connection):
     return SharedTransfers(connection, GroupCache(1 << 20), ClientMetrics())
 
 
-def fresh(name="ewma"):
+def fresh(name="harmonic"):
     estimator = BUILTIN[name]()
     estimator.start(4.0)
     return estimator
