@@ -173,7 +173,7 @@ def _checked_text(args: argparse.Namespace) -> str:
     for tracks in (args.tracks, args.edge):
         ordered_tracks(tracks)
     check_writable(args.json)
-    check_makeable(args.out / "asset")
+    check_makeable(args.out)
     return text
 
 

@@ -113,7 +113,7 @@ class AssetStore:
         if prompt is not None and not force and self.has(prompt):
             raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
         if isinstance(self.store, LocalStore):
-            check_makeable(self.store.folder / CATALOGS)
+            check_makeable(self.store.folder)
         return AssetWriter(self.store, prompt, force=force, live=live)
 
     def close(self) -> None:

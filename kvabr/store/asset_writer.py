@@ -179,7 +179,7 @@ class AssetWriter:
         pages = [self._shared.get(number) or page for number, page in enumerate(pages_of(self._packed(catalog)))]
         self._wait(0)
         if isinstance(self.store, LocalStore) and self._live:
-            self.store.flush(objects_of(catalog))
+            self.store.flush(objects_of(self._packed(catalog)))
         if catalog.passage is None:
             pages = self._put_pages(catalog, pages)
         self.catalog = with_pages(self._packed(catalog), pages)

@@ -124,14 +124,16 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     write_file(path, text.encode(errors="backslashreplace"), mode=mode)
 
 
-def check_makeable(path: Path) -> None:
-    """Raise `AssetError` if a file or a folder that need not exist yet could not be made at ``path``."""
+def check_makeable(folder: Path) -> None:
+    """Raise `AssetError` if nothing could be written into a folder, which need not exist yet."""
+    whole = folder.absolute()
     try:
-        place = next(each for each in path.absolute().parents if each.exists())
+        place = next(each for each in (whole, *whole.parents) if each.exists())
     except OSError as error:
-        raise AssetError(f"{path}: cannot be made ({error.strerror})") from error
+        raise AssetError(f"{folder}: cannot be made ({error.strerror})") from error
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise AssetError(f"{path}: cannot be made: {place} cannot be written")
+        why = "" if place == whole else f"cannot be made: {place} "
+        raise AssetError(f"{folder}: {why}cannot be written")
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -52,6 +52,8 @@ class LiveWriter(AssetWriter):
         """See `AssetStore.writer`."""
         super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
         self._key, self._news, self._lock = "", 0, -1
+        self._found: set[str] = set()
+        """Digests of frames that were in the store already: other assets may name them."""
 
     def begin_live(self, live: LiveCatalog) -> None:
         """Say what the asset will be; from now on it can be followed."""
@@ -73,10 +75,16 @@ class LiveWriter(AssetWriter):
             self.store.blocked(self.store.put_new(f"{LIVE}{self._key}/{self._news}", message.dumps()))
         self._news += 1
 
+    def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
+        """See `AssetWriter.frame`."""
+        if self.store.path(group_name(digest)).exists():
+            self._found.add(digest)
+        super().frame(group, track, frame, digest)
+
     def discard(self, group: int, track: str) -> None:
-        """Remove a frame that no message has named; there may be none."""
+        """Remove a frame that no message has named, unless it was there before; there may be none."""
         digest = self._digests.get(track, {}).pop(group, None)
-        if digest is not None:
+        if digest is not None and digest not in self._found:
             with contextlib.suppress(AssetError), as_asset_errors():
                 self.store.blocked(self.store.delete([group_name(digest)]))
 

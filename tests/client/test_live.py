@@ -286,11 +286,12 @@ async def test_what_the_producer_left_out_is_not_asked_for(producer):
 async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
     """A producer that lies about a digest: the group comes on another track."""
 
+    def flipped(frame):
+        return bytes(frame[:-1]) + bytes([frame[-1] ^ 1])
+
     def lie():
         producer.publish(2)
-        producer.publish(
-            spoil=lambda name, frame: bytes(frame[:-1]) + bytes([frame[-1] ^ 1]) if name == "Int4" else frame
-        )
+        producer.publish(spoil=lambda name, frame: flipped(frame) if name == "Int4" else frame)
         producer.publish(spoil=lambda name, frame: bytes(frame) + b"x" if name == "Int4" else frame)
         producer.publish(6)
 

@@ -62,7 +62,7 @@ class Writer:
 
     def begin(self):
         catalog = self.asset.catalog
-        tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, measured=None) for one in catalog.tracks)
+        tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, packs=(), measured=None) for one in catalog.tracks)
         seconds = tuple(0.001 * (group + 1) for group in range(GROUPS))
         self.folder.__enter__()
         self.folder.begin_live(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))

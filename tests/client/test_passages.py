@@ -103,7 +103,7 @@ async def test_five_passages_are_found_in_one_round_trip(five):
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_five_passages_are_found_in_a_bucket_with_a_get_each(five, tmp_path, scheme):
-    url = memory_url() if scheme == "memory" else f"file://{tmp_path / 'bucket'}?layout=objects"
+    url = memory_url() if scheme == "memory" else f"file://{tmp_path / 'bucket'}"
     for number in range(5):
         put_asset(url, open_asset(five / f"passage-{number}"))
     assets.make_asset(tmp_path / "prompt", FIVE[1].ids)

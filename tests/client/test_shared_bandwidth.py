@@ -31,7 +31,7 @@ def peer(connection):
     return SharedTransfers(connection, GroupCache(1 << 20), ClientMetrics())
 
 
-def fresh(name="ewma"):
+def fresh(name="harmonic"):
     estimator = BUILTIN[name]()
     estimator.start(4.0)
     return estimator
@@ -153,7 +153,7 @@ async def test_a_play_that_received_nothing_makes_no_old_news_fresh():
     assert after.weight == pytest.approx(before.weight, rel=0.01)
 
 
-class Moody(BUILTIN["tracking"]):
+class Moody(BUILTIN["harmonic"]):
     """Fails where it was not expected to be asked."""
 
     def rate(self):

@@ -37,7 +37,7 @@ ALPNS = tuple(draft.alpn for draft in DRAFTS)
 @contextlib.asynccontextmanager
 async def our_origin(asset, library, drafts=DRAFTS):
     tls = development()
-    found = PublishedAssets(asset.store.folder)
+    found = PublishedAssets(asset.store)
     arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
     async with Server(*arguments, quic=library, drafts=drafts) as server:
         yield server

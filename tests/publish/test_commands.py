@@ -160,7 +160,7 @@ def test_the_real_asset(asset, capsys):
     """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what a user may expect."""
     catalog = asset.catalog
     assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
-    value = json.loads((asset.path.parent / "encode.json").read_text())
+    value = json.loads((asset.store.folder.parent / "encode.json").read_text())
     rows = {row["track"]: row for row in value["tracks"]}
     assert set(rows) >= {"FP16", "BF16", "FP8", "Int8", "Int4", "AC-5x", *LAYERS}
     for name, bits in (("FP16", 16), ("BF16", 16), ("FP8", 8), ("Int8", 8), ("Int4", 4)):
@@ -176,7 +176,7 @@ def test_the_real_asset(asset, capsys):
     assert losses == sorted(losses, reverse=True)
     assert all(row["top1"] > 0.8 for row in rows.values() if row["track"] != "AC-L0")
     assert catalog.prefill is not None
-    assert kvabr("inspect", asset.path, "--check") == 0
+    assert kvabr("inspect", asset.store.folder, "--check") == 0
     assert "32 parts: 0 bad" in capsys.readouterr().out
 
 

@@ -116,6 +116,23 @@ def test_a_producer_that_fails_leaves_a_shorter_asset(tmp_path):
     open_store(tmp_path).open().check_parts()
 
 
+def test_what_a_producer_discards_stays_if_another_asset_may_name_it(tmp_path):
+    key = new_key()
+    with written(tmp_path) as writer:
+        writer.begin_live(live(key))
+        for group in range(GROUPS):
+            publish(writer, group, key)
+        writer.commit(final())
+    with written(tmp_path) as writer:
+        writer.begin_live(live(new_key()))
+        for data in (frame(0, "FP16"), b"of this producer alone"):
+            digest = hashlib.sha256(data).hexdigest()
+            writer.frame(0, "FP16", data, digest)
+            writer.discard(0, "FP16")
+    assert not (tmp_path / group_name(digest)).exists()
+    open_store(tmp_path).open().check_parts()
+
+
 def test_a_producer_that_is_left_in_the_middle_leaves_nothing(tmp_path):
     with written(tmp_path / "new") as writer:
         writer.begin_live(live(key := new_key()))

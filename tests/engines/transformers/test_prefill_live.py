@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvabr.engines.transformers import cache_publisher, prefill_live, publish_cache
@@ -23,8 +25,8 @@ def published(engine, root, cache, ids, tracks):
     outcome = publish_cache(made, engine, cache, ids).result(LIMIT_S)
     made.close()
     assert outcome.verdict == "published", outcome.why
-    (path,) = root.iterdir()
-    return open_asset(path).catalog
+    catalog = open_asset(root).catalog
+    return replace(catalog, tracks=tuple(replace(track, packs=()) for track in catalog.tracks))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Qwen3-Next"])
@@ -40,8 +42,7 @@ def test_the_asset_is_that_of_the_cache_that_is_returned(name, run_tokens, tmp_p
     outcome = done.result(LIMIT_S)
     live.close()
     assert (outcome.verdict, outcome.tokens) == ("published", 384), outcome.why
-    (path,) = (tmp_path / "live").iterdir()
-    asset = open_asset(path)
+    asset = open_asset(tmp_path / "live")
     asset.check_parts()
     assert isinstance(slots[0], LiveSlot)
     assert slots[0].chunks == asset.catalog.chunks
@@ -62,8 +63,7 @@ def test_an_interrupted_prefill_leaves_a_shorter_prompt(tmp_path, engine):
     live.close()
     outcome = slots[0].production.outcome
     assert (outcome.verdict, outcome.why, outcome.tokens) == ("failed", "KeyboardInterrupt", 256)
-    (path,) = tmp_path.iterdir()
-    assert open_asset(path).catalog.tokens == 256
+    assert open_asset(tmp_path).catalog.tokens == 256
 
 
 def test_what_is_known_is_computed_and_not_published(tmp_path, engine):

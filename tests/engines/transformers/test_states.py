@@ -131,8 +131,7 @@ async def test_a_state_of_another_class_is_refused(engine, library, root):
     states = [group for group, unit in enumerate(catalog.units) if engine.spec.classes[unit.part].kind == "state"]
     name, number = catalog.address(states[-1], "Raw")
     other, first = catalog.address(0, "Raw")
-    (folder,) = (root / engine.spec.model.replace("/", "-")).iterdir()
-    foreign = open_asset(folder).frame(first, other)
+    foreign = open_asset(root / engine.spec.model.replace("/", "-")).frame(first, other)
     for fault in (Fault(replace=bytes(foreign)), Fault(corrupt_at=300)):
 
         def faults(ask, fault=fault):
