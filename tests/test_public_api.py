@@ -13,8 +13,8 @@ NAMES = {
     "Estimator", "Exact", "ExhaustedError", "ForbiddenError", "ForeignError", "ForkedError", "FormatError", "Found",
     "Handle", "Hinted", "HoleError", "IncompleteError", "KVSpec", "KvabrError", "Limits", "MediaTokens", "Medium",
     "MissingAssetError", "MissingTraceError", "ModelError", "NotFiniteError", "NotFoundError", "NothingCached",
-    "Passage", "PeerOptions", "PlayError", "PlayOptions", "Played", "PlayedPrefix", "Policy", "PolicyError", "PrefillCost",
-    "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",
+    "Passage", "PeerOptions", "PlayError", "PlayOptions", "Played", "PlayedPrefix", "Policy", "PolicyError",
+    "PrefillCost", "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",
     "TransportError", "UnauthorizedError", "UnknownPolicyError", "Upgrades", "UsageError", "VersionError", "View",
     "__version__", "save",
 }  # fmt: skip

@@ -13,6 +13,7 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher
 from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -31,7 +32,7 @@ def served(root, tmp_path_factory):
 def client_of(served, **options):
     return Client(
         served.url,
-        kvabr.PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S),
+        PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S),
         model=SPEC,
         **options,
     )
@@ -89,7 +90,7 @@ def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
     options = kvabr.PlayOptions(policy="fixed:FP16")
     try:
         with kvabr.Client(
-            served.url, kvabr.PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
+            served.url, PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
         ) as client:
             for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
                 assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played

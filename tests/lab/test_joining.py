@@ -21,7 +21,8 @@ PROJECT = tomllib.loads((ROOT / "tools" / "lab" / "pyproject.toml").read_text())
 ESTIMATORS = {"ewma", "last", "percentile"}
 SELECTORS = {"hkvd", "legolink", "random", "oracle"}
 POLICIES = {
-    "bola", "bola-e", "budget", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle", "robustmpc",
+    "bola", "bola-e", "budget", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle",
+    "robustmpc",
 }  # fmt: skip
 
 ALONE = """
