@@ -14,7 +14,8 @@ NAMES = {
     "Handle", "Hinted", "HoleError", "IncompleteError", "KVSpec", "KvabrError", "Limits", "MediaTokens", "Medium",
     "MissingAssetError", "MissingTraceError", "ModelError", "NotFiniteError", "NotFoundError", "NothingCached",
     "Passage", "PeerOptions", "PlayError", "PlayOptions", "Played", "PlayedPrefix", "Policy", "PolicyError",
-    "PrefillCost", "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",
+    "PrefillCost",
+    "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",
     "TransportError", "UnauthorizedError", "UnknownPolicyError", "Upgrades", "UsageError", "VersionError", "View",
     "__version__", "save",
 }  # fmt: skip
