@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -180,23 +179,6 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         raise
 
 
-class PartialFolder:
-    """A hidden folder next to a path, to be renamed to it. It is locked as long as its writer lives."""
-
-    def __init__(self, path: Path, mode: int) -> None:
-        """Make the folder, with a mode that the process's umask masks; raises `OSError`."""
-        self.path = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
-        self.path.mkdir(mode=mode)
-        self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def remove(self) -> None:
-        """Remove what lies under the name now, and release the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._handle)
-
-
 class NameClaim:
     """The right to make what will have a name, for one at a time among all processes; it ends with its process."""
 
@@ -235,58 +217,17 @@ class NameClaim:
             self._handle = None
 
 
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder; a file with several names counts in equal parts for each of them.
-
-    Files that vanish during the count are left out.
-    """
-    total = 0.0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(OSError):
-                found = (Path(folder) / file).lstat()
-                total += found.st_size / found.st_nlink
-    return round(total)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder: by a rename first, so that readers find it whole or not at all. Raises `OSError`."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
 
-    Only what belongs to this user goes, has not changed for `STALE_S`, and, if it is a folder, is not locked.
+    Only ordinary files of this user go that have not changed for `STALE_S`.
     """
     prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and entry.name.endswith(PARTIAL):
                 with contextlib.suppress(OSError):
-                    if _is_stale(Path(entry)):
-                        _remove_unlocked(Path(entry))
-
-
-def _is_stale(path: Path) -> bool:
-    newest = path.lstat()
-    times = [newest.st_mtime]
-    if stat.S_ISDIR(newest.st_mode):
-        for place, _, files in os.walk(path):
-            times += [Path(place, name).lstat().st_mtime for name in (".", *files)]
-    return newest.st_uid == os.geteuid() and time.time() - max(times) > STALE_S
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a file, or a folder that no living writer has locked; raises `OSError`."""
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        path.unlink()
-        return
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
+                    found = entry.stat(follow_symlinks=False)
+                    stale = found.st_uid == os.geteuid() and time.time() - found.st_mtime > STALE_S
+                    if stale and stat.S_ISREG(found.st_mode):
+                        Path(entry).unlink()
