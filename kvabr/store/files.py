@@ -173,7 +173,8 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         partial.replace(path)
     except BaseException as error:
         if partial is not None:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # above all where a file stands in a folder's place
+                partial.unlink()
         if isinstance(error, OSError):
             raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
         raise

@@ -1,10 +1,10 @@
-"""Options that are written once: fields of frozen dataclasses with type, bounds, default and a docstring.
+r"""Options that are written once: fields of frozen dataclasses with type, bounds, default and a docstring.
 
 From these the command line, `kvabr.toml` and the engines' settings are made (`kvabr.cli.fields`,
 `kvabr.engines.settings`). Bounds are those of the package annotated-types, as pydantic understands them:
 
     timeout_s: Annotated[float, Gt(0), Shown("--timeout S")] = 5.0
-    \"""Seconds that connecting may take.\"""
+    '''Seconds that connecting may take.'''
 """
 
 from __future__ import annotations
