@@ -2,7 +2,7 @@
 
     python examples/play.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
 
-`prompt.json` is a list of token ids, or an asset's own prompt.json. The fingerprint is printed by `kvabr serve --dev`.
+`prompt.json` is a list of token ids, or a file of the store's `private/`. `kvabr serve --dev` prints the fingerprint.
 """
 
 import json
@@ -16,8 +16,8 @@ if len(sys.argv) not in (3, 4):
 url, prompt, *fingerprint = sys.argv[1:]
 tokens = json.loads(Path(prompt).read_text())
 if isinstance(tokens, dict):
-    tokens = tokens["tokens"]  # an asset's own prompt.json
-with kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client:
+    tokens = tokens["tokens"]  # a file of the store's `private/`
+with kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint[0] if fingerprint else None)) as client:
     try:
         played = client.play(tokens, deadline=2.0)
     except kvabr.IncompleteError as error:

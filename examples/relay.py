@@ -41,7 +41,7 @@ def main(asset: Path) -> None:
         upstream = ("--upstream", origin, "--upstream-fingerprint", trusted)
         with server("relay", *upstream, "--disk", disk) as (relay, fingerprint):
             for name in ("first", "second"):
-                with kvabr.Client(relay, fingerprint=fingerprint) as client:
+                with kvabr.Client(relay, kvabr.PeerOptions(fingerprint=fingerprint)) as client:
                     played = client.play_asset(namespace, deadline=5.0)
                 print(f"{name} player: {played.tokens} tokens after {played.ttft_s:.2f} s on {played.coverage[0]}")
             kept = [path for path in Path(disk).rglob("*") if path.is_file()]

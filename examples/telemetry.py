@@ -2,7 +2,7 @@
 
     python examples/telemetry.py moqt://127.0.0.1:4443/ prompt.json [FINGERPRINT]
 
-`prompt.json` is a list of token ids, or an asset's own prompt.json. It writes plays.jsonl into the current folder.
+`prompt.json` is a list of token ids, or a file of the store's `private/`. Writes plays.jsonl into the current folder.
 """
 
 import json
@@ -18,7 +18,7 @@ if len(sys.argv) not in (3, 4):
 url, prompt, *fingerprint = sys.argv[1:]
 tokens = json.loads(Path(prompt).read_text())
 if isinstance(tokens, dict):
-    tokens = tokens["tokens"]  # an asset's own prompt.json
+    tokens = tokens["tokens"]  # a file of the store's `private/`
 
 
 def show(event: PlayEvent) -> None:
@@ -30,7 +30,7 @@ def show(event: PlayEvent) -> None:
 metrics = PlayerMetrics()
 with (
     Telemetry(JsonLines("plays.jsonl"), metrics) as telemetry,
-    kvabr.Client(url, fingerprint=fingerprint[0] if fingerprint else None) as client,
+    kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint[0] if fingerprint else None)) as client,
 ):
     options = kvabr.PlayOptions(log=show, telemetry=telemetry)
     played = client.play(tokens, deadline=2.0, options=options)

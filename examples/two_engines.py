@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
     publisher.close()
     with (
         server("serve", folder) as (url, fingerprint),
-        kvabr.Client(url, fingerprint=fingerprint, engine=engine) as client,
+        kvabr.Client(url, kvabr.PeerOptions(fingerprint=fingerprint), engine=engine) as client,
     ):
         prompt = torch.tensor([[*context, *question]])
         ready = play_cache(client, engine, prompt, deadline=5.0)

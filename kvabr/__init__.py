@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvabr.types.media import MediaTokens, Medium
     from kvabr.types.naming import TrackNamespace
     from kvabr.types.passage import Exact, Passage
+    from kvabr.types.peer import PeerOptions
 
 __version__ = "0.2.0"
 
@@ -97,6 +98,7 @@ __all__ = [
     "NotFoundError",
     "NothingCached",
     "Passage",
+    "PeerOptions",
     "PlayError",
     "PlayOptions",
     "Played",
@@ -148,6 +150,7 @@ _MODULES = {
     "kvabr.types.media": "MediaTokens Medium",
     "kvabr.types.naming": "TrackNamespace",
     "kvabr.types.passage": "Exact Passage",
+    "kvabr.types.peer": "PeerOptions",
 }
 """The public names of each module, which is imported when one of them is first used: many need torch."""
 

@@ -7,9 +7,10 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvabr.store.asset import CATALOG, PROFILE, Asset
-from kvabr.store.asset_folder import FolderAsset, frame_path
-from kvabr.store.live_folder import LIVE, partial_folders
+from kvabr.store.asset import Asset
+from kvabr.store.live import LIVE_NAME
+from kvabr.store.locations import open_asset, open_store
+from kvabr.store.names import LIVE
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain
@@ -19,8 +20,14 @@ TOKENS_PER_GROUP = 4
 
 
 def live_folders(root: Path) -> list[Path]:
-    """The folders in one in which assets are being written that can be followed."""
-    return [path for path in partial_folders(root) if (path / LIVE).exists()]
+    """The folders of productions below a folder, in which assets are being written that can be followed."""
+    return [path.parent for path in root.rglob(f"{LIVE}*/{LIVE_NAME}")]
+
+
+def frame_file(path: Path, group: int, track: str) -> Path:
+    """The file of the object with a frame: of the only asset in a folder, or of one in a store."""
+    asset = open_asset(path)
+    return asset.store.path(asset.place(group, track).name)
 
 
 def open_files(below: Path) -> int:
@@ -63,30 +70,28 @@ def make_asset(
     seed: int = 1,
     passage: PassageNotes | None = None,
 ) -> Asset:
-    """Write one, and give it its name when it is whole, as `kvabr encode` does."""
+    """Publish one into a store of its own, with an object for each frame."""
     chunks = digests(tokens, model=model, salt=salt, passage=passage is not None)
     dice = random.Random(seed)
-    partial = path.parent / f".{path.name}.partial"
     tracks = []
-    for level in levels:
-        frames = [dice.randbytes(frame_bytes + dice.randrange(8)) for _ in chunks]
-        frame_path(partial, 0, level).parent.mkdir(parents=True)
-        for group, frame in enumerate(frames):
-            frame_path(partial, group, level).write_bytes(frame)
-        sums = tuple(hashlib.sha256(frame).hexdigest() for frame in frames)
-        tracks.append(Track(level, tuple(map(len, frames)), (0.001,) * len(frames), sums))
-    if profile is not None:
-        (partial / PROFILE).write_bytes(profile)
-    catalog = Catalog(
-        TrackNamespace(model, chunks[-1]),
-        spec(model),
-        len(tokens),
-        tuple(chunks),
-        tuple(tracks),
-        profile=None if profile is None else hashlib.sha256(profile).hexdigest(),
-        profile_bytes=0 if profile is None else len(profile),
-        passage=passage,
-    )
-    (partial / CATALOG).write_text(catalog.dumps())
-    partial.rename(path)
-    return FolderAsset.open(path)
+    with open_store(path).writer(force=True, live=True) as writer:
+        for level in levels:
+            frames = [dice.randbytes(frame_bytes + dice.randrange(8)) for _ in chunks]
+            sums = tuple(hashlib.sha256(frame).hexdigest() for frame in frames)
+            for group, frame in enumerate(frames):
+                writer.frame(group, level, frame, sums[group])
+            tracks.append(Track(level, tuple(map(len, frames)), (0.001,) * len(frames), sums))
+        if profile is not None:
+            writer.profile(profile)
+        catalog = Catalog(
+            TrackNamespace(model, chunks[-1]),
+            spec(model),
+            len(tokens),
+            tuple(chunks),
+            tuple(tracks),
+            profile=None if profile is None else hashlib.sha256(profile).hexdigest(),
+            profile_bytes=0 if profile is None else len(profile),
+            passage=passage,
+        )
+        writer.commit(catalog)
+    return open_asset(path)

@@ -134,7 +134,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
     from kvabr.cli.main import main
     from kvabr.publish import tails
     from kvabr.publish.texts import measuring_texts
-    from kvabr.store.asset_folder import FolderAsset
+    from kvabr.store.locations import open_asset
 
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "encoded"
@@ -149,7 +149,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
                 patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:3])
                 patch.setattr(tails, "ANSWER_TOKENS", 12)
                 assert main([*map(str, words), "--out", str(out), "--json", str(folder / "encode.json")]) == 0
-    return FolderAsset.open(out)
+    return open_asset(out)
 
 
 @pytest.fixture(scope="session")

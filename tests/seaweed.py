@@ -89,10 +89,10 @@ class Seaweed:
             return False
         return True
 
-    def url(self, prefix: str | None = None, *, bucket: str = BUCKET, tenant: str = "default") -> str:
+    def url(self, prefix: str | None = None, *, bucket: str = BUCKET) -> str:
         """Return the URL of a store; without a prefix, of an empty one."""
         prefix = secrets.token_hex(6) if prefix is None else prefix
-        return f"s3://{bucket}/{prefix}?tenant={tenant}&endpoint={self.endpoint}"
+        return f"s3://{bucket}/{prefix}?endpoint={self.endpoint}"
 
     def environment(self, account: str = "admin") -> dict[str, str]:
         """Return the variables that give a process the credentials of an account."""

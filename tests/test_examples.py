@@ -6,14 +6,16 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from kvabr.codec import base
+from kvabr.store.locations import open_asset, open_store
+from tests.assets import frame_file
 from tests.client.conftest import root as root  # noqa: PLC0414 - the fixture
 from tests.client.served import Served
 from tests.processes import LIMIT_S
@@ -71,10 +73,17 @@ def test_an_example_without_arguments_says_how_it_is_called(name, tmp_path, monk
 @pytest.mark.process
 @pytest.mark.parametrize(("lost", "says"), [(2, "(16|32) of 70 tokens"), (0, "nothing of this prompt came in time")])
 def test_play_of_a_cache_that_lacks_a_group(root, prompt_file, tmp_path, lost, says):
-    shutil.copytree(root / "short", tmp_path / "asset")
+    whole = open_asset(root / "short")
+    catalog = whole.catalog
+    with open_store(tmp_path / "asset").writer(live=True) as writer:  # a frame an object
+        for track in catalog.published.values():
+            for group, digest in enumerate(track.digests):
+                writer.frame(group, track.name, whole.frame(group, track.name), digest)
+        writer.profile(whole.profile_bytes() or b"")
+        writer.commit(replace(catalog, tracks=tuple(replace(track, packs=()) for track in catalog.tracks)))
     with closing(Served(tmp_path / "asset", tmp_path)) as origin:
-        for frame in (tmp_path / "asset" / "groups").glob(f"*/{lost:05}.kvg"):
-            frame.unlink()  # only now: an asset that is not whole is not served
+        for track in catalog.published:
+            frame_file(tmp_path / "asset", lost, track).unlink()  # only now: an asset that is not whole is not served
         said = run("play", origin.url, prompt_file, origin.fingerprint, folder=tmp_path)
     assert f"group {lost} failed on every track" in said
     assert re.search(says, said)  # the second group may be on its way when the third is given up

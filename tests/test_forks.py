@@ -20,7 +20,7 @@ from kvabr.engines.settings import TroubleLog
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.metrics import Metrics
-from kvabr.store.group_store import FolderGroupStore
+from kvabr.store.group_cache import StoreTier
 from kvabr.telemetry.hub import Telemetry
 from kvabr.telemetry.listener import Listener
 from kvabr.telemetry.prometheus import ScrapeServer
@@ -132,7 +132,7 @@ def test_a_store_of_groups(tmp_path):
     async def use(store):
         await store.put("0" * 64, memoryview(b"x"))
 
-    store = FolderGroupStore(tmp_path / "groups", 1 << 20)
+    store = StoreTier(tmp_path / "groups", 1 << 20)
     assert in_child(lambda: asyncio.run(use(store))) == FORKED
     assert in_child(lambda: asyncio.run(store.close())) == "none"
     asyncio.run(use(store))

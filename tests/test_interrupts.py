@@ -243,10 +243,9 @@ sys.exit(main())
 """
 
 
-def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_process(tmp_path):
+def test_a_command_that_used_obstore_ends_before_its_threads_can_abort_the_process(seaweed):
     """They abort it, with status 134, if they come back to Python while the interpreter is taken apart."""
-    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
-    place = f"file://{tmp_path}?layout=objects"
+    place = seaweed.url()
     for words, status in ((("store", "ls", place), 0), (("store", "rm", place, "x"), 1)):
         done = subprocess.run([sys.executable, "-c", TAKEN_APART, *words], capture_output=True, text=True, check=False)  # noqa: S603
         assert (done.returncode, "taken apart" in done.stdout) == (status, False), done.stderr

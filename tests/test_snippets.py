@@ -45,13 +45,13 @@ def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
     if skip:
         compile(code, str(path), "exec")
         return
-    where = f"{served.url!r}, fingerprint={served.fingerprint!r}"
-    code = code.replace('"moqt://origin.example/", token=token', where + ", token=token")
-    code = code.replace('"moqt://origin.example/"', f"{where}, token={TOKEN!r}")
+    trusted = f"{served.url!r}, kvabr.PeerOptions(fingerprint={served.fingerprint!r}, token={TOKEN!r})"
+    code = code.replace('"moqt://origin.example/", kvabr.PeerOptions(token=token)', trusted)
+    code = code.replace('"moqt://origin.example/"', trusted)
     code = code.replace("deadline=2.0", f"deadline={LIMIT_S}")  # which every machine meets
     monkeypatch.chdir(tmp_path)
     used = []
-    with kvabr.Client(served.url, fingerprint=served.fingerprint, token=TOKEN) as client:
+    with kvabr.Client(served.url, kvabr.PeerOptions(fingerprint=served.fingerprint, token=TOKEN)) as client:
         names = {"kvabr": kvabr, "math": math, "client": client, "token": TOKEN, "tokens": TOKENS}
         names |= {"engine": ToyModel(), "use": used.append, "__name__": "snippet"}
         exec(compile(code, str(path), "exec"), names)  # noqa: S102

@@ -66,7 +66,7 @@ def right(folder, port):
     asset, offer, text = str(folder / "assets" / "one"), str(folder / "catalog.json"), str(folder / "text")
     trace, out, model = str(TRACES / "flat.csv"), str(folder / "out"), str(folder / "nosuch-model")
     store, name = str(folder / "assets"), "one"
-    url = f"file://{folder}/bucket?layout=objects"
+    url = f"file://{folder}/bucket"
     return {
         "demo": ["--deadline", "0", "--html", str(folder / "nowhere" / "x")],
         "doctor": [url],
@@ -225,7 +225,7 @@ def place(tmp_path_factory):
         taken.bind(("127.0.0.1", 0))
         made = Place(tmp_path_factory.mktemp("commands"), taken.getsockname()[1])
         os.chdir(made.work)  # what a wrong word names is made there
-        bucket = f"file://{made.folder}/bucket?layout=objects"
+        bucket = f"file://{made.folder}/bucket"
         assert main(["store", "copy", str(made.named["STORE"]), bucket]) == 0
         yield made
     os.chdir(before)

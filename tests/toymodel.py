@@ -8,8 +8,9 @@ import torch
 
 from kvabr.codec.rope import rotate
 from kvabr.publish.encoder import PassageBase, publish
-from kvabr.store.asset import Asset, Prompt
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
+from kvabr.store.asset import Asset
+from kvabr.store.locations import open_asset, open_store
+from kvabr.store.prompt import Prompt
 from kvabr.types.digests import SHA256
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
@@ -103,11 +104,11 @@ def toy_asset(
 ) -> Asset:
     """Encode the toy model's cache into a folder: 5 groups of 16 tokens, the last one short."""
     made = prompt(tokens)
-    with FolderAssetWriter(path, force=force) as writer:
+    with open_store(path).writer(force=force) as writer:
         catalog = publish(ToyModel(), made, tracks, profile, writer, salt=salt, digest=digest)
         writer.prompt(made.sealed(catalog.namespace.prompt) if salt else made)
         writer.commit(catalog)
-    return FolderAsset.open(path)
+    return open_asset(path)
 
 
 def toy_base(
@@ -138,8 +139,8 @@ def toy_passage(
 ) -> Asset:
     """Publish a passage of the toy model into a folder."""
     made = Prompt(tuple(ids), prompt().continuation)
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         base = toy_base(ids, **notes)
         catalog = publish(ToyModel(), made, tracks, profile, writer, passage=base, salt=salt, time_engine=False)
         writer.commit(catalog)
-    return FolderAsset.open(path)
+    return open_asset(path)

@@ -9,7 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -239,7 +239,7 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
 
     began = time.monotonic()
     try:
-        async with AsyncClient(args.url, **network.options(args)) as client:
+        async with AsyncClient(args.url, network.options(args)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
             over = "" if is_object_store(args.url) else f" over {connection.backend}"
@@ -269,10 +269,9 @@ async def _transports(args: argparse.Namespace) -> list[Finding]:
         return found
     history = history_at(user_cache_path("kvabr", appauthor=False) / "peers.json")
     for over in _OVER:
-        began, how = time.monotonic(), network.options(args)
-        how["transport"] = over
+        began, how = time.monotonic(), replace(network.options(args), transport=over)
         try:
-            async with connect(args.url, **how) as connection:
+            async with connect(args.url, how) as connection:
                 took, trip = time.monotonic() - began, connection.stats().rtt_s
                 trips = "" if trip is None else f", round trip {1000 * trip:.2g} ms"
                 rate = history.rate(connection.peer or "")

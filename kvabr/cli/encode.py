@@ -27,14 +27,14 @@ from kvabr.types.words import counted
 if TYPE_CHECKING:
     from kvabr.engines.transformers.model_loader import LoadedModel
     from kvabr.publish.encoder import PassageBase
-    from kvabr.store.asset import Prompt
+    from kvabr.store.prompt import Prompt
     from kvabr.types.catalog import Catalog
 
 _EPILOG = """\
 examples:
-  kvabr encode --text README.md --tokens 512 --out my.asset
-  kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out my.asset --force
-  kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out my.asset
+  kvabr encode --text README.md --tokens 512 --out assets
+  kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out assets --force
+  kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out assets
 
 The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the asset
 itself and published with it: that works for any model, but takes two to three times the bytes.
@@ -43,9 +43,9 @@ The first --tokens tokens of the text are the prompt, whose cache is published. 
 the real continuation, on which the model measures the loss of every track; what is left of it behind a question, or
 other tokens that an engine computes, is also measured on answers of the model. That takes most of the time.
 
---quick measures nothing, as `kvabr prefill` does, which publishes into a folder of assets by the prompt's name. The
-losses that players count with are then those of another asset of the model (--prior), and the catalog says that they
-are estimated. Its tracks are FP16, Int8 and Int4, with a profile also AC-L0 to L3.
+--quick measures nothing, as `kvabr prefill` does. The losses that players count with are then those of another asset
+of the model (--prior), and the catalog says that they are estimated. Its tracks are FP16, Int8 and Int4, with a
+profile also AC-L0 to L3.
 
 Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this takes
 the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
     def check_new(digest: str) -> None:
         """Refuse what is there already before minutes are spent on it; a store names assets by their digests."""
-        if not args.force and store.version(digest) is not None:
+        if not args.force and store.has(digest):
             raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
 
     if args.tokens < 1 or args.continuation < 2:

@@ -15,20 +15,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.abr.policies import DEFAULT
 from kvabr.cli import network
+from kvabr.cli.fields import add_fields, read_fields
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import (
     add_deadline_option,
-    add_gpu_price_option,
-    add_patience_option,
     add_salt_option,
-    add_time_price_option,
     check_writable,
     load,
     prompt_text,
     read_tokens,
 )
+from kvabr.player.play_choices import PlayChoices
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
 from kvabr.types.loss import predicted_loss, promised_loss
@@ -90,7 +88,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which cache")
     which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
     prompt = which.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json")
+    prompt.add_argument(
+        "--prompt", type=Path, metavar="F.json", help="its token ids: a list, or a file of a store's private/"
+    )
     prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
     which.add_argument(
         "--model",
@@ -98,42 +98,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="model of the prompt: its tokenizer reads --text (default: that of --recompute; for --prompt, the only "
         "one that the origin has)",
     )
-    which.add_argument(
-        "--wait-for-producer",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="if nothing of the prompt is cached, wait up to S seconds for a producer to start (counts against the "
-        "deadline)",
-    )
+    add_fields(which, PlayChoices, ("wait_for_producer_s",))
     which.add_argument("--no-live", action="store_true", help="do not play a cache that is still being prefilled")
     add_salt_option(parser)
     how = parser.add_argument_group("how to play")
     add_deadline_option(how)
-    how.add_argument(
-        "-p", "--policy", default=DEFAULT, metavar="NAME|FILE.py:CLASS", help=f"ABR policy (default: {DEFAULT})"
-    )
-    how.add_argument("--estimator", metavar="NAME", help="bandwidth estimator (default: the policy's own)")
+    add_fields(how, PlayChoices, ("policy", "estimator"))
     how.add_argument(
         "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
     )
-    how.add_argument(
-        "--question",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens that an engine will compute behind the cache: losses are those behind them, and the last tokens "
-        "of the cache may be left to the same call (default: 0, and all of it is fetched)",
-    )
-    how.add_argument(
-        "--tail",
-        type=int,
-        metavar="N",
-        help="most tokens that are left to it (default: with --recompute 512, else none)",
-    )
-    add_gpu_price_option(how)
-    add_time_price_option(how)
-    add_patience_option(how, 1.0)
+    add_fields(how, PlayChoices, ("question_tokens", "tail", "gpu_price", "time_price", "patience"))
     how.add_argument(
         "--after",
         type=_after,
@@ -173,10 +147,13 @@ _METRIC = "kvabr_client_unkept_total"
 
 
 def _after(text: str) -> float:
-    seconds = math.inf if text == "done" else float(text)
-    if not seconds > 0:
+    try:
+        after_s = math.inf if text == "done" else float(text)
+    except ValueError:
+        after_s = math.nan
+    if not after_s > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
-    return seconds
+    return after_s
 
 
 def run(args: argparse.Namespace) -> int:
@@ -189,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     # Find every error that needs no network first.
     if not 0 < args.deadline < math.inf:
         raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    _ = [dialling(url, **network.options(args)) for url in (args.url, *args.source)]
+    _ = [dialling(url, network.options(args)) for url in (args.url, *args.source)]
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:
@@ -296,7 +273,7 @@ async def _reach(args: argparse.Namespace, console: Console) -> None:
     urls = [url.partition("#")[0] for url in (args.url, *args.source)]
     for number, url in enumerate(urls):
         try:
-            async with dialling(url, **network.options(args)):
+            async with dialling(url, network.options(args)):
                 return
         except TransportError as error:
             if number < len(urls) - 1:
@@ -343,25 +320,19 @@ async def _fetch(
 
     if args.tail and not args.question:
         raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
-    options = PlayOptions(
-        policy=args.policy,
-        estimator=args.estimator,
-        question_tokens=args.question,
+    options = read_fields(
+        args, PlayOptions,
         tail=args.tail if args.question else 0,
         recompute=args.recompute is not None,
-        gpu_price=args.gpu_price,
-        time_price=args.time_price,
         salt=read_salt(args.salt_file),
-        patience=args.patience,
         after=args.after,
         live=not args.no_live,
-        wait_for_producer_s=args.wait_for_producer,
         log=lines.append if args.log is not None else None,
         telemetry=telemetry,
-    )
+    )  # fmt: skip
     client = AsyncClient(
         [url.partition("#")[0] for url in (args.url, *args.source)],
-        **network.options(args),
+        network.options(args),
         model=model if engine is None else None,
         engine=engine,
         options=options,
@@ -409,7 +380,7 @@ async def _fetch(
 def _trouble(client: AsyncClient, args: argparse.Namespace) -> str | None:
     """Return why nothing comes from a source, if that is so for any."""
     urls = dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source))
-    return next((why for url in urls if (why := client.peer(url, **network.options(args)).trouble) is not None), None)
+    return next((why for url in urls if (why := client.peer(url, network.options(args)).trouble) is not None), None)
 
 
 def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: Console) -> None:
@@ -417,7 +388,7 @@ def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: 
     from kvabr.cli.display import printable, say
 
     for url in dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source)):
-        peer = client.peer(url, **network.options(args))
+        peer = client.peer(url, network.options(args))
         if not peer.transfers.reached:
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 

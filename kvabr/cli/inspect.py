@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  kvabr inspect my.asset
-  kvabr inspect my.asset --check            read every group and compare it with the catalog
-  kvabr inspect my.asset/catalog.json --groups --json tracks.json
+  kvabr inspect assets                      the only asset of a store
+  kvabr inspect assets/DIGEST --check       read every group and compare it with the catalog
+  kvabr inspect assets/DIGEST --groups --json tracks.json
   kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
 
 loss is the expected KL divergence from the exact cache, nats per generated token; in assets of today the mean of the KL
@@ -45,7 +45,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.add_argument(
-        "asset", metavar="ASSET|catalog.json|URL", help="an asset's folder, a catalog, or an asset at an origin"
+        "asset",
+        metavar="ASSET|CATALOG|URL",
+        help="STORE/DIGEST, a store with one asset, a catalog, or an asset at an origin",
     )
     parser.add_argument("--groups", action="store_true", help="also show every group")
     parser.add_argument("--check", action="store_true", help="read every part; exit 1 if any is damaged")
@@ -127,7 +129,7 @@ def _fetch_catalog(args: argparse.Namespace) -> Catalog:
     from kvabr.client.lookup import fetch_catalog
     from kvabr.client.origins import asset_of, dialling
 
-    connecting, namespace = dialling(args.asset, **network.options(args)), asset_of(args.asset)
+    connecting, namespace = dialling(args.asset, network.options(args)), asset_of(args.asset)
     if namespace is None:
         raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
 
@@ -232,7 +234,7 @@ def _check(asset: Asset) -> list[str]:
 
     bad: list[str] = []
     parts: list[Callable[[], object]] = [lambda: load_profile(asset)]
-    if asset.keeps_prompt and asset.has_prompt():
+    if asset.has_prompt():
         parts.append(asset.prompt)
     for name, track in asset.catalog.published.items():
         parts += [partial(asset.frame, group, name) for group in range(len(track.bytes))]

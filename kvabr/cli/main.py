@@ -32,10 +32,10 @@ a first look, without model or network:
   kvabr replay --policy all --load 0.4 --html page.html
 
 with the real model ({installing.MODEL}, {installing.WHERE}):
-  kvabr encode --text README.md --tokens 512 --out my.asset
-  kvabr inspect my.asset
-  kvabr replay --asset my.asset --deadline 2 --verify
-  kvabr serve my.asset --dev                   and then the `kvabr fetch` line that it prints
+  kvabr encode --text README.md --tokens 512 --out assets
+  kvabr inspect assets
+  kvabr replay --asset assets --deadline 2 --verify
+  kvabr serve assets --dev                     and then the `kvabr fetch` line that it prints
 
 Options that you always give belong in kvabr.toml, here or in your configuration folder; `kvabr doctor` says which file
 is read.
@@ -70,7 +70,7 @@ def _main(argv: Sequence[str] | None) -> int:
         told = exhausted(error)
         if told is None and not isinstance(error, KvabrError | OSError):
             raise  # a mistake of ours
-        said = told or (error.strerror if isinstance(error, OSError) else None) or error
+        said = told or (_of_system(error) if isinstance(error, OSError) else error)
         print(f"kvabr: {said}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt as error:
@@ -81,6 +81,12 @@ def _main(argv: Sequence[str] | None) -> int:
         print("kvabr: interrupted", *error.args, sep="; ", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def _of_system(error: OSError) -> str:
+    """Return what the system said of a file, with its name."""
+    said = error.strerror or str(error)
+    return said if error.filename is None else f"{os.fsdecode(error.filename)}: {said}"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

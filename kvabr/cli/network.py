@@ -1,90 +1,35 @@
-"""Options of every command that connects to an origin: certificates, token, QUIC library."""
+"""Options of every command that connects to an origin."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvabr.cli.options import add_quic_option
+from kvabr.cli.fields import add_fields, read_fields
 from kvabr.types.errors import UsageError
+from kvabr.types.peer import MAX_TOKEN_BYTES, PeerOptions
+from kvabr.types.peer import read_token as read
 
-if TYPE_CHECKING:
-    from kvabr.link.moqt.options import DialArguments
 
-
-def add_options(
-    parser: argparse.ArgumentParser, title: str = "the connection", prefix: str = "", towards: str = ""
-) -> None:
+def add_options(parser: argparse.ArgumentParser, title: str = "the connection", prefix: str = "") -> None:
     """Declare the options, with a prefix if they are not the only ones; `options` reads them."""
-    network = parser.add_argument_group(title)
-    token = network.add_mutually_exclusive_group()
-    shown = "token for the origin; visible to every user in the process list, so prefer"
-    token.add_argument(
-        f"--{prefix}token", metavar="T", help=f"{shown} --{prefix}token-file (default: the environment's KVABR_TOKEN)"
-    )
-    token.add_argument(
-        f"--{prefix}token-file", type=Path, metavar="F", help="read the token from a file, again for each connection"
-    )
-    trust = network.add_mutually_exclusive_group()
-    trust.add_argument(
-        f"--{prefix}ca", type=Path, metavar="F.pem", help="certificates to trust instead of the system's"
-    )
-    trust.add_argument(f"--{prefix}fingerprint", metavar="HEX", help="SHA-256 of the only certificate to trust")
-    insecure = "do not verify the certificate (exposes the token and the cache)"
-    trust.add_argument(f"--{prefix}insecure", action="store_true", help=insecure)
-    add_quic_option(network, f"--{prefix}quic", towards)
-    network.add_argument(
-        f"--{prefix}transport",
-        choices=("auto", "quic", "tcp"),
-        default="auto",
-        help=f"how to connect{towards}: quic, tcp (faster on fast and short links), or auto (default)",
-    )
-    if not prefix:
-        network.add_argument(
-            "--lanes",
-            type=int,
-            default=1,
-            metavar="N",
-            help="most connections to an origin: further ones are opened where they bring more (default: 1)",
-        )
-        network.add_argument(
-            "--timeout", type=float, default=5.0, metavar="S", help="seconds to connect in (default: 5)"
-        )
+    add_fields(parser.add_argument_group(title), PeerOptions, prefix=prefix)
 
 
-def options(args: argparse.Namespace, prefix: str = "") -> DialArguments:
-    """Return the keyword arguments of `kvabr.link.moqt.connect.connect` and `kvabr.client.async_client.AsyncClient`.
+def options(args: argparse.Namespace, prefix: str = "") -> PeerOptions:
+    """Return what the options say.
 
     Raises:
-        UsageError: A file cannot be read, or holds no token.
+        UsageError: A value is wrong, a file cannot be read, or holds no token.
     """
-    given = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
-    ca = given["ca"]
-    if ca is not None and not ca.is_file():
-        raise UsageError(f"--{prefix.replace('_', '-')}ca {ca}: no such file")
-    file = given["token_file"]
-    if file is not None:
-        read_token(file, f"--{prefix.replace('_', '-')}token-file")
-    return {
-        "token": None if file is not None else _token(given["token"]),
-        "token_file": file,
-        "ca": ca,
-        "fingerprint": given["fingerprint"],
-        "insecure": given["insecure"],
-        "quic": given["quic"],
-        "transport": given["transport"],
-        "timeout_s": given.get("timeout", 5.0),
-        "lanes": given.get("lanes", 1),
-    }
-
-
-def _token(token: str | None) -> str | None:
-    from kvabr.link.moqt.options import check_token
-
-    token = token or os.environ.get("KVABR_TOKEN")
-    return check_token(token, "the token") if token else None
+    how = read_fields(args, PeerOptions, prefix)
+    if how.ca is not None and not how.ca.is_file():
+        raise UsageError(f"--{prefix}ca {how.ca}: no such file")
+    if how.token_file is None:
+        how.secret()
+    else:
+        read_token(how.token_file, f"--{prefix}token-file")
+    return how
 
 
 def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> str:
@@ -93,9 +38,6 @@ def read_token(path: Path, option: str = "--token-file", *, least: int = 1) -> s
     Raises:
         UsageError: The file cannot be read, or holds no token.
     """
-    from kvabr.link.moqt.options import MAX_TOKEN_BYTES
-    from kvabr.link.moqt.options import read_token as read
-
     try:
         token = read(path)
     except UsageError as error:

@@ -155,38 +155,6 @@ def add_digest_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_quic_option(parser: argparse._ActionsContainer, name: str = "--quic", towards: str = "") -> None:
-    """Declare the choice of a QUIC library."""
-    parser.add_argument(
-        name,
-        choices=("auto", "aioquic", "qh3"),
-        default="auto",
-        help=f"QUIC library{towards} (default: qh3 if it is installed, else aioquic)",
-    )
-
-
-def add_gpu_price_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--gpu-price``."""
-    from kvabr.player.session_types import GPU_PRICE
-
-    what = "price of a second of its time, nats per token (default: %(default)g; inf: only what would be late)"
-    parser.add_argument("--gpu-price", type=float, default=GPU_PRICE, metavar="NATS", help=what)
-
-
-def add_patience_option(parser: argparse._ActionsContainer, default: float) -> None:
-    """Declare ``--patience``."""
-    what = "end an incomplete play after this many deadlines (default: %(default)g)"
-    parser.add_argument("--patience", type=float, default=default, metavar="X", help=what)
-
-
-def add_time_price_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--time-price``."""
-    from kvabr.player.session_types import TIME_PRICE
-
-    what = "price of a second of TTFT, nats per token (default: %(default)g; 0: only the deadline counts)"
-    parser.add_argument("--time-price", type=float, default=TIME_PRICE, metavar="NATS", help=what)
-
-
 def yield_processors() -> None:
     """Have torch's threads sleep soon where one waits for another, in commands that compute for long.
 
@@ -243,7 +211,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def read_tokens(path: Path, option: str) -> tuple[int, ...]:
-    """Return token ids from a JSON list, or from the prompt.json of an asset; `UsageError` if it has none."""
+    """Return token ids from a JSON list, or from an asset's file below `private/`; `UsageError` if it has none."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_TOKENS_BYTES + 1)

@@ -59,7 +59,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_text_option(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the prompt (default: all of the text)")
     parser.add_argument(
-        "-o", "--out", type=Path, required=True, metavar="FOLDER", help="folder of assets; it need not exist yet"
+        "-o",
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="store that the asset is added to; it need not exist yet",
     )
     parser.add_argument("--live", action="store_true", help="let it be played while it is being computed")
     add_model_option(parser)
@@ -101,9 +106,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import plain, write_result
     from kvabr.engines.transformers.publish import cache_publisher, find_profile
     from kvabr.publish.live_publisher import LivePublisher
-    from kvabr.store.asset_folder import asset_version
     from kvabr.store.files import read_salt
-    from kvabr.store.locations import open_catalog
+    from kvabr.store.locations import open_catalog, open_store
     from kvabr.types.digests import check_kind
     from kvabr.types.naming import chain
 
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     engine, ids = loaded.engine, _prompt(loaded, text, args.tokens)
     spec, profile = engine.spec, find_profile(engine.spec, args.profile)
     name = chain(ids, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)[-1]
-    if asset_version(args.out / name) is not None:
+    if open_store(args.out).has(name):
         plain(f"this cache is published already: {args.out / name}")
         return 0
     publisher = cache_publisher(engine, args.out, profile=profile, prior=prior, tracks=args.tracks, digest=args.digest)
@@ -169,7 +173,7 @@ def _checked_text(args: argparse.Namespace) -> str:
     for tracks in (args.tracks, args.edge):
         ordered_tracks(tracks)
     check_writable(args.json)
-    check_makeable(args.out / "asset")
+    check_makeable(args.out)
     return text
 
 

@@ -54,7 +54,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with the #kvcache:... of an "
         "asset the relay prints how to fetch that",
     )
-    serving.add_options(parser, "relay", " towards the players")
+    serving.add_options(parser, "relay")
     parser.add_argument(
         "--memory", default="1GiB", metavar="BYTES", help="groups kept in memory, as 800MiB or 4GiB (default: 1GiB)"
     )
@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "KV events of the origin, which tell the tokens of the prompts that are looked up here: --kv-events needs it"
     )
     parser.add_argument("--upstream-kv-events", metavar="ENDPOINT[,REPLAY]", help=theirs)
-    network.add_options(parser, "the origin", "upstream-", " towards the origin")
+    network.add_options(parser, "the origin", "upstream-")
     parser.set_defaults(run=run)
 
 
@@ -122,7 +122,7 @@ async def _relay(args: argparse.Namespace, memory: int) -> int:
         kv_events.relaying(args, setup.log, setup.metrics.registry) as prompts,
     ):
         log, metrics = setup.log, setup.metrics
-        async with dialling(args.upstream, **network.options(args, "upstream_"), needed=False) as upstream:
+        async with dialling(args.upstream, network.options(args, "upstream-"), needed=False) as upstream:
             if upstream.trouble is None:
                 log.info("upstream", url=args.upstream, transport=upstream.backend, protocol=upstream.protocol)
             else:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.commands import part
+from kvabr.cli.fields import add_fields
 from kvabr.cli.options import (
     add_deadline_option,
-    add_gpu_price_option,
-    add_patience_option,
-    add_time_price_option,
     check_writable,
     load,
 )
+from kvabr.player.play_choices import PlayChoices
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
@@ -73,10 +72,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"ABR policies (default: {DEFAULT}; `kvabr policies` lists them); `all` is every policy without an "
         "argument, and fixed:TRACK of every track worth playing",
     )
-    parser.add_argument("--estimator", help="bandwidth estimator for all policies (default: each policy's own)")
+    add_fields(parser, PlayChoices, ("estimator",))
     add_deadline_option(parser)
-    add_patience_option(parser, PlayerConfig().give_up_after)
-    add_time_price_option(parser)
+    add_fields(parser, PlayChoices, ("patience", "time_price"), patience=PlayerConfig().give_up_after)
     link = parser.add_argument_group("the link")
     load = "scale traces: the mean rate carries the fraction X of FP16 within the deadline (default: as recorded)"
     link.add_argument("--load", type=float, metavar="X", help=load)
@@ -125,7 +123,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-recompute", action="store_true", help="there is no engine: every group must be fetched")
     mode = "suffix: all behind the first miss; prefix: the same by itself, as vLLM; hole: any group (default: hole)"
     engine.add_argument("--recompute-mode", choices=("suffix", "prefix", "hole"), default="hole", help=mode)
-    add_gpu_price_option(engine)
+    add_fields(engine, PlayChoices, ("gpu_price",))
     engine.add_argument(
         "--question",
         type=int,
@@ -171,7 +169,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_asset_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--asset", help="an asset, or its catalog.json (default: a catalog of SmolLM2 that comes with kvabr)"
+        "--asset", help="an asset, or its catalog (default: a catalog of SmolLM2 that comes with kvabr)"
     )
     group = parser.add_argument_group(
         "a prompt of passages",

@@ -1,4 +1,4 @@
-"""`kvabr serve`: publish a folder of assets over MoQT on QUIC."""
+"""`kvabr serve`: publish a store of assets over MoQT on QUIC."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ It makes a certificate by itself, and prints its fingerprint and the `kvabr fetc
 for others:
   kvabr serve assets --bind 0.0.0.0:4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
 
-ROOT is an asset, or a folder with assets up to four levels down; new, replaced and removed ones are noticed within 0.2
-seconds, in folders of many thousand assets within two. An asset that is damaged is left out, and the log says why.
+ROOT is a store, or a folder with stores up to four levels down; new and removed assets are noticed within 0.2
+seconds, in folders of many thousand assets within two, in buckets within five. An asset that is damaged is left out,
+and the log says why.
 
 tokens: `kvabr serve --new-token` prints a new token, to be given to clients (--token-file, KVABR_TOKEN), and its entry
 for the file given with --grants:
   {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
-"assets" in an entry are patterns of the asset's folder below ROOT, such as "team-a/*", "models" patterns of the model's
-name; "id" stands for the token in logs and metrics; "expires" is a time such as "2027-01-31T12:00:00Z". Without
---grants everyone who can reach the address may read everything.
+"assets" in an entry are patterns of the asset's name, the path of its store below ROOT and its digest, such as
+"team-a/*", "models" patterns of the model's name; "id" stands for the token in logs and metrics; "expires" is a time
+such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
 
 The file of grants, the certificate and the key are read again when they change, and on SIGHUP. Connections whose token
 is taken out of the file or expires are closed at once. A file that cannot be used is logged, and what was read before
@@ -55,11 +56,11 @@ ends it at once.
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
     parser.description = (
-        "Publish a folder of assets as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
+        "Publish the assets of a store as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
         "that use kvabr.Client."
     )
     parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="folder with the assets")
+    parser.add_argument("root", nargs="?", metavar="ROOT", help="the store: a folder or a URL, or a folder with stores")
     serving.add_options(parser, "server")
     parser.add_argument(
         "--processes",

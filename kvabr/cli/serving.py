@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 from urllib.parse import quote
 
-from kvabr.cli.options import add_quic_option, is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.cli.fields import add_fields, first_sentence
+from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import UsageError
+from kvabr.types.fields import docstrings
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.peer import PeerOptions
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger, Processor
@@ -30,33 +33,13 @@ if TYPE_CHECKING:
     from kvabr.server.server import Server
 
 
-_LIMITS = {
-    "connections": "connections at a time",
-    "connections_per_address": "of one IPv4 address or IPv6 /64; off: no bound of its own",
-    "requests_per_connection": "requests in flight on one connection",
-    "requests": "requests in flight, all connections together",
-    "requests_per_s": "requests per second of one connection, and as many changes of priorities",
-    "idle_s": "seconds until a silent connection is closed",
-    "handshake_s": "seconds that connecting may take",
-    "held_per_connection": "requests of one connection that wait for what is not published yet",
-    "held_s": "seconds that they wait at most",
-    "open_files_per_connection": "files of groups kept open for one connection",
-    "open_files_per_address": "the same, for one address",
-    "open_files": "the same, for all; half of what ulimit -n leaves",
-    "memory_per_connection": "bytes of groups kept open for one connection",
-    "memory_per_address": "the same, for one address",
-    "memory": "the same, for all",
-    "in_flight_per_connection": "bytes sent or queued that one connection has not acknowledged",
-    "in_flight_per_address": "the same, for one address",
-    "in_flight": "the same, for all",
-}
 _NO_BOUND = "off"
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 20
 
 
-def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") -> None:
+def add_options(parser: argparse.ArgumentParser, whose: str) -> None:
     """Declare the options that `prepared` reads, and ``--quic`` and ``--drain``."""
     parser.add_argument(
         "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP and TCP address (default: 127.0.0.1:4443)"
@@ -66,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
     parser.add_argument(
         "--dev", action="store_true", help="use a development certificate, made once per user and kept for 13 days"
     )
-    add_quic_option(parser, "--quic", towards)
+    add_fields(parser, PeerOptions, ("quic",))
     parser.add_argument(
         "--tcp",
         choices=("tls", "off"),
@@ -83,12 +66,19 @@ def add_options(parser: argparse.ArgumentParser, whose: str, towards: str = "") 
 
 def limits_help() -> str:
     """Return the limits and their defaults for a command's help."""
-    defaults = ServerLimits()
+    defaults, docs = ServerLimits(), docstrings(ServerLimits)
     lines = (
-        f"  {field.name.replace('_', '-')}={getattr(defaults, field.name)}".ljust(42) + _LIMITS[field.name]
+        f"  {field.name.replace('_', '-')}={getattr(defaults, field.name)}".ljust(42)
+        + first_sentence(docs[field.name]).partition(";")[0]
         for field in fields(ServerLimits)
     )
-    return "\n".join(("limits (--limit NAME=VALUE, any number of times) and their defaults:", *lines, ""))
+    return "\n".join(
+        (
+            "limits (--limit NAME=VALUE, may be repeated; connections-per-address=off: no such bound) and defaults:",
+            *lines,
+            "",
+        )
+    )
 
 
 def parse_limits(texts: Sequence[str]) -> ServerLimits:
@@ -98,11 +88,12 @@ def parse_limits(texts: Sequence[str]) -> ServerLimits:
         UsageError: There is no such limit, or its value is not a positive number.
     """
     given: dict[str, Any] = {}
+    known = [field.name for field in fields(ServerLimits)]
     for text in texts:
         option, _, value = text.partition("=")
         name = option.replace("-", "_")
-        if name not in _LIMITS:
-            names = ", ".join(_LIMITS).replace("_", "-")
+        if name not in known:
+            names = ", ".join(known).replace("_", "-")
             raise UsageError(f"--limit {text}: there is no limit {option!r}; there are {names}")
         seconds = name.endswith("_s")
         if name == "connections_per_address" and value == _NO_BOUND:

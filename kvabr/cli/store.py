@@ -1,4 +1,4 @@
-"""`kvabr store`: manage what a store holds, a folder of assets or a bucket."""
+"""`kvabr store`: manage the assets of a store, a folder or a bucket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Action = Callable[[argparse.Namespace], int]
 _LS = """\
 examples:
   kvabr store ls assets
-  kvabr store ls 's3://kv-caches/prod?tenant=team-a' --model meta-llama/Llama-3.1-8B
+  kvabr store ls s3://kv-caches/team-a --model meta-llama/Llama-3.1-8B
 
 own: bytes that only this asset has, which are freed when it goes. measured: its losses were measured by kvabr encode;
 engines never remove such assets.
@@ -19,7 +19,7 @@ engines never remove such assets.
 _DU = """\
 examples:
   kvabr store du assets
-  kvabr store du s3://kv-caches/prod --all-tenants --json usage.json
+  kvabr store du s3://kv-caches/prod --json usage.json
 
 Bytes that assets share count once.
 """
@@ -27,7 +27,7 @@ _RM = """\
 examples:
   kvabr store rm assets 3f9c2a17
   kvabr store rm s3://kv-caches/prod --model meta-llama/Llama-3.1-8B
-  kvabr store rm s3://kv-caches/prod --unnamed
+  kvabr store rm s3://kv-caches/prod --unreferenced
 
 The beginning of a name is enough. What other assets share stays. An HTTP cache in front of a bucket must be purged.
 Old assets of a bucket are best removed by its lifecycle rules, and those of engines in a folder by their publish_mib.
@@ -45,13 +45,13 @@ examples:
   kvabr store copy s3://kv-caches/prod warm --model my-model
 
 Every frame is checked. What is at the target already stays, so an interrupted copy goes on where it was. Token ids
-(prompt.json) go from folder to folder only.
+of prompts go from folder to folder only.
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    parser.description = "Manage what a store holds: a folder of assets, or a bucket."
+    parser.description = "Manage the assets of a store, a folder or a bucket."
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
 
     def action(name: str, run: str, what: str, epilog: str) -> argparse.ArgumentParser:
@@ -68,7 +68,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     du = action("du", "du", "show how many bytes models and tracks take", _DU)
     _add_store(du)
-    du.add_argument("--all-tenants", action="store_true", help="of all tenants of the bucket, not only the URL's")
     _add_json(du)
 
     rm = action("rm", "rm", "remove assets", _RM)
@@ -76,9 +75,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     rm.add_argument("names", nargs="*", metavar="NAME", help="an asset, or the beginning of its name")
     rm.add_argument("--model", metavar="M", help="all assets of this model")
     rm.add_argument(
-        "--unnamed",
+        "--unreferenced",
         action="store_true",
-        help="also what no asset names, as publishers leave that were killed, once it is an hour old",
+        help="also objects that no asset names, such as those of a killed publisher, once they are an hour old",
     )
     _add_json(rm)
 
@@ -103,9 +102,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "store", metavar="STORE", help="a folder of assets, or a bucket: s3://BUCKET/PREFIX?tenant=NAME"
-    )
+    parser.add_argument("store", metavar="STORE", help="a folder, or a bucket: s3://BUCKET/PREFIX")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

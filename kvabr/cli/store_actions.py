@@ -10,22 +10,23 @@ from dataclasses import replace
 from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
-from kvabr.cli.interrupt import run_async
 from kvabr.cli.options import check_writable
-from kvabr.store.admin.checking import find_damage
-from kvabr.store.admin.copying import copy_assets
-from kvabr.store.admin.opening import open_admin, open_admins
-from kvabr.store.admin.protocol import (
+from kvabr.store.admin import (
     REPAIR,
     Damage,
     Holding,
     Inventory,
-    Progress,
-    StoreAdmin,
+    copy_assets,
+    find_damage,
     full_name,
+    inventory,
+    names_in,
+    remove,
     total_bytes,
 )
 from kvabr.store.locations import open_store
+from kvabr.store.removing import Progress
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import AssetError, KvabrError, NotFoundError, UsageError
 from kvabr.types.words import counted
 
@@ -42,12 +43,12 @@ _STAGES = {
 def ls(args: argparse.Namespace) -> int:
     """List the assets."""
     check_writable(args.json)
-    admin, found = _inventory(args)
+    tree, found = _inventory(args)
     held = [each for each in found.holdings if args.model in (None, each.model)]
     shared, now_s = _shared(found.holdings), time.time()
     rows = [
         (
-            printable(each.name if len(each.name) != 64 else each.name[:16]),
+            printable(_short(each.name)),
             each.model,
             f"{each.tokens:,}",
             human(each.bytes),
@@ -62,13 +63,12 @@ def ls(args: argparse.Namespace) -> int:
     if rows:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
-    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{admin.location}: no assets")
+    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{tree.location}: no assets")
     write_result(
         args.json,
         "store ls",
         {
-            "store": admin.location,
-            "tenant": admin.tenant,
+            "store": tree.location,
             "assets": [_row(each, shared) for each in held],
             "damaged": dict(found.damaged),
         },
@@ -79,18 +79,7 @@ def ls(args: argparse.Namespace) -> int:
 def du(args: argparse.Namespace) -> int:
     """Show how many bytes models and tracks take."""
     check_writable(args.json)
-    admins = open_admins(args.store) if args.all_tenants else [open_admin(args.store)]
-    tenants = []
-    for admin in admins:
-        with StageBar(_STAGES) as bar:
-            found: Inventory = run_async(admin.inventory(bar))
-        tenants.append(_du(admin.tenant, found))
-    write_result(args.json, "store du", {"store": args.store, "tenants": tenants})
-    return 0
-
-
-def _du(tenant: str, found: Inventory) -> dict[str, Any]:
-    """Show the bytes of one tenant, and return them as JSON values."""
+    tree, found = _inventory(args)
     models: dict[str, list[Holding]] = defaultdict(list)
     for each in found.holdings:
         models[each.model].append(each)
@@ -103,56 +92,55 @@ def _du(tenant: str, found: Inventory) -> dict[str, Any]:
                 sizes[track] += size
         tracks += [(model, track, size) for track, size in sizes.items()]
     out = output()
-    title = f"tenant {tenant}" if tenant else None
-    out.print(table(title, ("model", "assets", "bytes"), rows, fold=("model",)))
+    out.print(table(None, ("model", "assets", "bytes"), rows, fold=("model",)))
     shown = [(model, track, human(size)) for model, track, size in tracks]
     out.print(table("each asset's own count", ("model", "track", "bytes"), shown, fold=("model",), left=("track",)))
     _say_damaged(found)
     total = total_bytes(found.holdings)
-    others = f"; {human(found.unnamed_bytes)} that no asset names, {human(found.cached_bytes)} of cached groups"
-    plain(f"{counted(len(found.holdings), 'asset')}, {human(total)}" + (others if tenant else ""))
-    return {
-        "tenant": tenant,
+    others = f"; {human(found.unreferenced_bytes)} that no asset names" if found.unreferenced_bytes else ""
+    plain(f"{counted(len(found.holdings), 'asset')}, {human(total)}{others}")
+    result = {
+        "store": tree.location,
         "assets": len(found.holdings),
         "bytes": total,
-        "unnamed_bytes": found.unnamed_bytes,
-        "cached_bytes": found.cached_bytes,
+        "unreferenced_bytes": found.unreferenced_bytes,
         "models": {model: {"assets": len(held), "bytes": total_bytes(held)} for model, held in models.items()},
         "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
         "damaged": dict(found.damaged),
     }
+    write_result(args.json, "store du", result)
+    return 0
 
 
 def rm(args: argparse.Namespace) -> int:
     """Remove assets."""
     check_writable(args.json)
-    if not (args.names or args.model or args.unnamed):
-        raise UsageError("say what to remove: names of assets, --model M or --unnamed")
-    admin = open_admin(args.store)
-    known = run_async(admin.names()) if args.names else []
+    if not (args.names or args.model or args.unreferenced):
+        raise UsageError("say what to remove: names of assets, --model M or --unreferenced")
+    tree = StoreTree(args.store)
+    known = list(names_in(tree)) if args.names else []
     names = dict.fromkeys(full_name(known, name) for name in args.names)
     with StageBar(_STAGES) as bar:
         if args.model is not None:
-            found: Inventory = run_async(admin.inventory(bar))
-            names |= dict.fromkeys(each.name for each in found.holdings if each.model == args.model)
-        freed = run_async(admin.remove(list(names), unnamed=args.unnamed, progress=bar))
+            held = inventory(tree, bar).holdings
+            names |= dict.fromkeys(each.name for each in held if each.model == args.model)
+        freed = remove(tree, list(names), unreferenced=args.unreferenced, progress=bar)
     plain(f"{counted(len(names), 'asset')} removed, {human(freed)} freed")
-    value = {"store": admin.location, "tenant": admin.tenant, "removed": list(names), "bytes": freed}
-    write_result(args.json, "store rm", value)
+    write_result(args.json, "store rm", {"store": tree.location, "removed": list(names), "bytes": freed})
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
     """Check everything."""
     check_writable(args.json)
-    admin = open_admin(args.store)
+    tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
-        bad = find_damage(open_store(args.store), deep=args.deep, progress=bar)
+        bad = find_damage(tree, deep=args.deep, progress=bar)
         if args.deep:
-            bad += _differing(args.store, {each.name for each in bad}, bar)
+            bad += _differing(tree, {each.name for each in bad}, bar)
         if args.repair:
-            going = {each.name for each in bad if each.advice == REPAIR and each.name != "."}
-            run_async(admin.remove(going, progress=bar))
+            going = {each.name for each in bad if each.advice == REPAIR}
+            remove(tree, going, progress=bar)
             bad = [replace(each, repaired=each.name in going) for each in bad]
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
@@ -161,29 +149,29 @@ def verify(args: argparse.Namespace) -> int:
         args.json,
         "store verify",
         {
-            "store": admin.location,
+            "store": tree.location,
             "deep": args.deep,
             "damages": [{"name": each.name, "what": each.what, "repaired": each.repaired} for each in bad],
         },
     )
     if left:
-        raise AssetError(f"{admin.location}: {len(left)} damaged")
+        raise AssetError(f"{tree.location}: {len(left)} damaged")
     whole = "nothing is damaged" if args.deep else "nothing is missing; the bytes of frames were not read, --deep does"
     rest = "the rest is undamaged" if args.deep else "of the rest nothing is missing"
     plain(whole if not bad else f"{len(bad)} removed, {rest}")
     return 0
 
 
-def _differing(location: str, bad: set[str], progress: Progress) -> list[Damage]:
+def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[Damage]:
     """Return the assets, of those that are not bad already, whose tracks do not agree with each other."""
     from kvabr.publish.comparing import compare_tracks
 
-    store, found = open_store(location), []
-    names = sorted(set(store.list().versions) - bad)
+    stores, found = names_in(tree), []
+    names = sorted(stores.keys() - bad)
     for number, name in enumerate(names):
         progress("comparing", number, len(names))
         try:
-            compare_tracks(store.open(name))
+            compare_tracks(stores[name].open(name.rpartition("/")[2]))
         except NotFoundError:
             continue  # it was removed meanwhile
         except KvabrError as error:
@@ -194,8 +182,8 @@ def _differing(location: str, bad: set[str], progress: Progress) -> list[Damage]
 def copy(args: argparse.Namespace) -> int:
     """Copy assets."""
     check_writable(args.json)
-    source, target = open_store(args.store, must_exist=True), open_store(args.target, create=True)
-    names = [full_name(list(source.list().versions), name) for name in args.name]
+    source, target = StoreTree(args.store), open_store(args.target, create=True)
+    names = [full_name(names_in(source), name) for name in args.name]
     with StageBar(_STAGES) as bar:
         done = copy_assets(source, target, names=names, model=args.model, progress=bar)
     for name, why in done.failed.items():
@@ -218,11 +206,16 @@ def copy(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inventory(args: argparse.Namespace) -> tuple[StoreAdmin, Inventory]:
-    admin = open_admin(args.store)
+def _inventory(args: argparse.Namespace) -> tuple[StoreTree, Inventory]:
+    tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
-        found: Inventory = run_async(admin.inventory(bar))
-    return admin, found
+        return tree, inventory(tree, bar)
+
+
+def _short(name: str) -> str:
+    """Return an asset's name with the beginning of its digest."""
+    path, slash, digest = name.rpartition("/")
+    return f"{path}{slash}{digest[:16]}"
 
 
 def _say_damaged(found: Inventory) -> None:
@@ -234,13 +227,13 @@ def _shared(holdings: Iterable[Holding]) -> dict[str, int]:
     """Return how many assets have each part."""
     counts: dict[str, int] = defaultdict(int)
     for each in holdings:
-        for part in each.parts:
+        for part in each.objects:
             counts[part] += 1
     return counts
 
 
 def _own(holding: Holding, shared: dict[str, int]) -> int:
-    return holding.own_bytes + sum(size for part, size in holding.parts.items() if shared[part] == 1)
+    return sum(size for part, size in holding.objects.items() if shared[part] == 1)
 
 
 def _row(each: Holding, shared: dict[str, int]) -> dict[str, Any]:

@@ -52,12 +52,9 @@ from kvabr.client.shared_bandwidth import KnownLink, history_at
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
-from kvabr.link.moqt.options import DialArguments, TransportChoice
-from kvabr.link.quic.backend import Quic
 from kvabr.player.builder import choose_tail
 from kvabr.store.files import sweep
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
-from kvabr.store.locations import open_groups
+from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.transfer.work import cancel_all, decoders
@@ -78,6 +75,7 @@ from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.passage import Part
+from kvabr.types.peer import PeerOptions
 
 _FIND_S = 5.0
 _LEAST_S = 1e-3
@@ -91,16 +89,8 @@ class AsyncClient:
     def __init__(
         self,
         origin: PeersLike = None,
+        connection: PeerOptions | None = None,
         *,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        ca: str | os.PathLike[str] | None = None,
-        fingerprint: str | None = None,
-        insecure: bool = False,
-        quic: Quic = "auto",
-        transport: TransportChoice = "auto",
-        timeout_s: float = 5.0,
-        lanes: int = 1,
         model: KVSpec | str | None = None,
         engine: Engine | None = None,
         options: PlayOptions | None = None,
@@ -115,16 +105,7 @@ class AsyncClient:
                 (`kvabr.client.origins`); or an open connection, which the caller closes after this client. None: every
                 play names its peer. Of several, plays take groups from all that have the same asset, each from the one
                 that should bring it first, and go on with the others if one stalls or dies.
-            token: access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set.
-            token_file: file with the token instead; read again for every dial, so that it may be replaced.
-            ca: PEM file of certificates to trust instead of the system's: authorities, or the origin's own certificate.
-            fingerprint: SHA-256 of the only certificate to trust, hex.
-            insecure: do not verify the certificate (exposes the token and the cache).
-            quic: QUIC library; ``auto`` takes the fastest that is installed and can talk to the peer.
-            transport: ``quic``; ``tcp``, for fast and short links; or ``auto``.
-            timeout_s: seconds that connecting may take.
-            lanes: most connections to a peer: further ones are opened where one connection, or one core, carries less
-                than the path.
+            connection: how to reach the origins, and which certificates to trust.
             model: the model whose caches are played, by its spec or by its name at the origin. None: the engine's, or
                 the only one that the origin has.
             engine: computes what would be late, and what is not cached. What its prefill costs is learnt as it does.
@@ -144,12 +125,13 @@ class AsyncClient:
         if engine is not None and isinstance(model, KVSpec):
             check_engine(engine, model)
         bounds = limits or Limits()
-        memory = MemoryGroupStore(bounds.memory_bytes, executor=decoders())
         disk = None
         if bounds.disk is not None:
             tell = partial(warn_unkept, self.metrics, "groups")
-            disk = open_groups(os.fspath(bounds.disk), bounds.disk_bytes, executor=decoders(), on_failure=tell)
-        self.store = TieredGroupStore(memory, disk, on_change=lambda: self.metrics.show_store(self.store))
+            disk = StoreTier(os.fspath(bounds.disk), bounds.disk_bytes, tell)
+        self.store = GroupCache(
+            bounds.memory_bytes, disk, executor=decoders(), on_change=lambda: self.metrics.show_store(self.store)
+        )
         self.metrics.show_store(self.store)
         folder = None if cache is None else Path(cache)
         for place in () if folder is None else (folder, folder / PROFILES):
@@ -164,45 +146,22 @@ class AsyncClient:
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origins: tuple[ClientPeer, ...] = ()
-        how = DialArguments(
-            token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s, lanes=lanes,
-        )  # fmt: skip
         self._home = HomeProcess("the client")
-        named = [self.peer(one, **how) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
+        named = [self.peer(one, connection) if isinstance(one, str) else self._peer(one) for one in _listed(origin)]
         self._origins = tuple(dict.fromkeys(named))
 
     # ------------------------------------------------------------------ peers
 
-    def peer(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        ca: str | os.PathLike[str] | None = None,
-        fingerprint: str | None = None,
-        insecure: bool = False,
-        quic: Quic = "auto",
-        transport: TransportChoice = "auto",
-        timeout_s: float = 5.0,
-        lanes: int = 1,
-    ) -> ClientPeer:
-        """Return another origin or relay for plays to name; the same one for the same arguments.
-
-        The arguments are those of the client. Nothing is dialled.
+    def peer(self, url: str, connection: PeerOptions | None = None) -> ClientPeer:
+        """Return another origin or relay for plays to name; the same one for the same arguments. Nothing is dialled.
 
         Raises:
             UsageError: the URL or an option is wrong.
         """
-        how = DialArguments(
-            token=token, token_file=token_file, ca=ca, fingerprint=fingerprint, insecure=insecure, quic=quic,
-            transport=transport, timeout_s=timeout_s, lanes=lanes,
-        )  # fmt: skip
-        key = (url, *how.values())
-        if key not in self._peers:
-            self._peers[key] = self._dialled(url, how)
-        return self._peers[key]
+        how = connection or PeerOptions()
+        if (url, how) not in self._peers:
+            self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics)
+        return self._peers[url, how]
 
     @property
     def origins(self) -> Sequence[ClientPeer]:
@@ -764,9 +723,6 @@ class AsyncClient:
         )
         assert isinstance(found, Found)  # noqa: S101  # or it was not there, which is an error
         return found
-
-    def _dialled(self, url: str, how: DialArguments) -> ClientPeer:
-        return ClientPeer(url, dialling(url, **how), self.store, self.metrics)
 
     @asynccontextmanager
     async def _asking(self, seconds: float, peers: PeersLike) -> AsyncIterator[PlaySources]:

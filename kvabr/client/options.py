@@ -10,18 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvabr.abr.plugins import load_estimator, load_policy
-from kvabr.abr.policies import DEFAULT
-from kvabr.abr.tail import MAX_TAIL
-from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
 from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.snapshot import Watch
 from kvabr.player.decode_queue import DecodeShare
-from kvabr.player.session_types import GPU_PRICE, TIME_PRICE, BlendGoal, PlayerConfig
+from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
-from kvabr.types.cost import MISS_PENALTY, PrefillCost
+from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import Engine, EngineMode
 from kvabr.types.errors import UsageError
 from kvabr.types.events import Log, PlayEvent
@@ -32,13 +28,9 @@ _GUARD_SHARE, _MAX_GUARD_S = 0.02, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class PlayOptions:
+class PlayOptions(PlayChoices):
     """How to play. The deadline is an argument of each play."""
 
-    policy: str = DEFAULT
-    """ABR policy: a name that `kvabr policies` lists, or ``FILE.py:CLASS``."""
-    estimator: str | None = None
-    """Bandwidth estimator; None: the policy's own."""
     recompute: bool = True
     """Let the engine, if there is one, compute what would be late, or everything if nothing is cached."""
     prefill_cost: PrefillCost | None = None
@@ -46,32 +38,6 @@ class PlayOptions:
     what the cache's publisher measured, or a guess by the device; see also `AsyncClient.measure_prefill`."""
     mode: EngineMode | None = None
     """What the engine can recompute; None: what it says itself."""
-    gpu_price: float = GPU_PRICE
-    """Price of a second of the engine's time, nats per generated token: 0 where the engine is idle, infinite to compute
-    only what would be late."""
-    time_price: float = TIME_PRICE
-    """Price of a second before the first token, nats per generated token: a play ends as soon as nothing that could
-    still arrive is worth its wait. 0: only the deadline counts."""
-    live: bool = True
-    """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as many
-    tokens is preferred."""
-    wait_for_producer_s: float = 0.0
-    """If nothing of a prompt is cached, seconds for which to wait for a producer to start. They come out of
-    the deadline; an engine that must begin to be in time begins."""
-    max_loss: float = MISS_PENALTY
-    """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated token;
-    by default the price of a missed deadline. Infinite: passages whose fusion loss nobody has measured are joined,
-    too."""
-    selector: str = DEFAULT_SELECTOR
-    """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
-    ``FILE.py:CLASS``."""
-    question_tokens: int = 0
-    """Tokens that the engine will compute behind the prompt, such as a question's. The losses are those behind them and
-    behind the tokens of the prompt that are not cached."""
-    tail: int | None = None
-    """Tokens at the end of what is cached that the engine may compute with these, on the coded cache, instead of having
-    them fetched: most of a coded cache's loss sits there. The play takes what it is worth. 0: none. None: up to
-    `MOST_TAIL` if there is an engine, else none."""
     salt: bytes = b""
     """Secret of the tenant, see `kvabr.types.naming.chain`."""
     out: torch.Tensor | None = None
@@ -84,12 +50,6 @@ class PlayOptions:
     decode_share: DecodeShare | None = None
     """How fast another process expands a prefix, one batch after the other, beside its other plays; None: as this one
     does, on ``device``."""
-    patience: float = 1.0
-    """Deadlines after which a play ends although groups are missing (`IncompleteError`); at least 1, which is to say at
-    the deadline. An engine may complete it beyond that, within twice the time of a whole prefill."""
-    after: float | None = None
-    """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there is
-    nothing to upgrade; None: no upgrades."""
     log: Log | None = None
     """Takes every event of the play, see `kvabr.types.events`."""
     telemetry: Telemetry | None = None
@@ -98,25 +58,9 @@ class PlayOptions:
     """Called with a `Snapshot` some fifty times per deadline and at least once a second, on the event loop's thread."""
 
     def __post_init__(self) -> None:
-        if self.after is not None and not self.after > 0:
-            raise UsageError(f"upgrades for {self.after:g} s after the deadline; give a positive number of seconds")
-        if not 1 <= self.patience < math.inf:
-            raise UsageError(f"patience is {self.patience} deadlines; it must be at least 1")
-        if not 0 <= self.wait_for_producer_s < math.inf:
-            raise UsageError(
-                f"waiting {self.wait_for_producer_s:g} s for a producer: must be 0 or more seconds, and finite"
-            )
-        for name in ("question_tokens", "tail"):
-            if (count := getattr(self, name)) is not None and not 0 <= count <= MAX_TAIL:
-                raise UsageError(f"{name} is {count:,}; give 0 to {MAX_TAIL:,} tokens")
-        # Raise for unknown names and prices here, before anything is asked of the network.
-        PlayerConfig(gpu_price=self.gpu_price, time_price=self.time_price)
-        BlendGoal(max_loss=self.max_loss)
+        PlayChoices.__post_init__(self)
         if self.selector != DEFAULT_SELECTOR and "exact" in load_selector(self.selector)().needs:
             raise UsageError(f"selector {self.selector} needs the exact cache, which no play has: it is for benches")
-        load_policy(self.policy)
-        if self.estimator is not None:
-            load_estimator(self.estimator)
 
     def note(self, event: PlayEvent) -> None:
         """Log an event that does not come from the session."""
@@ -132,7 +76,7 @@ class Limits:
     """Encoded groups kept in memory, bytes; 0: none."""
     disk: str | os.PathLike[str] | None = None
     """Folder for encoded groups, which belongs to one client at a time; or the URL of an object store, which many may
-    share (`kvabr.store.objects`). None: memory only."""
+    share (`kvabr.store.group_cache`). None: memory only."""
     disk_bytes: int = 16 << 30
     """Encoded groups kept in that folder, bytes. An object store is not cleared up by those who use it so."""
     plays: int = 32
@@ -171,7 +115,7 @@ def check_prompt(tokens: Sequence[int], engine: Engine | None = None) -> None:
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, str | bytes | Mapping):
         raise UsageError(
             f"a prompt is a sequence of token ids, not {type(tokens).__name__}; tokenize text first, and take `tokens` "
-            "of a prompt.json"
+            "of a file with them"
         )
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:

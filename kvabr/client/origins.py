@@ -3,7 +3,7 @@
     moqt://HOST[:PORT]/                          an origin or a relay (`kvabr.link.moqt.connect`)
     s3://BUCKET/PREFIX, gs://..., az://...       an object store; its credentials come from the environment
     http://HOST/PREFIX, https://...              the same objects through any HTTP cache
-    file:///PATH?layout=objects, memory://NAME   the same objects in a folder, or in this process (tests)
+    file:///PATH, memory://NAME                  the same objects in a folder, or in this process (tests)
 
 Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
 """
@@ -11,19 +11,18 @@ Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Unpack
 
 from kvabr.link.moqt.connect import Connecting, asset_of, connect, parse_namespace, parse_url
-from kvabr.link.moqt.options import DialArguments, with_defaults
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.link.objects.index import StrangeAnswers
-from kvabr.store.objects.bucket import open_objects
-from kvabr.store.objects.url import SCHEMES, WEB, split_asset
+from kvabr.store.local import LocalStore
+from kvabr.store.locations import SCHEMES, open_objects, split_asset
+from kvabr.store.url import WEB
 from kvabr.transfer.interface import PeerConnection
 from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
+from kvabr.types.peer import PeerOptions
 
 __all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
@@ -37,55 +36,53 @@ def is_object_store(url: str) -> bool:
 def check_url(url: str) -> None:
     """Raise `UsageError` unless something can be played from a URL."""
     if is_object_store(url):
-        _bucket_url(url)
+        _store_url(url)
     else:
         parse_url(url)
 
 
-def dialling(url: str, *, needed: bool = True, **how: Unpack[DialArguments]) -> Connecting | StoreDialling:
+def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Connecting | StoreDialling:
     """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
         TransportError: nothing can be played from there.
     """
+    how = how or PeerOptions()
     if not is_object_store(url):
-        return connect(url, needed=needed, **how)
-    how = with_defaults(how)
-    token, timeout_s = how["token"], how["timeout_s"]
-    if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
-    given = token is not None and token != os.environ.get("KVABR_TOKEN")
-    if given or how["insecure"] or (how["token_file"], how["ca"], how["fingerprint"]) != (None, None, None):
+        return connect(url, how, needed=needed)
+    if not how.for_stores:
         raise UsageError(
             f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
             "store come from the environment, and its certificate is checked by the system"
         )
-    return StoreDialling(_bucket_url(url), timeout_s, needed=needed)
+    return StoreDialling(_store_url(url), how.timeout_s, needed=needed)
 
 
 class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
     """Opens a store; entering it gives a `Connection`."""
 
     def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
-        """Take the URL of a bucket; raise `UsageError` if the package for object stores is missing."""
-        self._bucket, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
-        self.peers = (self._bucket.url,)
+        """Take the URL of a store; raise `UsageError` if the package for object stores is missing."""
+        self._store, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
+        if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
+            raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")
+        self.peers = (self._store.url,)
         self._connection: StoreConnection | None = None
         self._strange = StrangeAnswers()
 
     async def __aenter__(self) -> PeerConnection:
-        connection = StoreConnection(self._bucket, self._strange)
+        connection = StoreConnection(self._store, self._strange)
         try:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await connection.open()
             except TimeoutError as error:
-                raise TransportError(f"{self._bucket.url}: no answer within {self._timeout_s:.3g} s") from error
+                raise TransportError(f"{self._store.url}: no answer within {self._timeout_s:.3g} s") from error
         except TransportError as error:
             if self._needed or isinstance(error, UnauthorizedError):
                 await connection.close()
-                if self._bucket.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
+                if self._store.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
                     raise ConnectionLostError(f"{error}; the URL of an origin or relay begins with moqt://") from error
                 raise
             connection.trouble = str(error)
@@ -106,10 +103,11 @@ Dialling = Connecting | StoreDialling
 """Enters a connection; its ``peers`` are the names that the connection may have as `Connection.peer`."""
 
 
-def _bucket_url(url: str) -> str:
-    """Return the URL of a bucket without the name of an asset."""
+def _store_url(url: str) -> str:
+    """Return the URL of a store without the name of an asset."""
     plain = url.partition("#")[0]
     where, prompt = split_asset(plain)
     if prompt is not None:
         raise UsageError(f"{where}: to play one asset, name it behind the store's URL: {where}#kvcache:MODEL/{prompt}")
+    open_objects(plain)  # raises
     return plain

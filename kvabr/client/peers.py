@@ -14,7 +14,7 @@ from kvabr.client.lookup import Found, Unplayable, fetch_catalog, fetch_models, 
 from kvabr.client.origins import Dialling
 from kvabr.client.play_connection import PlaySources, SharedTransfers
 from kvabr.player.sources import NOT_KNOWN
-from kvabr.store.group_store import TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, PeerConnection
 from kvabr.types.errors import ForeignError, FormatError, NotFoundError, TransportError, UsageError
@@ -46,7 +46,7 @@ class ClientPeer:
         self,
         name: str,
         source: Dialling | PeerConnection,
-        store: TieredGroupStore,
+        store: GroupCache,
         metrics: ClientMetrics,
     ) -> None:
         """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""

@@ -57,7 +57,7 @@ from kvabr.player.session_types import (
     UpgradeGoal,
     WholeGoal,
 )
-from kvabr.store.memory import CACHES
+from kvabr.store.buffers import CACHES
 from kvabr.transfer.work import decoders
 from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.cost import PrefillCost

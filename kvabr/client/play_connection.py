@@ -24,7 +24,7 @@ from typing import Any
 from kvabr.client.origins import Dialling
 from kvabr.client.shared_bandwidth import link_of
 from kvabr.player.sources import NOT_KNOWN, Offer
-from kvabr.store.group_store import TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, ConnectionStats, PeerConnection, PrefixFinder, read_view
 from kvabr.transfer.redial import UnreachedConnection
@@ -96,7 +96,7 @@ class SharedTransfer(GroupTransfer):
 class SharedTransfers:
     """All transfers from one peer, for one event loop."""
 
-    def __init__(self, source: Dialling | PeerConnection, store: TieredGroupStore, metrics: ClientMetrics) -> None:
+    def __init__(self, source: Dialling | PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
         """Dial nothing yet.
 
         ``source`` dials, or is an open connection, which stays open when this is closed. ``store`` keeps what was
@@ -301,7 +301,7 @@ async def first_reached(peers: Sequence[SharedTransfers]) -> int:
     raise AssertionError("unreachable")
 
 
-async def _stored(store: TieredGroupStore, digest: str, data: memoryview) -> None:
+async def _stored(store: GroupCache, digest: str, data: memoryview) -> None:
     await store.put(digest, data)
 
 
@@ -401,7 +401,7 @@ class PlayReader(GroupReader):
             self._keep(under_way.data, "joined")
             return
         # What is in memory was checked when it was put there; what is on disk is checked by the store.
-        data = None if digest is None else store.memory.held(digest)
+        data = None if digest is None else store.held(digest)
         kept = (data, "memory") if data is not None else None if digest is None else await store.find(digest)
         if self._gone:
             return

@@ -29,7 +29,7 @@ from kvabr.codec.profile import Profile
 from kvabr.codec.quantiser import below as track_below
 from kvabr.codec.sample_frames import SampleFrames
 from kvabr.data.profiles import shipped_profile
-from kvabr.store.memory import GROUPS
+from kvabr.store.buffers import GROUPS
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace

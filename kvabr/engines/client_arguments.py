@@ -11,9 +11,9 @@ from typing import Any
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import Limits
 from kvabr.engines.settings import EngineSettings
-from kvabr.link.moqt.options import TransportChoice
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.errors import KvabrError
+from kvabr.types.peer import TOKEN_VARIABLE, PeerOptions
 
 LOG = logging.getLogger("kvabr.engines")
 
@@ -26,18 +26,16 @@ class ClientArguments:
     """What the settings of an engine say of its client. Engines with the same share one in a player process."""
 
     urls: tuple[str, ...]
-    token: str | None
-    token_file: Path | None
-    ca: Path | None
-    fingerprint: str | None
-    transport: TransportChoice
+    peer: PeerOptions
     limits: Limits
     cache: Path | None
 
     @classmethod
     def of(cls, settings: EngineSettings) -> ClientArguments:
         """Return those of an engine's settings, with what its environment adds."""
-        token = None if settings.token_file is not None else os.environ.get("KVABR_TOKEN") or None
+        peer = settings.peer
+        if peer.token_file is None:  # a player process has another environment
+            peer = replace(peer, token=os.environ.get(TOKEN_VARIABLE) or None)
         limits = Limits(
             memory_bytes=settings.store_mib << 20,
             plays=settings.plays,
@@ -47,11 +45,7 @@ class ClientArguments:
             limits = replace(limits, disk=_absolute(settings.disk), disk_bytes=settings.disk_mib << 20)
         return cls(
             () if settings.url is None else (settings.url, *settings.sources),
-            token,
-            _absolute(settings.token_file),
-            _absolute(settings.ca),
-            settings.fingerprint,
-            settings.transport,
+            replace(peer, token_file=_absolute(peer.token_file), ca=_absolute(peer.ca)),
             limits,
             _absolute(settings.cache),
         )
@@ -70,11 +64,7 @@ class ClientArguments:
     def _client(self, limits: Limits, metrics: ClientMetrics | None) -> AsyncClient:
         return AsyncClient(
             self.urls,
-            token=self.token,
-            token_file=self.token_file,
-            ca=self.ca,
-            fingerprint=self.fingerprint,
-            transport=self.transport,
+            self.peer,
             limits=limits,
             cache=self.cache,
             metrics=metrics,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from platformdirs import user_cache_path
 from pydantic import (
@@ -23,9 +23,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
@@ -34,11 +36,12 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.client.origins import check_url
 from kvabr.engines.generation import Generation, VersionFile
-from kvabr.link.moqt.options import TransportChoice
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
+from kvabr.types.fields import docstrings, option_fields
 from kvabr.types.kv import MAX_GROUP_TOKENS, KVSpec
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.peer import PeerOptions
 
 _TROUBLE_EVERY_S = 60.0
 _TROUBLE_LOCK = threading.Lock()
@@ -95,6 +98,11 @@ PolicyName = Annotated[Text, _checked(load_policy)]
 EstimatorName = Annotated[Text, _checked(load_estimator)]
 
 
+PEER_KEYS = {name: field for name, field in option_fields(PeerOptions).items() if field.shown and field.shown.engines}
+"""The fields of `PeerOptions` that are keys of every adapter."""
+_PEER = TypeAdapter(PeerOptions)
+
+
 class SettingsTable(BaseModel):
     """A table in an engine's configuration."""
 
@@ -118,6 +126,13 @@ class SettingsTable(BaseModel):
             return cls.model_validate(dict(given))
         except ValidationError as error:
             raise UsageError(f"{where}: {cls._explain(error.errors()[0])}") from None
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+
+    @classmethod
+    def keys(cls) -> dict[str, tuple[object, str]]:
+        """Return the default and the documentation of each key."""
+        return {name: (field.default, field.description or "") for name, field in cls.model_fields.items()}
 
     @classmethod
     def _explain(cls, error: ErrorDetails) -> str:
@@ -125,8 +140,8 @@ class SettingsTable(BaseModel):
         if error["type"] == "extra_forbidden":
             if key in cls.elsewhere:
                 return f"there is no key {key!r}: {cls.elsewhere[key]}"
-            close = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.model_fields)}"
+            close = difflib.get_close_matches(key, cls.keys(), n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(cls.keys())}"
             return f"there is no key {key!r}; {hint}"
         cause = error.get("ctx", {}).get("error")
         why = str(cause) if cause is not None else error["msg"].replace("Input should", "it must", 1)
@@ -177,18 +192,11 @@ class EngineSettings(SettingsTable):
     """Codec profile of the model, for publishing the AC tracks. None: the one that kvabr ships, if it fits."""
     prior: FilePath | None = None
     """Catalog of the same model with measured losses, also behind tails, for those of what is published: the
-    ``catalog.json`` of any asset that `kvabr encode` made. None: the one that kvabr ships."""
+    file ``a/DIGEST`` in a store, of any asset that `kvabr encode` made. None: the one that kvabr ships."""
     tracks: Names | None = None
     """Tracks to publish. None: the adapter's default."""
-    token_file: FilePath | None = None
-    """File with the token for the origin; read again for each connection, so that it may be replaced. None: the
-    environment variable ``KVABR_TOKEN``, if set."""
-    ca: FilePath | None = None
-    """PEM file with the certificates to trust instead of the system's."""
-    fingerprint: Text | None = None
-    """SHA-256 of the only certificate to trust."""
-    transport: TransportChoice = "auto"
-    """``quic``, ``tcp`` or ``auto``, as of `kvabr.AsyncClient`."""
+    peer: PeerOptions = PeerOptions()
+    """How ``url`` and ``sources`` are reached; `read` makes it from its own keys."""
     store_mib: Annotated[int, Field(ge=0)] = 256
     """Memory for encoded groups that later requests may want, MiB."""
     disk: StoreLocation | None = None
@@ -202,8 +210,41 @@ class EngineSettings(SettingsTable):
     player: Text = INSIDE
     """Where plays run: ``inside`` the engine's process, in a ``process`` that engines share, or at a socket's path."""
     publish_mib: Count | None = None
-    """Size limit of what engines publish in ``publish``, a folder, MiB: caches that a longer one continues are removed
-    first, then the least recently used. None: unlimited."""
+    """Size limit of what engines publish in ``publish``, an unencrypted folder, MiB: caches that a longer one continues
+    are removed first, then the least recently used. None: unlimited."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Put the keys of `PeerOptions` together."""
+        if isinstance(given.get("peer"), PeerOptions):
+            return given
+        if "peer" in given:
+            raise UsageError(f"there is no key 'peer'; there are {', '.join(PEER_KEYS)}")
+        peer = {
+            key: _path(value) if PEER_KEYS[key].kind is Path else value
+            for key, value in given.items()
+            if key in PEER_KEYS
+        }
+        if empty := next((key for key, value in peer.items() if value == ""), None):
+            raise UsageError(f"{empty} is '': it must not be empty")
+        try:
+            how = _PEER.validate_python(peer)
+        except ValidationError as error:
+            raise UsageError(cls._explain(error.errors()[0])) from None
+        return {key: value for key, value in given.items() if key not in PEER_KEYS} | {"peer": how}
+
+    @classmethod
+    def keys(cls) -> dict[str, tuple[object, str]]:
+        """Return the default and the documentation of each key."""
+        found = super().keys()
+        docs = docstrings(PeerOptions)
+        peer = {name: (field.default, docs[name]) for name, field in PEER_KEYS.items()}
+        return {
+            key: value
+            for name, own in found.items()
+            for key, value in (peer if name == "peer" else {name: own}).items()
+        }
 
     @field_validator("sources")
     @classmethod

@@ -20,7 +20,8 @@ from kvabr.publish.model import ScoringEngine
 from kvabr.publish.quality import MAX_PASSES, measure_mixes, measure_quality, sample_mixes
 from kvabr.publish.reference import Reference
 from kvabr.publish.tails import TailMeter, answered
-from kvabr.store.asset import FrameStore, Prompt
+from kvabr.store.asset import FrameStore
+from kvabr.store.prompt import Prompt
 from kvabr.types.catalog import Catalog, Mix, Quality
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256

@@ -28,7 +28,8 @@ from kvabr.codec.group import (
 from kvabr.codec.profile import Profile
 from kvabr.codec.threads import CORES
 from kvabr.store.asset import Asset, FrameStore
-from kvabr.types.catalog import Catalog, Quality, Track
+from kvabr.store.pages import page_kind
+from kvabr.types.catalog import Catalog, Level, Quality, Track
 from kvabr.types.digests import SHA256, digest_of, unknown
 from kvabr.types.errors import FormatError
 from kvabr.types.kv import KVSpec
@@ -53,7 +54,11 @@ class MemoryFrames:
     frames: dict[tuple[int, str], bytes] = field(default_factory=dict)
     profile_data: bytes | None = None
 
-    def frame(self, group: int, track: str, frame: bytes) -> None:
+    def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
+        """Prepare nothing."""
+
+    def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
+        del digest
         self.frames[group, track] = frame
 
     def read_frame(self, group: int, track: str) -> bytes:
@@ -121,6 +126,10 @@ class FrameEncoder:
         """Digest of every frame, by track and group."""
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
         """Tokens that a track stores uncoded because they are too unusual, see `kvabr.codec.base.Codec.outliers`."""
+        levels = [Level(track, refines=codec(track).refines) for track in tracks]
+        digest_of_profile = None if self._profile is None else self._profile.digest
+        plain = passage is None and not position and not finer_end
+        store.begin(spec, self.chunks, page_kind(spec, levels, digest_of_profile, digest) if plain else "")
 
     def encode(
         self, cache: Sequence[torch.Tensor], progress: Callable[[int, int], None] = lambda _done, _all: None
@@ -190,8 +199,8 @@ class FrameEncoder:
             return False
         frames = [asset.frame(group, track) for track in self.tracks]
         for track, frame in zip(self.tracks, frames, strict=True):
-            store.frame(group, track, bytes(frame))
             self.bytes[track][group], self.digests[track][group] = len(frame), catalog.track(track).digests[group]
+            store.frame(group, track, bytes(frame), self.digests[track][group])
         return True
 
     def decode(self, group: int, track: str, out: torch.Tensor) -> None:
@@ -282,7 +291,7 @@ class FrameEncoder:
             **facts,
         )
 
-    def _read(self, group: int, track: str) -> tuple[bytes, list[memoryview]]:
+    def _read(self, group: int, track: str) -> tuple[bytes | memoryview, list[memoryview]]:
         unit, part = self.units[group], self._context(group).spec
         names = [part.track_name(name) for name in (*_below(track), track)]
         *below, frame = (self._store.read_frame(unit.group, name) for name in names)
@@ -316,10 +325,10 @@ class GroupEncoder:
             self.make(track)
         payload = self._payloads[track]
         frame = framed(payload, track, self.context, frames.chunks[unit.chunk], unit.group)
-        self._store.frame(unit.group, name(track), frame)
+        digest = digest_of(frame, frames.digest)
+        self._store.frame(unit.group, name(track), frame, digest)
         frames.outliers[track] += codec(track).outliers(memoryview(payload), self.context)
-        frames.bytes[track][self._group] = len(frame)
-        frames.digests[track][self._group] = digest_of(frame, frames.digest)
+        frames.bytes[track][self._group], frames.digests[track][self._group] = len(frame), digest
 
     def make(self, track: str) -> None:
         """Encode the group on a track, for `encode` to write; `FormatError` if the track does not hold its numbers."""

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
@@ -28,10 +27,11 @@ from kvabr.publish.encoding_threads import SHARE, EncodingBudget
 from kvabr.publish.frames import FrameEncoder, GroupEncoder
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict, total_bytes
 from kvabr.publish.publisher import Publisher, Slot
-from kvabr.store.asset import CATALOG, AssetWriter
-from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.asset_writer import AssetWriter
 from kvabr.store.files import NameClaim
-from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.store.live import LiveWriter, new_key
+from kvabr.store.local import LocalStore
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
@@ -71,11 +71,11 @@ class LivePublisher:
             UsageError: its store is no folder, the tracks of the edge are not among all, or the share is none.
         """
         offer, store = publisher.offer, publisher.store
-        if not isinstance(store, FolderAssetStore):
+        if not isinstance(store.store, LocalStore):
             raise UsageError(f"{store.location}: only what lies in a folder can be played while it grows")
         if not 0 <= share <= 1:
             raise UsageError(f"encoding may delay a prefill by a share of it from 0 to 1, not {share}")
-        self.publisher, self.root, self.clock = publisher, store.root, clock
+        self.publisher, self.store, self.clock = publisher, store.store, clock
         self.share, self.on_told = share, on_told
         layers = tuple(track for track in offer.tracks if track in LAYERS)
         self.edge = ordered_tracks(edge) if edge is not None else layers or offer.tracks
@@ -116,7 +116,7 @@ class LivePublisher:
         except UsageError:
             slot.leave()
             raise
-        claim = NameClaim(self.root / slot.chunks[-1])
+        claim = NameClaim(self.store.folder / slot.chunks[-1])
         if not claim.take():  # by another process, or another publisher of this one
             slot.leave()
             return "known"
@@ -238,14 +238,14 @@ class LiveProduction(Production):
         done: Callable[[PublishOutcome], object],
     ) -> None:
         """Begin; ``seconds`` says when each group of tokens should be published."""
-        self._path, self._replaces = publisher.root / slot.chunks[-1], slot.replaces
+        self._store, self._replaces = publisher.store, slot.replaces
         offer, tokens, position = slot.offer, slot.tokens, slot.position
-        super().__init__(offer, self._live_writer, slot.chunks, tokens, position, done, prompt=slot.prompt)
+        super().__init__(offer, self._make_live_writer, slot.chunks, tokens, position, done, prompt=slot.prompt)
         self._stack.callback(claim.release)
         self._costs, self._clock, self._tracks = publisher.costs, publisher.clock, publisher.edge
         self._seconds, self._key, self._began_s = tuple(seconds), new_key(), self._clock()
         self._budget, self._on_told = EncodingBudget(publisher.share), publisher.on_told
-        self._folder: LiveFolderWriter | None = None
+        self._live_writer: LiveWriter | None = None
         self._base = ""
         self._layers: deque[_PutOff] = deque()
         """Further tracks of the edge, of groups that were told of."""
@@ -281,9 +281,9 @@ class LiveProduction(Production):
         with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
-    def _live_writer(self) -> AssetWriter:
-        self._folder = LiveFolderWriter(self._path, force=self._replaces, shares_profile=True)
-        return self._folder
+    def _make_live_writer(self) -> AssetWriter:
+        self._live_writer = LiveWriter(self._store, self.chunks[-1], force=self._replaces)
+        return self._live_writer
 
     def _magnitudes(self) -> None:
         """Announce all tracks: the asset ends before a group that one of them does not hold."""
@@ -292,8 +292,8 @@ class LiveProduction(Production):
         live = self._live(frames, self._tracks)
         alone = [track for track in live.catalog.tracks if track.refines is None]
         self._base = min(alone, key=lambda track: track.total_bytes).name
-        assert self._folder is not None  # noqa: S101  # made a moment ago
-        self._folder.begin(live)
+        assert self._live_writer is not None  # noqa: S101  # made a moment ago
+        self._live_writer.begin_live(live)
 
     def _live(self, frames: FrameEncoder, tracks: Sequence[str]) -> LiveCatalog:
         return LiveCatalog(self.offer.catalog(frames, expected=tracks), self._seconds, self._key)
@@ -365,8 +365,8 @@ class LiveProduction(Production):
         }
 
     def _tell(self, message: EdgeMessage) -> None:
-        assert self._folder is not None  # noqa: S101  # `_begin` came first
-        self._folder.tell(message)
+        assert self._live_writer is not None  # noqa: S101  # `_begin` came first
+        self._live_writer.tell(message)
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
         if self._layers and not reason:
@@ -380,7 +380,9 @@ class LiveProduction(Production):
             self._finish(frames, self._late.popleft())
         elif reason:
             self._shorten(frames, reason)
-        elif not self._replaces and (self._path / CATALOG).exists():  # a producer that could not see this one
+        elif not self._replaces and AssetStore(self._store).has(
+            self.chunks[-1]
+        ):  # a producer that did not see this one
             self.close(PublishOutcome("known"))
         else:
             self._commit(frames, writer)
@@ -388,7 +390,7 @@ class LiveProduction(Production):
             self.close(self._outcome("published", total_bytes(frames), tokens=self.tokens))
 
     def _broken(self, why: str) -> None:
-        if self._folder is not None and not self._over:
+        if self._live_writer is not None and not self._over:
             self._over = True
             with contextlib.suppress(Exception):  # a full disk, as a rule: then followers see that the writer is gone
                 self._tell(LiveEnd(self._key, why))
@@ -397,27 +399,26 @@ class LiveProduction(Production):
     def _shorten(self, frames: FrameEncoder | None, why: str) -> None:
         """Make what was published the asset of a shorter prompt, if it can be."""
         size = tokens = 0
-        if frames is not None and self._folder is not None:
+        if frames is not None and self._live_writer is not None:
             with contextlib.suppress(Exception):
-                self._discard(self._folder, frames)
+                self._discard(self._live_writer, frames)
                 live = self._live(frames, frames.tracks)
                 catalog = published_catalog(live, [self._news(frames, chunk) for chunk in range(self._next)])
-                path = self._path if catalog is None else Path(self._path.parent, catalog.namespace.prompt)
-                if catalog is not None and not path.exists():
-                    self._folder.commit(catalog, path)
-                    self.published, tokens = path.name, catalog.tokens
+                if catalog is not None and not AssetStore(self._store).has(catalog.namespace.prompt):
+                    self._live_writer.commit(catalog)
+                    self.published, tokens = catalog.namespace.prompt, catalog.tokens
                     size = sum(track.total_bytes for track in catalog.tracks)
         self.close(self._outcome("failed", size, why, tokens))
 
     def _outcome(self, verdict: PublishVerdict, size: int, why: str = "", tokens: int = 0) -> PublishOutcome:
         return PublishOutcome(verdict, size, why, tokens, self._left_out, self._encoding_s, self._idle_s)
 
-    def _discard(self, folder: LiveFolderWriter, frames: FrameEncoder) -> None:
+    def _discard(self, writer: LiveWriter, frames: FrameEncoder) -> None:
         """Remove the frames of a group that was not told: the disk may be full."""
         for unit in frames.units:
             if unit.chunk >= self._next:
                 for track in frames.tracks:
-                    folder.discard(unit.group, self.offer.spec.parts[unit.part].track_name(track))
+                    writer.discard(unit.group, self.offer.spec.parts[unit.part].track_name(track))
 
 
 def _seconds(pace: Pace, tokens: int, spec: KVSpec) -> tuple[float, ...]:

@@ -20,7 +20,9 @@ from kvabr.codec import gpu
 from kvabr.codec.group import largest
 from kvabr.publish.frames import FrameEncoder
 from kvabr.publish.offer import TrackOffer
-from kvabr.store.asset import Asset, AssetWriter, Prompt
+from kvabr.store.asset import Asset
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.prompt import Prompt
 from kvabr.types.errors import FormatError, KvabrError, NotFiniteError
 from kvabr.types.kv import KVSpec
 from kvabr.types.passage import PassageNotes
@@ -108,8 +110,6 @@ class Production:
         self._source: tuple[Asset, int] | None = None
         """What `begun` returned, as long as groups are taken from it."""
         self._not_finite = False
-        self.outgrown: str | None = None
-        """Name of an asset that this one begins with, and has taken over as a whole."""
 
     @property
     def covers_beginnings(self) -> bool:
@@ -218,8 +218,6 @@ class Production:
         with contextlib.suppress(KvabrError):  # it was removed, or is damaged
             sound = frames.take_over(asset, self._next, writer)
         self._next += sound
-        if self._next == len(asset.catalog.chunks):
-            self.outgrown = asset.catalog.namespace.prompt
         if not sound or self._next == shared:
             self._source = None
 

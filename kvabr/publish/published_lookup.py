@@ -18,7 +18,9 @@ from queue import Empty, SimpleQueue
 
 from cachetools import LRUCache, TTLCache
 
-from kvabr.store.asset import AssetStore, is_damage
+from kvabr.store.asset import AssetVersion, is_damage, version_in
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.local import LocalStore
 from kvabr.types.errors import KvabrError
 
 WAIT_S = 0.5
@@ -111,8 +113,8 @@ class SoundAssets:
     def __init__(self, store: AssetStore) -> None:
         """Nothing is checked yet."""
         self._store = store
-        self._sound: TTLCache[tuple[str, str], bool] = TTLCache(_MAX_KNOWN, _AGAIN_S)
-        self._damaged: LRUCache[str, str] = LRUCache(_MAX_KNOWN)
+        self._sound: TTLCache[tuple[str, AssetVersion], bool] = TTLCache(_MAX_KNOWN, _AGAIN_S)
+        self._damaged: LRUCache[str, AssetVersion] = LRUCache(_MAX_KNOWN)
         """By name, the version that is damaged."""
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
@@ -121,21 +123,19 @@ class SoundAssets:
 
         Call it in a thread that does nothing else: it gets a low priority.
         """
-        try:
-            version = self._store.version(name)
-        except KvabrError:
-            return True
+        store = self._store.store
+        version = version_in(store, name) if isinstance(store, LocalStore) else AssetVersion(0, 0.0)
         if version is None:
             return False
         with self._lock:
-            if self._damaged.get(name) == version.tag:
+            if self._damaged.get(name) == version:
                 return False
-            if (name, version.tag) in self._sound:
+            if (name, version) in self._sound:
                 return True
         if not self._checking.acquire(blocking=False):
             return True
         try:
-            return self._check(name, version.tag)
+            return self._check(name, version)
         finally:
             self._checking.release()
 
@@ -149,7 +149,7 @@ class SoundAssets:
         with self._lock:
             self._damaged.pop(name, None)
 
-    def _check(self, name: str, tag: str) -> bool:
+    def _check(self, name: str, version: AssetVersion) -> bool:
         with contextlib.suppress(OSError, AttributeError):  # threads have no priority of their own except on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
@@ -163,9 +163,9 @@ class SoundAssets:
                     "kvabr: a published cache is of no use; it is published again once it is computed: %s", error
                 )
                 with self._lock:
-                    self._damaged[name] = tag
+                    self._damaged[name] = version
                 return False
             return True
         with self._lock:
-            self._sound[name, tag] = True
+            self._sound[name, version] = True
         return True

@@ -5,12 +5,10 @@ Nothing is measured, see `kvabr.publish.offer`. What would make the engine wait 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,14 +22,14 @@ from kvabr.publish.encoding_threads import calm_down, encoding_thread, hurry
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.production import Production, PublishOutcome, PublishVerdict
 from kvabr.publish.published_lookup import PublishedLookup, SoundAssets
-from kvabr.store.asset import Asset, Prompt
-from kvabr.store.asset_folder import FolderAssetStore
-from kvabr.store.files import remove_folder
+from kvabr.store.asset import Asset
+from kvabr.store.local import LocalStore
 from kvabr.store.locations import Location, open_store
+from kvabr.store.prompt import Prompt
 from kvabr.store.quota import FolderQuota
 from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
 from kvabr.types.digests import SHA256
-from kvabr.types.errors import AssetError, FormatError, KvabrError, UsageError, may_pass
+from kvabr.types.errors import AssetError, FormatError, UsageError, may_pass
 from kvabr.types.home import HomeProcess
 from kvabr.types.kv import KVSpec
 from kvabr.types.media import MediaTokens
@@ -42,8 +40,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_GROUPS = 1 << 18
 """Groups whose assets are remembered, by their digests: some 60 MB."""
-_OUTGROWN_S = 120.0
-"""Seconds for which an asset that a longer one has taken over is still served, to those who play it by its name."""
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
@@ -87,7 +83,7 @@ class Publisher:
         self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
         """The tracks."""
         self.store = open_store(location)
-        self._folder = self.store.root if isinstance(self.store, FolderAssetStore) else None
+        self._folder = self.store.store if isinstance(self.store.store, LocalStore) else None
         if keep_tokens and self._folder is None:
             raise UsageError(f"{location}: object stores keep no token ids of prompts; only folders do")
         try:
@@ -105,16 +101,12 @@ class Publisher:
                 )
             self._quota = FolderQuota(self._folder, max_bytes)
         self._sound = SoundAssets(self.store)
-        self._lookup = PublishedLookup(
-            lambda name: self.store.version(name) is not None, self._touch, sound=self._sound.look
-        )
+        self._lookup = PublishedLookup(self.store.has, self._touch, sound=self._sound.look)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
         """Assets that are being published."""
         self._longest: LRUCache[str, str] = LRUCache(_MAX_GROUPS)
         """By the digest of a group, the longest asset with it that was published here."""
-        self._outgrown: deque[tuple[float, str]] = deque()
-        """Assets that longer ones have taken over, and when."""
         self._lock = threading.Lock()
         self.home = HomeProcess("the publisher")
         """The process that has its threads."""
@@ -238,31 +230,6 @@ class Publisher:
             name, shared = next((pair for pair in found if pair[0] is not None), (None, 0))
         return None if name is None else (self.store.open(name), shared)
 
-    def _grown(self, production: Production) -> None:
-        """Note what was published, and remove what it has outgrown, once nobody plays that any more.
-
-        Lookups find the longer asset for the shorter prompt, too.
-        """
-        now, gone = time.monotonic(), []
-        with self._lock:
-            if production.covers_beginnings:
-                self._longest.update((chunk, production.chunks[-1]) for chunk in production.chunks)
-            if production.outgrown is not None:
-                self._outgrown.append((now, production.outgrown))
-            while self._outgrown and self._outgrown[0][0] + _OUTGROWN_S <= now:
-                name = self._outgrown.popleft()[1]
-                gone.append((name, self._longest.get(name, name)))
-        for name, longer in gone:
-            assert self._folder is not None  # noqa: S101  # nothing else is taken over
-            with contextlib.suppress(KvabrError, OSError):  # it is gone, or cannot be read
-                # The longer one may have been removed since, and the name be that of an asset that was measured.
-                if (
-                    name != longer
-                    and self.store.version(longer) is not None
-                    and self.store.open(name).catalog.estimated
-                ):
-                    remove_folder(self._folder / name)
-
     def wake(self, production: Production) -> None:
         """Have an encoding thread go on with a cache, if there is anything to do."""
         with production.lock:
@@ -325,8 +292,9 @@ class Publisher:
             _log.warning("kvabr: %s", outcome.why)
         if self._quota is not None and production.published is not None:
             self._quota.make_room(production.published)
-        if production.published is not None:
-            self._grown(production)
+        if production.published is not None and production.covers_beginnings:
+            with self._lock:
+                self._longest.update((chunk, production.chunks[-1]) for chunk in production.chunks)
         if outcome.tokens:
             self._sound.replaced(production.chunks[-1])
         self._give_back(production.chunks[-1])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvabr.publish.model import TextModel, opened
-from kvabr.store.asset import Prompt
+from kvabr.store.prompt import Prompt
 from kvabr.types.errors import AssetError, UsageError
 
 _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")

@@ -49,7 +49,7 @@ class Grant:
     name: str
     """For logs."""
     assets: tuple[str, ...] = ("*",)
-    """Patterns, as of a shell, of the asset's folder relative to the root, with slashes; ``*`` also matches those."""
+    """Patterns, as of a shell, of asset names: ``STORE/DIGEST``, or ``DIGEST`` alone; ``*`` also matches slashes."""
     models: tuple[str, ...] = ("*",)
     """Patterns of the model's name. An asset must match one of each."""
     token_sha256: str = field(default="", repr=False)

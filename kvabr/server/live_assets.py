@@ -11,18 +11,21 @@ What a killed producer has published becomes the asset of a shorter prompt.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvabr.server.grants import Grant
 from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, OpenedGroup, Publication
-from kvabr.store.asset_folder import MAX_DEPTH, MAX_FOLDERS, folders_of_assets
-from kvabr.store.live_folder import LIVE, LiveFolder, partial_folders
-from kvabr.types.errors import AssetError, FormatError
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.live import LiveFollower, live_keys
+from kvabr.store.local import LocalStore
+from kvabr.store.store_tree import StoreTree
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, FormatError, NotFoundError
 from kvabr.types.naming import LIVE_PREFIX_TRACK, TrackNamespace, parse_prefix_track, prefix_key
 
 if TYPE_CHECKING:
@@ -38,33 +41,32 @@ STALLED_S = 600.0
 """Seconds without news after which an asset is given up, though its producer lives."""
 _ALIVE_S = 0.5
 """Seconds between checks whether producers live."""
-_SCAN_S, _SETTLED_NS = 2.0, 50_000_000
-"""Seconds after which a folder is read again although it seems not to have changed; and nanoseconds within which two
-changes may bear the same time."""
+_FIND_S = 0.5
+"""Seconds between two searches of the folder for stores."""
 
 
 class FollowedAsset(GrowingAsset):
     """An asset that grows in a folder."""
 
-    def __init__(self, folder: LiveFolder, name: str) -> None:
-        """Follow a folder; ``name`` is that of the asset in its store."""
-        super().__init__(folder.live)
-        self.folder, self.name = folder, name
+    def __init__(self, follower: LiveFollower, label: str) -> None:
+        """Follow a production; ``label`` is the path of its store, with a slash at its end."""
+        super().__init__(follower.live)
+        self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
         self.settled = False
         """Whether nothing is left to do for it once it has ended."""
         self.partial = True
-        """Whether the folder has no name yet."""
+        """Whether it is no complete asset yet."""
         self.heard_s = time.monotonic()
         """When something came last."""
 
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         del priority, on_more
         frame, objects = level.frame(group), level.objects(group)
-        return OpenedGroup(self.folder.open_frame(group, level.name, frame.size), objects, frame.digest)
+        return OpenedGroup(self.follower.open_frame(frame.size, frame.digest), objects, frame.digest)
 
     def poll(self) -> None:
-        """Take what has been written since the last call; raises as `LiveFolder.read` and `take`."""
-        while messages := self.folder.read():
+        """Take what has been written since the last call; raises as `LiveFollower.read` and `take`."""
+        while messages := self.follower.read():
             for message in messages:
                 if self.over:
                     return
@@ -75,6 +77,14 @@ class FollowedAsset(GrowingAsset):
         if not self.over:
             self.heard_s = time.monotonic()
         super().end(reason)
+
+    def differs(self, catalog: Catalog) -> bool:
+        """Return whether a complete asset of this name has other frames under the same names."""
+        for name, level in self.levels.items():
+            track = catalog.published.get(name)
+            if track is not None and 0 < level.groups <= len(track.digests):
+                return level.frame(level.groups - 1).digest not in ("", track.digests[level.groups - 1])
+        return False
 
     def shared(self, namespace: TrackNamespace, track: str) -> int:
         """Return one more than the last group of tokens that a lookup names; 0 if it shares none.
@@ -93,27 +103,15 @@ class FollowedAsset(GrowingAsset):
 
 
 @dataclass(slots=True)
-class _Scanned:
-    """One folder, as it was when it was read last."""
-
-    modified_ns: int
-    at_s: float
-    fresh: bool
-    """Whether it may have changed since without another time."""
-    inner: list[Path]
-    partial: list[Path]
-
-
-@dataclass(slots=True)
 class _Look:
     """What one look has found."""
 
-    paths: set[Path] = field(default_factory=set)
-    """Folders that can be followed."""
+    keys: set[str] = field(default_factory=set)
+    """Productions that can be followed."""
     named: list[FollowedAsset] = field(default_factory=list)
-    """Those that have got their name."""
+    """Those that are complete now."""
     new: list[FollowedAsset] = field(default_factory=list)
-    refused: dict[Path, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     crowded: bool = False
 
 
@@ -122,7 +120,7 @@ class LiveAssets:
 
     def __init__(
         self,
-        root: Path,
+        stores: StoreTree,
         log: FilteringBoundLogger,
         *,
         on_ended: Callable[[], object] = lambda: None,
@@ -131,16 +129,18 @@ class LiveAssets:
         """Begin with nothing.
 
         Args:
-            root: the folder; assets may lie as deep in it as others.
+            stores: those of the folder that is served.
             log: receives events.
             on_ended: called in a thread when assets may have got their names, so that the store is looked at.
             on_gone: hears of assets that were removed.
         """
-        self._root, self._log, self._on_ended, self._on_gone = root, log, on_ended, on_gone
+        self._stores, self._log, self._on_ended, self._on_gone = stores, log, on_ended, on_gone
         self._assets: tuple[FollowedAsset, ...] = ()
         """Oldest first; replaced as a whole, as other threads read it."""
-        self._refused: set[Path] = set()
-        self._scanned: dict[Path, _Scanned] = {}
+        self._refused: set[str] = set()
+        self._found: dict[str, AssetStore] = {}
+        self._found_s = -math.inf
+        """When the folder was searched for stores."""
         self._outdated = self._crowded = False
 
     @property
@@ -165,7 +165,6 @@ class LiveAssets:
             await asyncio.wait({looking})
             for asset in self._assets:
                 asset.abandon("the server is going away")
-                asset.folder.close()
             self._assets = ()
 
     async def _keep_looking(self) -> None:
@@ -184,10 +183,10 @@ class LiveAssets:
     async def look(self) -> None:
         """Look for new assets, and forget those that were removed or that ended a while ago."""
         found = await asyncio.to_thread(self._look, self._assets)
-        self._refused &= found.paths
-        for path, why in found.refused.items():
-            self._refused.add(path)
-            self._log.warning("live asset left out", asset=path.name, error=why)
+        self._refused &= found.keys
+        for key, why in found.refused.items():
+            self._refused.add(key)
+            self._log.warning("live asset left out", production=key, error=why)
         if found.crowded and not self._crowded:
             self._log.warning("too many live assets", followed=MOST_LIVE, hint="others wait until some have ended")
         self._crowded = found.crowded
@@ -222,7 +221,7 @@ class LiveAssets:
         for asset in self._assets:
             if asset.settled:
                 continue
-            if await asyncio.to_thread(asset.folder.has_writer):
+            if await asyncio.to_thread(asset.follower.has_writer):
                 if not asset.over and time.monotonic() - asset.heard_s > STALLED_S:
                     self._end(asset, f"no news for {STALLED_S:g} s")
                 continue
@@ -230,7 +229,7 @@ class LiveAssets:
                 self._poll(asset)  # it may have ended orderly a moment ago
             asset.settled = True
             if not asset.over:
-                whole = asset.chunks == len(asset.catalog.chunks) and asset.folder.is_at(asset.folder.asset_path)
+                whole = asset.chunks == len(asset.catalog.chunks) and asset.follower.is_published(0)
                 self._end(asset, "" if whole else "its process is gone")
             await self._rescue(asset)
 
@@ -277,75 +276,43 @@ class LiveAssets:
 
     async def _rescue(self, asset: FollowedAsset) -> None:
         try:
-            path = await asyncio.to_thread(asset.folder.rescue, asset.news())
+            prompt = await asyncio.to_thread(asset.follower.rescue, asset.news())
         except AssetError as error:
             self._log.warning("live asset not kept", asset=asset.name, error=str(error))
             return
         self._outdated = True
-        if path is not None:
-            self._log.info("live asset kept", asset=path.name, groups=asset.chunks)
+        if prompt is not None:
+            self._log.info("live asset kept", asset=prompt, groups=asset.chunks)
 
     def _drop(self, asset: FollowedAsset) -> None:
         self._assets = tuple(each for each in self._assets if each is not asset)
-        self._refused.add(asset.folder.path)
-        asset.folder.close()
+        self._refused.add(asset.follower.key)
 
     # ------------------------------------------------------------------ in a thread
 
     def _look(self, known: Sequence[FollowedAsset]) -> _Look:
-        found, followed = _Look(), {asset.folder.path for asset in known}
+        found, followed = _Look(), {asset.follower.key for asset in known}
         room = MOST_LIVE - sum(not asset.over for asset in known)
         for asset in known:
-            if (place := asset.folder.place(asset.chunks)) not in {None, asset.folder.path}:
-                found.named.append(asset)
-            asset.gone = asset.gone or (place is None and asset.chunks > 0)
-        for path in self._partial():
-            if not (path / LIVE).exists():
-                continue
-            found.paths.add(path)
-            if path in followed or path in self._refused:
-                continue
-            if room <= 0:
-                found.crowded = True
-                continue
+            if not asset.follower.is_partial:
+                if asset.follower.is_published(asset.chunks):
+                    found.named.append(asset)
+                elif asset.chunks:
+                    asset.gone = True
+        if time.monotonic() > self._found_s + _FIND_S:
+            self._found, self._found_s = self._stores.find()[0], time.monotonic()
+        stores = ((label, store.store) for label, store in self._found.items())
+        keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
+        found.keys.update(key for _, _, key in keys)
+        new = [each for each in keys if each[2] not in followed and each[2] not in self._refused]
+        found.crowded = len(new) > room
+        for label, own, key in new[: max(0, room)]:
             try:
-                folder = LiveFolder(path)
-                try:
-                    name = folder.asset_path.relative_to(self._root).as_posix()
-                    found.new.append(FollowedAsset(folder, name))
-                    room -= 1
-                except BaseException:
-                    folder.close()
-                    raise
+                found.new.append(FollowedAsset(LiveFollower(own, key), label))
             except (AssetError, FormatError) as error:
-                if path.exists():  # otherwise it got its name a moment ago
-                    found.refused[path] = str(error)
+                if not isinstance(error.__cause__, NotFoundError):  # else it was complete a moment ago
+                    found.refused[key] = str(error)
         return found
-
-    def _partial(self) -> list[Path]:
-        """Return all folders that are being written, without reading folders again that have not changed."""
-        found, scanned, todo = list[Path](), dict[Path, _Scanned](), [(self._root, 1)]
-        while todo and len(scanned) < MAX_FOLDERS:
-            path, depth = todo.pop()
-            if (now := self._scan(path, depth)) is not None:
-                scanned[path] = now
-                found += now.partial
-                todo += [(inner, depth + 1) for inner in now.inner]
-        self._scanned = scanned
-        return found
-
-    def _scan(self, path: Path, depth: int) -> _Scanned | None:
-        now_s, before = time.monotonic(), self._scanned.get(path)
-        try:
-            modified_ns = path.stat().st_mtime_ns
-            same = before is not None and not before.fresh and before.modified_ns == modified_ns
-            if before is not None and same and now_s - before.at_s < _SCAN_S:
-                return before
-            fresh = abs(time.time_ns() - modified_ns) < _SETTLED_NS
-            inner = [] if depth >= MAX_DEPTH else folders_of_assets(path)
-        except OSError:
-            return None
-        return _Scanned(modified_ns, now_s, fresh, inner, partial_folders(path))
 
 
 def live_asset_of(publication: Publication) -> FollowedAsset | None:

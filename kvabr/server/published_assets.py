@@ -16,10 +16,10 @@ from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets, live_asset_of
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
 from kvabr.store.asset_index import AssetIndex, AssetView
-from kvabr.store.locations import Location, open_store
+from kvabr.store.locations import Location
 from kvabr.store.lru import ByteLru
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import AssetError, FormatError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.naming import (
     CATALOG_TRACK,
@@ -57,7 +57,7 @@ class PublishedAssets:
         """Look for the assets of a store.
 
         Args:
-            location: as for `open_store`, which may raise: an asset, or a folder with assets in it.
+            location: as for `StoreTree`, which may raise: a store, or a folder with stores in it.
             grants: who may read what; None: everyone may read everything.
             log: takes the events; None: structlog's own logger.
         """
@@ -77,14 +77,14 @@ class PublishedAssets:
         self._cached: ByteLru[str, BytesPublication] = ByteLru(MAX_CACHED_BYTES, lambda kept: kept.open(0).size)
         """Catalogs and profiles that were read lately, by their SHA-256."""
         self._cache_lock = threading.Lock()
-        store = open_store(location, must_exist=True)
-        self.look_every_s = store.look_every_s
-        """See `AssetStore.look_every_s`."""
-        self._index = AssetIndex(store, log, self._changed)
+        stores = StoreTree(location)
+        self.look_every_s = stores.look_every_s
+        """See `StoreTree.look_every_s`."""
+        self._index = AssetIndex(stores, log, self._changed)
         self.live: LiveAssets | None = None
         """Those that are being prefilled, once somebody follows them; only folders can have such."""
-        if isinstance(store, FolderAssetStore):
-            self.live = LiveAssets(store.root, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
+        if stores.folder is not None:
+            self.live = LiveAssets(stores, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
         self._opened: dict[str, Grant] = {}
         """The grants at the last look, by the digest of their token."""
         self._changed()
@@ -186,8 +186,7 @@ class PublishedAssets:
         asset, publication = found
         same = self._view(grant).assets.get(asset.namespace)
         # An asset of that name which is not what the growing one has become has other groups under the same names.
-        other = isinstance(same, FolderAsset) and not asset.folder.is_at(same.path)
-        return None if other else publication
+        return None if same is not None and asset.differs(same.catalog) else publication
 
     def _of_live(self, grant: Grant, namespace: TrackNamespace, track: str, *, at_once: bool) -> Publication | None:
         """Return a level or the codec profile of an asset that grows."""
@@ -195,7 +194,7 @@ class PublishedAssets:
             return self._find_live(grant, namespace, track)
         asset = None if self.live is None else self.live.profile(grant, namespace)
         try:
-            return None if asset is None else self._read(namespace.prompt, asset.folder.profile_bytes, at_once)
+            return None if asset is None else self._read(namespace.prompt, asset.follower.profile_bytes, at_once)
         except (AssetError, FormatError) as error:
             self._index.log.warning("asset unreadable", profile=namespace.prompt[:16], error=str(error))
             return None

@@ -20,8 +20,8 @@ from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalog
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
 from kvabr.server.seen_prompts import SeenPrompts
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
-from kvabr.store.locations import Location, open_groups
+from kvabr.store.group_cache import GroupCache, StoreTier
+from kvabr.store.locations import Location
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupRequest
@@ -88,7 +88,7 @@ class Relay:
             metrics: receives counts; the downloads' metrics are registered with it.
             memory_bytes: bound on groups in memory. Catalogs and lookups take up to an eighth of it in addition, at
                 least `LEAST_BYTES`.
-            disk: folder or object store for groups that memory has no room for, see `open_groups`; None: there is none.
+            disk: folder or object store for groups that memory has no room for, see `StoreTier`; None: there is none.
             disk_bytes: bound on that.
             token: token that players must show; None: everyone may enter.
             prompts: hears which assets are looked up and taken back, for KV events.
@@ -100,11 +100,8 @@ class Relay:
         self._following: asyncio.Task[None] | None = None
         transit_bytes = int(_TRANSIT_SHARE * memory_bytes)
         self.prompts = prompts or SeenPrompts(0)
-        folder = None
-        if disk is not None:
-            folder = open_groups(disk, disk_bytes, executor=decoders(), on_failure=self._store_failed)
-        memory = MemoryGroupStore(memory_bytes - transit_bytes, executor=decoders())
-        self.store = TieredGroupStore(memory, folder, on_change=self._show)
+        below = None if disk is None else StoreTier(disk, disk_bytes, self._store_failed)
+        self.store = GroupCache(memory_bytes - transit_bytes, below, executor=decoders(), on_change=self._show)
         """Groups that are kept."""
         self._client_metrics = ClientMetrics(metrics.registry)
         self.groups = RelayGroups(upstream, self.store, self._client_metrics, transit_bytes, self._failed)

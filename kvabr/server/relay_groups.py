@@ -17,7 +17,7 @@ from itertools import count
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
-from kvabr.store.group_store import TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import Connection
 from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer, TransferListener
@@ -177,7 +177,7 @@ class RelayGroups:
     def __init__(
         self,
         upstream: Connection,
-        store: TieredGroupStore,
+        store: GroupCache,
         metrics: ClientMetrics,
         limit: int,
         on_failed: Callable[[GroupRequest, TransportError], None] = lambda _request, _error: None,
@@ -210,7 +210,7 @@ class RelayGroups:
 
     def has(self, digest: str, size: int) -> bool:
         """Return whether a group is in memory, or on its way."""
-        return (digest, size) in self._transfers or self._store.memory.held(digest) is not None
+        return (digest, size) in self._transfers or self._store.held(digest) is not None
 
     def open(
         self,
@@ -224,7 +224,7 @@ class RelayGroups:
 
         ``request`` has the group's exact size, ``digest`` is its own; otherwise as `Publication.open`.
         """
-        held = self._store.memory.held(digest)
+        held = self._store.held(digest)
         if held is not None:
             return PublishedGroup(held, objects, digest)
         transfer = self._transfers.get((digest, request.limit))

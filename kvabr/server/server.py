@@ -19,7 +19,6 @@ from kvabr.link.quic.backend import (
     REQUESTS_CONNECTION_WINDOW,
     REQUESTS_STREAM_WINDOW,
     NoTokens,
-    Quic,
     RetryTokens,
     installed_libraries,
     library,
@@ -38,6 +37,7 @@ from kvabr.server.peer import Peer
 from kvabr.server.publication import Source
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import KvabrError, TransportError
+from kvabr.types.peer import Quic
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger

@@ -1,99 +1,47 @@
-"""Published caches: what an asset consists of, and what a store of assets must provide.
+"""One published cache in a store: its catalog, its frames, its codec profile, and perhaps the token ids of its prompt.
 
-An asset has `catalog.json` (`kvabr.types.catalog`), `profile.safetensors` (codec side information, if a track needs
-it), a frame per group and track, and `prompt.json` (token ids of prompt and continuation, for recompute and
-verification; never served). Whatever is read is checked against the catalog before it is believed.
-
-To add a kind of store, implement `AssetStore`, `AssetWriter` and a subclass of `Asset`, and register a URL scheme in
-`kvabr.store.locations`.
+Everything that is read is checked against the catalog before it is used.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
+import os
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Annotated, Protocol, Self
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from msgspec import Meta
-
-from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
-from kvabr.types.digests import TITLES, digest_of, has_digest
-from kvabr.types.errors import (
-    AssetError,
-    ForeignError,
-    FormatError,
-    KvabrError,
-    NotFoundError,
-    TransportError,
-    VersionError,
-)
+from kvabr.store.buffers import GROUPS as POOL
+from kvabr.store.local import LocalStore
+from kvabr.store.names import GROUPS, FramePlace, catalog_name, profile_name, prompt_name
+from kvabr.store.pages import placed
+from kvabr.store.prompt import MAX_PROMPT_BYTES, Prompt
+from kvabr.store.removing import objects_of
+from kvabr.store.store import Store
+from kvabr.types.catalog import MAX_CATALOG_BYTES, MAX_PROFILE_BYTES, Catalog
+from kvabr.types.digests import TITLES, has_digest
+from kvabr.types.errors import AssetError, FormatError, KvabrError, NotFoundError, TransportError, VersionError
+from kvabr.types.kv import KVSpec
 from kvabr.types.naming import chain, prefix_key
 from kvabr.types.passage import passage_chain
-from kvabr.types.records import decode, read_schema
 
-CATALOG = "catalog.json"
-PROFILE = "profile.safetensors"
-PROMPT = "prompt.json"
-
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
-_PROMPT_SCHEMA = "kvabr.prompt/1"
-_MAX_PROMPT_BYTES = 64 << 20
+LOADED_BYTES = 64 << 10
+"""Smaller frames are read at once; larger ones piece by piece, from a file that stays open."""
+_POOLED_BYTES = 256 << 10
+"""Pieces from this size on are read into memory that was used before: fresh memory costs several times the reading."""
 _AGAIN = "encode the asset again"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The token ids that an asset was made from."""
+class AssetVersion(NamedTuple):
+    """Identifies one version of an asset: its catalog's size and time."""
 
-    tokens: tuple[TokenId, ...]
-    """The prompt, whose cache the asset is."""
-    continuation: tuple[TokenId, ...]
-    """The tokens that followed; the loss of a cache is measured on them."""
-    seal: str | None = None
-    """Ties a salted prompt to its asset, see `sealed`."""
-
-    def sealed(self, name: str) -> Prompt:
-        """Return this prompt tied to ``name``, the last chained digest, which needs the salt that is not kept."""
-        return replace(self, seal=self._seal(name))
-
-    def is_sealed_for(self, name: str) -> bool:
-        """Return whether the seal is the one that `sealed` makes for ``name`` and these token ids."""
-        return self.seal == self._seal(name)
-
-    def _seal(self, name: str) -> str:
-        parts = [name.encode()] + [struct.pack(f"<{len(ids)}I", *ids) for ids in (self.tokens, self.continuation)]
-        return hashlib.sha256(
-            b"kvabr.seal/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-        ).hexdigest()
-
-    def dumps(self) -> str:
-        """Return the prompt as JSON text."""
-        value = {"schema": _PROMPT_SCHEMA, "tokens": list(self.tokens), "continuation": list(self.continuation)}
-        return json.dumps(value if self.seal is None else {**value, "seal": self.seal})
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> Prompt:
-        """Parse what `dumps` returned.
-
-        Raises `FormatError` if it is not such JSON, another version, or ids that are not token ids.
-        """
-        data = text.encode(errors="replace") if isinstance(text, str) else text
-        read_schema(data, "prompt", _PROMPT_SCHEMA)
-        return decode(data, cls, "prompt")
-
-
-@dataclass(frozen=True, slots=True)
-class AssetVersion:
-    """Identifies one version of an asset; found without reading it."""
-
-    tag: str
-    """Opaque, like an ETag: another tag means another version."""
-    modified_ns: int
-    """When it was published, nanoseconds since 1970; of two assets with one name the newer is served."""
+    size: int
+    modified_s: float
+    """When it was published, seconds since 1970; of two assets with one name the newer is served."""
 
 
 class FrameReader(ABC):
@@ -116,49 +64,133 @@ class LoadedFrame(FrameReader):
     """A frame in memory."""
 
     def __init__(self, data: memoryview) -> None:
+        """Take the bytes."""
         self.data, self.size = data, len(data)
 
     def read(self, begin: int, end: int) -> memoryview:
         return self.data[begin:end]
 
 
-class Asset(ABC):
-    """One version of a published cache, read from a store. Assets compare by identity."""
+class FrameFile(FrameReader):
+    """A frame in a file. It is not mapped into memory: then a file that is cut short would end the process (SIGBUS)."""
 
-    local = True
-    """Whether `open_frame` returns at once. A server reads frames of other stores in threads."""
-    keeps_prompt = True
-    """Whether this kind of store keeps the token ids of prompts."""
+    files = 1
 
-    def __init__(self, location: str, name: str, version: AssetVersion, catalog_data: bytes) -> None:
-        """Parse the catalog.
+    def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
+        """Take over the open file."""
+        self._path, self._file, self._first = path, file, place.first
+        self.size = place.last - place.first
+
+    def read(self, begin: int, end: int) -> memoryview:
+        size, at = end - begin, self._first + begin
+        try:
+            if size < _POOLED_BYTES:
+                data = memoryview(os.pread(self._file.fileno(), size, at))
+            else:
+                data = POOL.take(size)
+                data = data[: os.preadv(self._file.fileno(), [data], at)]
+        except (OSError, ValueError) as error:
+            raise AssetError(f"{self._path}: cannot be read ({error})") from error
+        if len(data) != size:
+            raise AssetError(f"{self._path}: has become shorter than {at + size} bytes; {_AGAIN}")
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FrameStore(Protocol):
+    """Keeps frames while they are made and measured."""
+
+    def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
+        """Say what will be written, see `kvabr.store.asset_writer.AssetWriter.begin`."""
+
+    def frame(self, group: int, track: str, frame: bytes, digest: str) -> None:
+        """Write the frame of one group on one published track, and with that digest."""
+
+    def read_frame(self, group: int, track: str) -> bytes | memoryview:
+        """Read back what `frame` wrote."""
+
+    def profile(self, data: bytes) -> None:
+        """Write the codec profile, if a track needs one."""
+
+
+@contextmanager
+def as_asset_errors() -> Iterator[None]:
+    """Turn failed requests into `AssetError`."""
+    try:
+        yield
+    except TransportError as error:
+        raise AssetError(str(error)) from error
+
+
+class Asset:
+    """One version of a published cache. Assets compare by identity."""
+
+    def __init__(self, store: Store, name: str, prompt: str, version: AssetVersion) -> None:
+        """Read the catalog.
 
         Args:
-            location: path or URL of the asset, which `kvabr.store.locations.open_asset` opens.
-            name: in its store, with slashes; "." for a store that is a single asset.
+            store: where it is.
+            name: of the asset for its users: with the path of its store below the folder that is served.
+            prompt: prompt digest, or passage digest, that names the catalog.
             version: found before the catalog was read.
-            catalog_data: the catalog's bytes; `FormatError` if it is damaged, or of a newer version.
+
+        Raises:
+            AssetError: the catalog cannot be read.
+            FormatError: it is damaged, of another prompt, or of a newer version.
         """
-        self.location, self.name, self.version = location, name, version
+        self.store, self.name, self.version = store, name, version
+        self.location = store.where(catalog_name(prompt))
+        with as_asset_errors():
+            data = bytes(store.blocked(store.get(catalog_name(prompt), limit=MAX_CATALOG_BYTES)))
         try:
-            self.catalog = Catalog.loads(catalog_data)
+            self.catalog = Catalog.loads(data)
         except FormatError as error:
-            raise type(error)(f"{location}/{CATALOG}: {error}") from error
-        self.catalog_sha256 = hashlib.sha256(catalog_data).hexdigest()
-        self.catalog_size = len(catalog_data)
+            raise type(error)(f"{self.location}: {error}") from error
+        if self.catalog.namespace.prompt != prompt:
+            raise FormatError(f"{self.location}: is the catalog of another prompt")
+        self.catalog_sha256, self.catalog_size = hashlib.sha256(data).hexdigest(), len(data)
 
-    @abstractmethod
+    @property
+    def local(self) -> bool:
+        """Whether `open_frame` returns at once. A server reads frames of other stores in threads."""
+        return isinstance(self.store, LocalStore)
+
+    @cached_property
+    def prefix_keys(self) -> tuple[bytes, ...]:
+        """The part of each group's digest that the name of a lookup has; `FormatError` if one is no digest."""
+        return tuple(map(prefix_key, self.catalog.chunks))
+
     def is_current(self) -> bool:
-        """Return whether this is still the published version, at once: a remote store tells what it knew last."""
+        """Return whether a folder still has this version, at once; of other stores, True."""
+        return not isinstance(self.store, LocalStore) or version_in(self.store, self.prompt_digest) == self.version
 
-    @abstractmethod
-    def check_parts(self) -> None:
+    @property
+    def prompt_digest(self) -> str:
+        """Digest that names the asset in its store."""
+        return self.catalog.namespace.prompt
+
+    @cached_property
+    def objects(self) -> dict[str, int]:
+        """Bytes of each object with frames."""
+        return objects_of(self.catalog)
+
+    def check_parts(self, sizes: Mapping[str, int] | None = None) -> None:
         """Check that everything the catalog names exists with the right size, and the profile with the right digest.
 
-        Frames are not read: players check their digests.
+        Frames are not read: players check their digests. ``sizes`` are those of the store's objects with frames, if
+        they were listed already.
 
-        Raises `AssetError` for parts, `FormatError` for the profile.
+        Raises `AssetError` for frames, `FormatError` for the profile.
         """
+        if sizes is None:
+            sizes = object_sizes(self.store)
+        for name, size in self.objects.items():
+            if (found := sizes.get(name)) != size:
+                what = "is missing" if found is None else f"has {found} bytes, not {size}"
+                raise AssetError(f"{self.location}: {self.store.where(name)} {what}; {_AGAIN}")
+        self.profile_bytes()
 
     def check_frames(self) -> None:
         """Read all frames, and check them against the catalog; errors as `frame`. Takes long."""
@@ -166,31 +198,59 @@ class Asset(ABC):
             for group in range(len(track.bytes)):
                 self.frame(group, track.name)
 
-    @abstractmethod
-    def open_frame(self, group: int, track: str) -> FrameReader:
-        """Open a frame of a published track, checked for its size but not for its digest.
+    def place(self, group: int, track: str) -> FramePlace:
+        """Return where the frame of a group on a published track is.
 
-        Raises `AssetError` if the frame cannot be read, or has not the catalog's size.
+        Raises `FormatError` if there is no such track, `IndexError` if it has no such group.
         """
+        found = placed(self.catalog, track, group)
+        if found is None:
+            groups = len(self.catalog.published_track(track).bytes)
+            raise IndexError(f"group {group} is outside an asset of {groups} groups")
+        return found
 
-    @abstractmethod
-    def _read_part(self, part: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` + 1 bytes of the catalog, profile, prompt, or a frame; raise `AssetError`."""
+    def open_frame(self, group: int, track: str) -> FrameReader:
+        """Open a frame of a published track; its size is checked, but not its digest.
 
-    @abstractmethod
-    def _frame_part(self, group: int, track: str) -> str:
-        """Return the name of a frame, for `_read_part` and for error messages."""
+        Raises `AssetError` if the frame cannot be read, or its object is too short.
+        """
+        place = self.place(group, track)
+        if isinstance(self.store, LocalStore):
+            return open_frame(self.store, place)
+        with as_asset_errors():
+            return LoadedFrame(self._read(place))
 
-    @cached_property
-    def prefix_keys(self) -> tuple[bytes, ...]:
-        """The part of each group's digest that the name of a lookup carries; `FormatError` if one is no digest."""
-        return tuple(map(prefix_key, self.catalog.chunks))
+    def frame(self, group: int, track: str) -> memoryview:
+        """Return the frame of one group on one track, as they are published, checked against the catalog.
+
+        Raises:
+            AssetError: the frame is missing, or cannot be read.
+            FormatError: it is truncated or damaged; or there is no such track.
+        """
+        place = self.place(group, track)
+        with as_asset_errors():
+            data = self._read(place)
+        if not has_digest(place.digest, data):
+            title, where = TITLES[self.catalog.digest_kind], self.store.where(place.name)
+            raise FormatError(
+                f"{where}: group {group} of {track} is damaged, its {title} is not the one in the catalog; {_AGAIN}"
+            )
+        return data
+
+    def _read(self, place: FramePlace) -> memoryview:
+        size = place.last - place.first
+        data = self.store.blocked(self.store.get(place.name, place.first, place.last, limit=size))
+        if len(data) != size:
+            raise FormatError(f"{self.store.where(place.name)}: truncated, {len(data)} of {size} bytes; {_AGAIN}")
+        return data
 
     def catalog_bytes(self) -> bytes:
         """Return the catalog's bytes; `AssetError` if the catalog is gone, or is no longer the one of this version."""
-        data = self._read_part(CATALOG, self.catalog_size)
+        name = catalog_name(self.prompt_digest)
+        with as_asset_errors():
+            data = bytes(self.store.blocked(self.store.get(name, limit=MAX_CATALOG_BYTES)))
         if hashlib.sha256(data).hexdigest() != self.catalog_sha256:
-            raise AssetError(f"{self.location}/{CATALOG}: no longer the file that was checked")
+            raise AssetError(f"{self.location}: no longer the catalog that was checked")
         return data
 
     def profile_bytes(self) -> bytes | None:
@@ -201,65 +261,43 @@ class Asset(ABC):
         expected, size = self.catalog.profile, self.catalog.profile_bytes
         if expected is None:
             return None
-        where = f"{self.location}/{PROFILE}"
+        name = profile_name(expected)
         if size > MAX_PROFILE_BYTES:
-            raise FormatError(f"{where}: a profile of {size} bytes is more than any model needs")
-        data = _sized(self._read_part(PROFILE, size), size, where)
+            raise FormatError(f"{self.store.where(name)}: a profile of {size} bytes is more than any model needs")
+        with as_asset_errors():
+            data = bytes(self.store.blocked(self.store.get(name, limit=size)))
         if hashlib.sha256(data).hexdigest() != expected:
-            raise FormatError(f"{where}: not the profile that the catalog names (SHA-256 differs); {_AGAIN}")
-        return data
-
-    def frame(self, group: int, track: str) -> bytes:
-        """Return the frame of one group on one track, as they are published, checked against the catalog.
-
-        Raises:
-            AssetError: the frame is missing.
-            FormatError: it is truncated, too long, or damaged; or there is no such track.
-            ForeignError: it is the frame of another group or track of this asset.
-        """
-        offer = self.catalog.published_track(track)
-        if not 0 <= group < len(offer.bytes):
-            raise IndexError(f"group {group} is outside an asset of {len(offer.bytes)} groups")
-        part = self._frame_part(group, track)
-        where = f"{self.location}/{part}"
-        try:
-            data = _sized(self._read_part(part, offer.bytes[group]), offer.bytes[group], where)
-        except FormatError:
-            # A swapped frame has, as a rule, another size: "swapped" says more than "truncated".
-            self._refuse_swapped(group, track)
-            raise
-        if not has_digest(offer.digests[group], data):
-            self._refuse_swapped(group, track)
-            title = TITLES[self.catalog.digest_kind]
-            raise FormatError(f"{where}: damaged, its {title} is not the one in the catalog; {_AGAIN}")
+            raise FormatError(f"{self.store.where(name)}: not the profile of that name (SHA-256 differs); {_AGAIN}")
         return data
 
     def prompt(self) -> Prompt:
-        """Return the token ids of the prompt and of what followed it; `FormatError` if it is damaged or another's.
+        """Return the token ids of the prompt and of what followed it; `FormatError` if they are damaged or another's.
 
-        Raises `AssetError` if the prompt is missing, as in an asset that was fetched.
+        Raises `AssetError` if they are missing, as in an asset that was fetched.
         """
-        where = f"{self.location}/{PROMPT}"
+        name = prompt_name(self.prompt_digest)
+        where = self.store.where(name)
         try:
-            data = self._read_part(PROMPT, _MAX_PROMPT_BYTES)
-        except AssetError as error:
-            raise AssetError(f"{error}; only a publisher's asset has it") from error
-        if len(data) > _MAX_PROMPT_BYTES:
-            raise FormatError(f"{where}: larger than a prompt may be ({_MAX_PROMPT_BYTES} bytes)")
+            data = self.store.blocked(self.store.get(name, limit=MAX_PROMPT_BYTES))
+        except TransportError as error:
+            raise AssetError(f"{error}; only a publisher's folder has the token ids of prompts") from error
         try:
-            prompt = Prompt.loads(data)
+            prompt = Prompt.loads(bytes(data))
         except FormatError as error:
-            raise FormatError(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
         if not self._is_ours(prompt):
             raise FormatError(f"{where}: not the prompt that the catalog's digests name; {_AGAIN}")
         return prompt
 
     def has_prompt(self) -> bool:
         """Return whether the token ids are there; those of what an engine published, or of a copy, are not."""
+        name = prompt_name(self.prompt_digest)
         try:
-            self._read_part(PROMPT, 0)
-        except AssetError as error:
-            return not isinstance(error.__cause__, FileNotFoundError)
+            self.store.blocked(self.store.get(name, 0, 1, limit=1))
+        except NotFoundError:
+            return False
+        except TransportError:
+            return True
         return True
 
     def _is_ours(self, prompt: Prompt) -> bool:
@@ -268,125 +306,48 @@ class Asset(ABC):
             return False
         if prompt.seal is not None:
             # The digests are salted, and the salt is not kept here.
-            return prompt.is_sealed_for(self.catalog.namespace.prompt)
+            return prompt.is_sealed_for(self.prompt_digest)
         named = chain if self.catalog.passage is None else passage_chain
         digests = named(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
         return tuple(digests) == self.catalog.chunks
 
-    def _refuse_swapped(self, group: int, track: str) -> None:
-        """Raise if the frame is a good one of another place in this asset."""
-        part, largest = self._frame_part(group, track), max(max(each.bytes) for each in self.catalog.tracks)
-        try:
-            digest = digest_of(self._read_part(part, largest), self.catalog.digest_kind)
-        except AssetError:
-            return
-        for other in self.catalog.published.values():
-            if digest in other.digests:
-                place = other.digests.index(digest)
-                raise ForeignError(
-                    f"{self.location}/{part}: this is group {place} of {other.name}, not group {group} of {track}; "
-                    f"files were swapped, {_AGAIN}"
-                )
+
+def open_frame(store: LocalStore, place: FramePlace) -> FrameReader:
+    """Open a frame in a folder, or read it if it is small; `AssetError` if it is not all there."""
+    with as_asset_errors():
+        file = store.open(place.name)
+    size, where = os.fstat(file.fileno()).st_size, store.where(place.name)
+    if size < place.last:
+        file.close()
+        raise AssetError(f"{where}: has {size} bytes, its catalog says {place.last} or more; {_AGAIN}")
+    frame = FrameFile(where, file, place)
+    if frame.size > LOADED_BYTES:
+        return frame
+    with file:
+        return LoadedFrame(frame.read(0, frame.size))
 
 
-class FrameStore(Protocol):
-    """Keeps frames while they are made and measured."""
+def object_sizes(store: Store) -> dict[str, int]:
+    """Return the bytes of all objects with frames; `AssetError` if the store cannot be listed."""
 
-    def frame(self, group: int, track: str, frame: bytes) -> None:
-        """Write the frame of one group on one track, as they are published."""
+    async def listed() -> dict[str, int]:
+        return {found.name: found.size async for found in store.list(GROUPS)}
 
-    def read_frame(self, group: int, track: str) -> bytes:
-        """Read back what `frame` wrote."""
-
-    def profile(self, data: bytes) -> None:
-        """Write the codec profile, if a track needs one."""
+    with as_asset_errors():
+        return store.blocked(listed())
 
 
-class AssetWriter(FrameStore, Protocol):
-    """Writes one asset; a context manager. Leaving it without `commit` leaves nothing behind.
-
-    All methods raise `AssetError` if the store refuses, for instance because the disk is full.
-    """
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    @property
-    def location(self) -> str:
-        """Path or URL of the asset; without the name that only its catalog gives it, of its store."""
-
-    def prompt(self, prompt: Prompt) -> None:
-        """Write the token ids."""
-
-    def commit(self, catalog: Catalog) -> None:
-        """Write the catalog, and publish the asset in one step; if this raises, an older one is untouched."""
-
-
-@dataclass(frozen=True, slots=True)
-class AssetListing:
-    """The assets of a store."""
-
-    versions: dict[str, AssetVersion]
-    """By name."""
-    complete: bool
-    """False if the store holds more than was looked at."""
-    unreadable: dict[str, str] = field(default_factory=dict)
-    """By name, the folders that cannot be looked into, and why: they may be assets, or have some."""
-
-
-class AssetStore(Protocol):
-    """Assets by name. Names are relative paths with slashes; a store that is a single asset calls it "."."""
-
-    @property
-    def location(self) -> str:
-        """Path or URL."""
-
-    @property
-    def look_every_s(self) -> float:
-        """Seconds that a server should leave between two looks for new assets, at least."""
-
-    def prepare(self) -> None:
-        """Make the store if it does not exist, and check that assets can be written there.
-
-        Raises `UsageError` or `AssetError`.
-        """
-
-    def list(self) -> AssetListing:
-        """Find all assets without reading them; `AssetError` if the store cannot be reached."""
-
-    def version(self, name: str) -> AssetVersion | None:
-        """Return the version of an asset, None if there is none; `AssetError` if the store cannot be reached."""
-
-    def open(self, name: str = ".") -> Asset:
-        """Open an asset; only its catalog is read, `FormatError` if that is damaged or of a newer version.
-
-        Raises `AssetError` if there is no such asset.
-        """
-
-    def writer(self, name: str = ".", *, force: bool = False) -> AssetWriter:
-        """Return a writer for an asset, which replaces what is there only by ``force``; nothing is created yet.
-
-        Raises `AssetError` if something else than an asset is there, `UsageError` if an asset needs ``force``.
-        """
-
-    def close(self) -> None:
-        """Let go of connections; asking for something opens others."""
+def version_in(store: LocalStore, prompt: str) -> AssetVersion | None:
+    """Return the version of an asset in a folder, at once; None if there is none, or it may not be looked at."""
+    try:
+        found = Path(store.folder, catalog_name(prompt)).stat()
+    except OSError:
+        return None
+    return AssetVersion(found.st_size, found.st_mtime)
 
 
 def is_damage(error: KvabrError) -> bool:
     """Return whether an asset that failed a check is damaged; else it cannot be read here or now, and may be good."""
     if isinstance(error, VersionError):
         return False
-    cause = error.__cause__
-    if isinstance(cause, OSError):
-        return isinstance(cause, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return not isinstance(cause, TransportError) or isinstance(cause, NotFoundError)
-
-
-def _sized(data: bytes, size: int, where: str) -> bytes:
-    if len(data) < size:
-        raise FormatError(f"{where}: truncated, {len(data)} of {size} bytes; {_AGAIN}, or copy it again")
-    if len(data) > size:
-        raise FormatError(f"{where}: longer than the {size} bytes that the catalog says; {_AGAIN}")
-    return data
+    return not isinstance(error.__cause__, TransportError) or isinstance(error.__cause__, NotFoundError)

@@ -7,13 +7,16 @@ forbidden take the same steps, so neither the answer nor its timing tells of ass
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
-from kvabr.store.asset import Asset, AssetStore, AssetVersion
+from kvabr.store.asset import Asset, AssetVersion, object_sizes, version_in
+from kvabr.store.asset_store import AssetListing, AssetStore
+from kvabr.store.local import LocalStore
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.digests import TITLES, is_digest, kind_of
 from kvabr.types.errors import AssetError, FormatError
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-_UNKNOWN = AssetVersion("", 0)
+_UNKNOWN = AssetVersion(0, 0.0)
 """Stands for the version of what cannot be looked into."""
 
 
@@ -100,16 +103,16 @@ class AssetView:
 
 
 class AssetIndex:
-    """All good assets of a store. `refresh` and `renew` must not run at the same time."""
+    """All good assets of a store, or of the stores in a folder. `refresh` and `renew` must not run at the same time."""
 
     def __init__(
         self,
-        store: AssetStore,
+        stores: StoreTree,
         log: FilteringBoundLogger | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create an empty index of a store for `refresh` to fill; ``on_change`` hears of a change before the log."""
-        self.store = store
+        """Create an empty index for `refresh` to fill; ``on_change`` is called after a change, before it is logged."""
+        self.stores = stores
         self.log: FilteringBoundLogger = structlog.get_logger() if log is None else log
         self._on_change = on_change
         self._assets: dict[str, Asset] = {}
@@ -126,7 +129,7 @@ class AssetIndex:
     @property
     def oldest_first(self) -> Sequence[Asset]:
         """All good assets, in the order in which `AssetView.of` takes them."""
-        return sorted(self._assets.values(), key=lambda asset: (asset.version.modified_ns, asset.name))
+        return sorted(self._assets.values(), key=lambda asset: (asset.version.modified_s, asset.name))
 
     @property
     def damaged(self) -> int:
@@ -135,49 +138,77 @@ class AssetIndex:
 
     def refresh(self) -> bool:
         """Look for assets that are new, were replaced, or are gone; return whether anything changed."""
-        before, assets, damaged = self._assets, dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
-        listing = self.store.list()
-        for name, why in listing.unreadable.items():
+        assets, damaged = dict[str, Asset](), dict[str, tuple[AssetVersion, str]]()
+        found, unreadable = self.stores.find()
+        complete = True
+        for label, store in found.items():
+            try:
+                listing = store.list()
+            except AssetError as error:
+                if not label:
+                    raise
+                unreadable[label.rstrip("/")] = str(error)
+                continue
+            complete = complete and listing.complete
+            assets |= self._refreshed(label, store, listing, damaged)
+        for name, why in unreadable.items():
             damaged[name] = _UNKNOWN, why
             if self._damaged.get(name) != damaged[name]:
-                self.log.warning("asset left out", asset=name, error=why)
-        for name, version in listing.versions.items():
-            known = before.get(name)
-            asset = known if known is not None and known.version == version else self._open(name, version, damaged)
-            if asset is not None:
-                assets[name] = asset
-        if self._complete and not listing.complete:
-            self.log.warning("too many folders", root=self.store.location, looked_at=len(listing.versions))
-        self._complete = listing.complete
+                self.log.warning("folder left out", folder=name, error=why)
+        if self._complete and not complete:
+            self.log.warning("too many assets", root=self.stores.location, looked_at=len(assets))
+        self._complete = complete
         self._damaged = damaged
         return self._replace(assets)
 
+    def _refreshed(
+        self, label: str, store: AssetStore, listing: AssetListing, damaged: dict[str, tuple[AssetVersion, str]]
+    ) -> dict[str, Asset]:
+        """Return the good assets of one store, by name."""
+        assets: dict[str, Asset] = {}
+        sizes: dict[str, int] | None = None
+        for prompt, version in listing.versions.items():
+            name = label + prompt
+            asset = self._assets.get(name)
+            if asset is None or asset.version != version:
+                sizes = object_sizes(store.store) if sizes is None else sizes
+                asset = self._open(store, prompt, name, version, sizes, damaged)
+            if asset is not None:
+                assets[name] = asset
+        return assets
+
     def renew(self, asset: Asset) -> None:
-        """Look again at one asset that is no longer current."""
-        if self._assets.get(asset.name) is not asset:
+        """Look again at one asset of a folder that is no longer current."""
+        if self._assets.get(asset.name) is not asset or not isinstance(asset.store, LocalStore):
             return
         assets, damaged = dict(self._assets), dict(self._damaged)
-        try:
-            version = self.store.version(asset.name)
-        except AssetError:
-            version = None  # as good as gone until the next refresh
-        renewed = None if version is None else self._open(asset.name, version, damaged)
-        if renewed is None:
-            del assets[asset.name]
-        else:
-            assets[asset.name] = renewed
+        version = version_in(asset.store, asset.prompt_digest)
+        del assets[asset.name]
+        if version is not None:
+            store = AssetStore(asset.store)
+            renewed = self._open(store, asset.prompt_digest, asset.name, version, None, damaged)
+            if renewed is not None:
+                assets[asset.name] = renewed
         self._damaged = damaged
         self._replace(assets)
 
-    def _open(self, name: str, version: AssetVersion, damaged: dict[str, tuple[AssetVersion, str]]) -> Asset | None:
+    def _open(
+        self,
+        store: AssetStore,
+        prompt: str,
+        name: str,
+        version: AssetVersion,
+        sizes: Mapping[str, int] | None,
+        damaged: dict[str, tuple[AssetVersion, str]],
+    ) -> Asset | None:
         """Open and check an asset that is new or has changed; a damaged one is noted, and logged once."""
         try:
-            asset = self.store.open(name)
+            asset = store.open(prompt, name, version)
             check_names(asset.catalog)
             _ = asset.prefix_keys
-            asset.check_parts()
+            asset.check_parts(sizes)
         except (OSError, ValueError, AssetError, FormatError) as error:
-            # Checked again at each refresh: a slow copy brings the catalog first and the frames later.
+            # Checked again at each refresh: a slow copy may bring the catalog first and the frames later.
             damaged[name] = version, str(error)
             if self._damaged.get(name) != damaged[name]:
                 self.log.warning("asset left out", asset=name, error=str(error))

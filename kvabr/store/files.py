@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -57,15 +57,30 @@ def open_regular(
 ) -> BufferedReader:
     """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else.
 
-    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere.
+    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere. The one under which it
+    was written, and which it keeps for a moment, does not count.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=dir_fd)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
+    try:  # the access time of a catalog says when an engine computed its prompt last
+        handle = os.open(path, flags | getattr(os, "O_NOATIME", 0), dir_fd=dir_fd)
+    except PermissionError:  # of another user's file
+        handle = os.open(path, flags, dir_fd=dir_fd)
     found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or (sole and found.st_nlink > 1):
+    linked = sole and found.st_nlink > 1 and _has_other_names(Path(path), handle)
+    if not stat.S_ISREG(found.st_mode) or linked:
         os.close(handle)
         raise OSError(errno.EINVAL, "a hard link" if stat.S_ISREG(found.st_mode) else "no ordinary file")
     return os.fdopen(handle, "rb")
+
+
+def _has_other_names(path: Path, handle: int) -> bool:
+    """Return whether an open file has names besides ``path`` and those under which it was written."""
+    partial = 0
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            partial += os.path.samestat(other.lstat(), os.fstat(handle))
+    return os.fstat(handle).st_nlink > 1 + partial  # looked at last: meanwhile they may have gone
 
 
 def read_bytes(
@@ -120,14 +135,16 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     write_file(path, text.encode(errors="backslashreplace"), mode=mode)
 
 
-def check_makeable(path: Path) -> None:
-    """Raise `AssetError` if a file or a folder that need not exist yet could not be made at ``path``."""
+def check_makeable(folder: Path) -> None:
+    """Raise `AssetError` if nothing could be written into a folder, which need not exist yet."""
+    whole = folder.absolute()
     try:
-        place = next(each for each in path.absolute().parents if each.exists())
+        place = next(each for each in (whole, *whole.parents) if each.exists())
     except OSError as error:
-        raise AssetError(f"{path}: cannot be made ({error.strerror})") from error
+        raise AssetError(f"{folder}: cannot be made ({error.strerror})") from error
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise AssetError(f"{path}: cannot be made: {place} cannot be written")
+        why = "" if place == whole else f"cannot be made: {place} "
+        raise AssetError(f"{folder}: {why}cannot be written")
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -168,27 +185,11 @@ def replacing(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[B
         partial.replace(path)
     except BaseException as error:
         if partial is not None:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # above all where a file stands in a folder's place
+                partial.unlink()
         if isinstance(error, OSError):
             raise AssetError(f"{path}: cannot be written ({error.strerror})") from error
         raise
-
-
-class PartialFolder:
-    """A hidden folder next to a path, to be renamed to it. It is locked as long as its writer lives."""
-
-    def __init__(self, path: Path, mode: int) -> None:
-        """Make the folder, with a mode that the process's umask masks; raises `OSError`."""
-        self.path = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
-        self.path.mkdir(mode=mode)
-        self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def remove(self) -> None:
-        """Remove what lies under the name now, and release the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._handle)
 
 
 class NameClaim:
@@ -229,58 +230,17 @@ class NameClaim:
             self._handle = None
 
 
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder; a file with several names counts in equal parts for each of them.
-
-    Files that vanish during the count are left out.
-    """
-    total = 0.0
-    for folder, _, files in os.walk(path):
-        for file in files:
-            with contextlib.suppress(OSError):
-                found = (Path(folder) / file).lstat()
-                total += found.st_size / found.st_nlink
-    return round(total)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder: by a rename first, so that readers find it whole or not at all. Raises `OSError`."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what killed processes left half-written in a folder: of files called ``name``, or of all. Never raises.
 
-    Only what belongs to this user goes, has not changed for `STALE_S`, and, if it is a folder, is not locked.
+    Only ordinary files of this user go that have not changed for `STALE_S`.
     """
     prefix = f".{name}." if name else "."
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and entry.name.endswith(PARTIAL):
                 with contextlib.suppress(OSError):
-                    if _is_stale(Path(entry)):
-                        _remove_unlocked(Path(entry))
-
-
-def _is_stale(path: Path) -> bool:
-    newest = path.lstat()
-    times = [newest.st_mtime]
-    if stat.S_ISDIR(newest.st_mode):
-        for place, _, files in os.walk(path):
-            times += [Path(place, name).lstat().st_mtime for name in (".", *files)]
-    return newest.st_uid == os.geteuid() and time.time() - max(times) > STALE_S
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Remove a file, or a folder that no living writer has locked; raises `OSError`."""
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        path.unlink()
-        return
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
+                    found = entry.stat(follow_symlinks=False)
+                    stale = found.st_uid == os.geteuid() and time.time() - found.st_mtime > STALE_S
+                    if stale and stat.S_ISREG(found.st_mode):
+                        Path(entry).unlink()

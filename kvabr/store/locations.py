@@ -1,98 +1,119 @@
-"""Opens stores by path or URL. Object stores are those of `kvabr.store.objects.url.SCHEMES`."""
+"""Opens stores by path or URL.
+
+    FOLDER, file:///FOLDER                       a folder (`LocalStore`)
+    s3://BUCKET/PREFIX, gs://..., az://...       a bucket; credentials come from the environment (`CloudStore`)
+    http://HOST/PREFIX, https://...              the same objects through any HTTP cache, for reading only
+    memory://NAME                                in this process (`MemoryStore`)
+
+A path or URL whose last part is 64 hex digits is that of one asset. If `KEY_FILE` is in the environment, stores are
+encrypted with the key in that file.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvabr.store.asset import Asset, AssetStore
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
-from kvabr.store.group_store import FolderGroupStore, LocalGroupStore
-from kvabr.store.objects import url
+from kvabr.store import url
+from kvabr.store.asset import Asset
+from kvabr.store.asset_store import DIGEST, AssetStore
+from kvabr.store.encrypted import EncryptedStore, read_key
+from kvabr.store.local import LocalStore
+from kvabr.store.memory import MemoryStore
+from kvabr.store.store import Store
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import MissingAssetError, UsageError
 
-Location = str | Path
-"""A folder, or a URL whose scheme is in `SCHEMES`."""
+Location = str | Path | Store
+"""A folder, a URL whose scheme is in `SCHEMES`, or a store."""
+KEY_FILE, PREVIOUS_KEY_FILE = "KVABR_STORE_KEY_FILE", "KVABR_STORE_PREVIOUS_KEY_FILE"
+"""Environment variables: the file of the key of encrypted stores, and of the key before it, for reading."""
 
 
-def _folder(location: str) -> AssetStore:
-    parts = urlsplit(location)
-    return _objects(location) if parts.query else FolderAssetStore(Path(unquote(parts.path)))
+def _folder(location: str) -> Store:
+    return LocalStore(Path(unquote(urlsplit(location).path)))
 
 
-def _objects(location: str) -> AssetStore:
-    from kvabr.store.objects.asset_store import ObjectAssetStore  # noqa: PLC0415  # needs an extra
+def _cloud(location: str) -> Store:
+    from kvabr.store.cloud import CloudStore  # noqa: PLC0415  # needs an extra
 
-    return ObjectAssetStore(location)
+    return CloudStore(location)
 
 
-SCHEMES: dict[str, Callable[[str], AssetStore]] = {
+SCHEMES: dict[str, Callable[[str], Store]] = {
     "file": _folder,
-    **{scheme: _objects for scheme in url.SCHEMES if scheme not in ("file", *url.WEB)},
+    "memory": MemoryStore.named,
+    **dict.fromkeys(url.SCHEMES, _cloud),
 }
-"""Stores by URL scheme; each takes the URL."""
+"""What opens a URL, by its scheme."""
+
+
+def open_objects(location: Location, *, encrypted: bool = True) -> Store:
+    """Return the store at a path or URL; nothing is requested yet.
+
+    ``encrypted``: use the key that the environment names, if any.
+
+    Raises `UsageError` if there is no such kind of store, or the key cannot be read.
+    """
+    if isinstance(location, Store):
+        return location
+    scheme, separator, _ = str(location).partition("://")
+    if separator and scheme not in SCHEMES:
+        raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
+    store = SCHEMES[scheme](str(location)) if separator else LocalStore(Path(location))
+    key, previous = os.environ.get(KEY_FILE), os.environ.get(PREVIOUS_KEY_FILE)
+    if not key or not encrypted:
+        return store
+    return EncryptedStore(store, read_key(Path(key)), read_key(Path(previous)) if previous else None)
 
 
 def is_store(location: Location) -> bool:
-    """Return whether a location names a store: a path, or a URL whose scheme is registered."""
+    """Return whether a location names a store that can be listed: a path, or a URL of a bucket."""
     scheme, separator, _ = str(location).partition("://")
-    return not separator or scheme in SCHEMES
+    return isinstance(location, Store) or not separator or (scheme in SCHEMES and scheme not in url.WEB)
+
+
+def split_asset(location: Location) -> tuple[Location, str | None]:
+    """Return the location of a store, and the prompt digest of an asset that the location names in it, or None."""
+    if isinstance(location, Store):
+        return location, None
+    before, question, options = str(location).partition("?")
+    store, _, last = before.rstrip("/").rpartition("/")
+    if DIGEST.fullmatch(last) is None:
+        return str(location), None
+    return (store or ("/" if before.startswith("/") else ".")) + question + options, last
 
 
 def open_store(location: Location, *, must_exist: bool = False, create: bool = False) -> AssetStore:
-    """Return the store at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
+    """Return the assets at a path or URL; a folder that does not exist may be created, or be an `AssetError`.
 
     Raises `UsageError` if there is no such kind of store; with ``create`` also as `AssetStore.prepare`.
     """
     if not is_store(location):
-        raise UsageError(f"{location}: stores are folders or {', '.join(f'{name}://' for name in SCHEMES)}")
-    scheme, separator, _ = str(location).partition("://")
-    path = Path(location)
-    if not separator and must_exist and not path.is_dir():
+        open_objects(location)  # raises, unless it can only be read
+        raise UsageError(f"{location}: an HTTP cache can only be played from; name the bucket behind it")
+    where, prompt = split_asset(location)
+    store = open_objects(where)
+    if must_exist and isinstance(store, LocalStore) and not store.folder.is_dir():
         raise MissingAssetError(
-            f"{path}: no such folder; give the folder that your assets are in, or make it first (mkdir)"
+            f"{store.folder}: no such folder; give the folder that your assets are in, or make it first (mkdir)"
         )
-    store = SCHEMES[scheme](str(location)) if separator else FolderAssetStore(path)
+    made = AssetStore(store, prompt)
     if create:
-        store.prepare()
-    return store
-
-
-def open_groups(
-    location: Location,
-    max_bytes: int,
-    *,
-    executor: Executor | None = None,
-    on_failure: Callable[[str], object] = lambda _why: None,
-) -> LocalGroupStore[Any]:
-    """Return the store of single groups in a folder, or at the URL of an object store.
-
-    Args:
-        location: a folder, which is made if necessary, or another URL.
-        max_bytes: bound, see `FolderGroupStore` and `ObjectGroupStore`.
-        executor: computes digests.
-        on_failure: hears why a folder cannot be written, or an object store not be used for a while.
-
-    Raises as `FolderGroupStore`, or `UsageError` for a URL of something else.
-    """
-    if max_bytes < 0:
-        raise UsageError(f"a store of {max_bytes} bytes; it must not be negative")
-    if "://" not in str(location):
-        return FolderGroupStore(Path(location), max_bytes, executor=executor, on_failure=on_failure)
-    from kvabr.store.objects.group_store import ObjectGroupStore  # noqa: PLC0415  # needs an extra
-
-    return ObjectGroupStore(str(location), max_bytes, executor=executor, on_failure=on_failure)
+        made.prepare()
+    return made
 
 
 def open_asset(location: Location) -> Asset:
     """Open the asset at a path or URL; see `AssetStore.open`."""
-    if "://" not in str(location):
-        return FolderAsset.open(Path(location))
-    return open_store(location).open()
+    store = open_store(location)
+    if isinstance(store.store, LocalStore) and not store.store.folder.is_dir():
+        raise MissingAssetError(
+            f"{location}: no such asset; make one with: kvabr encode --text FILE --tokens N --out {location}"
+        )
+    return store.open()
 
 
 def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
@@ -100,7 +121,7 @@ def open_catalog(location: Location) -> tuple[Catalog, Asset | None]:
 
     Raises `AssetError` if there is neither, and `FormatError` if the catalog is damaged, or of another version.
     """
-    if "://" not in str(location) and Path(location).is_file():
+    if not isinstance(location, Store) and "://" not in str(location) and Path(location).is_file():
         return Catalog.read(Path(location)), None
     asset = open_asset(location)
     return asset.catalog, asset

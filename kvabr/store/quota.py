@@ -1,7 +1,7 @@
 """Keeps what engines publish into a folder within a number of bytes.
 
-The outgrown turn of a conversation goes first: an asset that another one continues, which has a copy of it. Then the
-least recently used goes. The time of an asset's last use is that of its folder.
+The outgrown turn of a conversation goes first: an asset that another one continues. Then the least recently used goes.
+The time of an asset's last use is the access time of its catalog.
 
 Only assets that an engine published are counted and removed. Those of `kvabr encode` were measured, which is
 expensive, and are never removed. A removed prompt is published again when an engine computes it again.
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from dataclasses import dataclass, field
 
-from kvabr.store.asset import CATALOG
-from kvabr.store.files import folder_bytes, remove_folder
-from kvabr.types.catalog import Catalog
+from kvabr.store.asset import Asset, AssetVersion
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.local import LocalStore
+from kvabr.store.names import catalog_name
+from kvabr.store.removing import remove_assets
 from kvabr.types.errors import KvabrError
 from kvabr.types.naming import prefix_key
 
-_NAME = re.compile(r"[0-9a-f]{64}")
 _SLACK = 0.05
 """Share of the bound after which the folder is read again, because others may publish into it too. As much more than
 necessary is removed, so that a full folder of many assets is not read for each new one."""
@@ -32,11 +32,11 @@ _KEY_BYTES = 8
 class _Known:
     """An asset in the folder."""
 
-    size: int
-    """Bytes that it takes; 0: not published by an engine, so that it is never removed."""
-    used_s: float
+    used_s: float = 0.0
+    objects: dict[str, int] = field(default_factory=dict)
+    """Bytes of its objects; none: not published by an engine, so that it is never removed."""
     keys: bytes = b""
-    """Of its groups, one after the other. Empty if only all of it can be played: then no other one has a copy of it."""
+    """Of its groups, one after the other. Empty if only all of it can be played: then no other one continues it."""
     whole: int = 0
     """Groups that have all their tokens."""
 
@@ -45,15 +45,15 @@ class _Known:
 
 
 class FolderQuota:
-    """The bound of a folder of assets. Only `touch` may be called from several threads at once.
+    """The bound of a folder. Only `touch` may be called from several threads at once.
 
     Processes that share a folder each read it again after publishing a twentieth of the bound, so each of them may
     exceed it by as much.
     """
 
-    def __init__(self, root: Path, max_bytes: int) -> None:
+    def __init__(self, store: LocalStore, max_bytes: int) -> None:
         """Take the folder; nothing is read or removed before the first `make_room`."""
-        self._root, self._max_bytes = root, max_bytes
+        self._store, self._max_bytes = store, max_bytes
         self._known: dict[str, _Known] = {}
         """All assets at the last look, by name."""
         self._since_bytes: int | None = None
@@ -61,35 +61,41 @@ class FolderQuota:
 
     def touch(self, name: str) -> None:
         """Note that an asset was computed or looked for again, so that it stays longer. Never raises."""
+        path = self._store.path(catalog_name(name))
         with contextlib.suppress(OSError):
-            # Not the catalog's own time: by that an origin sees that an asset was replaced.
-            os.utime(self._root / name)
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # another modification means another asset
 
     def make_room(self, name: str) -> int:
         """Count a newly published asset, remove others if they no longer fit, and return how many were removed."""
         made = self._known[name] = self._read(name)
-        since = None if self._since_bytes is None else self._since_bytes + made.size
-        if since is None or since > _SLACK * self._max_bytes or self._total > self._max_bytes:
+        since = None if self._since_bytes is None else self._since_bytes + sum(made.objects.values())
+        if since is None or since > _SLACK * self._max_bytes or self._total(self._known) > self._max_bytes:
             self._look(but=name)
         else:
             self._since_bytes = since
-        if (total := self._total) <= self._max_bytes:
+        left = dict(self._known)
+        if self._total(left) <= self._max_bytes:
             return 0
-        outgrown, removed = self._outgrown(), 0
-        victims = [one for one, known in self._known.items() if known.size and one != name]
-        victims.sort(key=lambda one: (one not in outgrown, self._known[one].used_s))
+        outgrown, going = self._outgrown(), list[str]()
+        victims = [one for one, known in left.items() if known.objects and one != name]
+        victims.sort(key=lambda one: (one not in outgrown, left[one].used_s))
         for victim in victims:
-            if total <= (1 - _SLACK) * self._max_bytes:
+            if self._total(left) <= (1 - _SLACK) * self._max_bytes:
                 break
-            total -= self._known.pop(victim).size
-            with contextlib.suppress(OSError):  # another process was faster, or this one may not write here
-                remove_folder(self._root / victim)
-                removed += 1
-        return removed
+            del left[victim]
+            going.append(victim)
+        with contextlib.suppress(KvabrError):  # another process was faster, or this one may not write here
+            self._store.blocked(remove_assets(self._store, going))
+        self._known = left
+        return len(going)
 
-    @property
-    def _total(self) -> int:
-        return sum(known.size for known in self._known.values())
+    @staticmethod
+    def _total(known: dict[str, _Known]) -> int:
+        """Return the bytes of assets together; what they share counts once."""
+        every: dict[str, int] = {}
+        for one in known.values():
+            every.update(one.objects)
+        return sum(every.values())
 
     def _outgrown(self) -> set[str]:
         """Return the names of assets that another one continues.
@@ -110,31 +116,32 @@ class FolderQuota:
 
     def _look(self, but: str) -> None:
         """Find what is in the folder now."""
-        used: dict[str, float] = {}
-        with contextlib.suppress(OSError), os.scandir(self._root) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                        used[entry.name] = entry.stat(follow_symlinks=False).st_mtime
-        for name in self._known.keys() - used.keys() - {but}:
+        names = AssetStore(self._store).list().versions
+        for name in self._known.keys() - names.keys() - {but}:
             del self._known[name]
-        for name, used_s in used.items():
-            known = self._known.get(name)
-            if known is None:
-                known = self._known[name] = self._read(name)
-            known.used_s = used_s
+        for name in names:
+            if name in self._known:
+                self._known[name].used_s = self._used_s(name)
+            else:
+                self._known[name] = self._read(name)
         self._since_bytes = 0
+
+    def _used_s(self, name: str) -> float:
+        try:
+            return self._store.path(catalog_name(name)).stat().st_atime
+        except OSError:
+            return 0.0
 
     def _read(self, name: str) -> _Known:
         """Return what an asset in the folder is."""
-        path = self._root / name
+        used_s = self._used_s(name)
         try:
-            catalog = Catalog.read(path / CATALOG)
-            used_s = path.stat().st_mtime
-        except (KvabrError, OSError):
-            return _Known(0, 0.0)
-        size = folder_bytes(path) if catalog.estimated else 0
+            asset = Asset(self._store, name, name, AssetVersion(0, 0.0))
+        except KvabrError:
+            return _Known()
+        catalog = asset.catalog
+        objects = {**asset.objects, catalog_name(name): asset.catalog_size} if catalog.estimated else {}
         if not catalog.every_token:  # of windows and states, each asset has what continuing its own end takes
-            return _Known(size, used_s)
+            return _Known(used_s, objects)
         keys = b"".join(map(prefix_key, catalog.chunks))
-        return _Known(size, used_s, keys, catalog.tokens // catalog.spec.group_tokens)
+        return _Known(used_s, objects, keys, catalog.tokens // catalog.spec.group_tokens)

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
-from kvabr.store.group_store import LocalGroupStore, Tier, TieredGroupStore
+from kvabr.store.group_cache import CacheTier, GroupCache, Tier
 from kvabr.telemetry.prometheus import MetricSet
 
 _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -62,7 +62,7 @@ class ClientMetrics(MetricSet):
         self.store_kept_bytes = self.gauge(
             "kvabr_client_store_kept_bytes", "Bytes of groups for which hints have others make room, by tier.", "tier"
         )
-        self._seen: WeakKeyDictionary[LocalGroupStore[Any], tuple[int, int]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[CacheTier[Any], tuple[int, int]] = WeakKeyDictionary()
         """Evicted and damaged groups of each tier that are counted already."""
         self.peers = self.gauge("kvabr_client_peers", "Peers that the client has a connection to.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
@@ -72,9 +72,9 @@ class ClientMetrics(MetricSet):
             "be used.",
         )
 
-    def show_store(self, store: TieredGroupStore) -> None:
+    def show_store(self, store: GroupCache) -> None:
         """Copy a store's counters, by tier."""
-        tiers: list[tuple[Tier, LocalGroupStore[Any] | None]] = [("memory", store.memory), ("disk", store.disk)]
+        tiers: list[tuple[Tier, CacheTier[Any] | None]] = [("memory", store.memory), ("disk", store.disk)]
         for name, tier in tiers:
             if tier is not None:
                 self.store_bytes.labels(name).set(tier.total_bytes)

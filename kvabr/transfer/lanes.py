@@ -15,7 +15,6 @@ from kvabr.transfer.transfer import GroupTransfer
 from kvabr.transfer.work import cancel_all
 from kvabr.types.errors import ConnectionLostError, TransportError
 
-MOST_LANES = 16
 _WAITS_BYTES = 1 << 20
 """Bytes per lane that must be on their way for a rate to say what lanes bring."""
 _MEASURED_S, _MEASURED_BYTES = 0.05, 4 << 20

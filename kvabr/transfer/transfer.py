@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvabr.store.memory import GROUPS
+from kvabr.store.buffers import GROUPS
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit

@@ -2,7 +2,7 @@
 
 A player decides by the catalog alone and never looks into a group. A catalog may come from a network: its annotations
 are what is checked when it is read or made (`kvabr.types.records`). A field is added here alone: to `Catalog`, or to
-`CommonFacts` if assets that are found in a bucket by their spans must have it as well. Where a model has several layer
+`CommonFacts` if prefixes that are found in a store by their pages must have it as well. Where a model has several layer
 classes, "group" means a unit (`kvabr.types.units`): each track lists all units, in their order, and is published as a
 track per class.
 
@@ -29,7 +29,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import kind_of
 from kvabr.types.errors import AssetError, FormatError, MissingAssetError, UsageError, did_you_mean
 from kvabr.types.kv import KVSpec
-from kvabr.types.naming import TrackNamespace, check_track_name
+from kvabr.types.naming import LOOKUP_RUN, TrackNamespace, check_track_name
 from kvabr.types.passage import PassageNotes
 from kvabr.types.records import (
     IN_MEMORY,
@@ -55,7 +55,7 @@ from kvabr.types.units import COMPUTED, Span, Unit, count_of, cuts, hit, prefix_
 
 T = TypeVar("T")
 
-_TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "bytes", "loss", "digests")
+_TRACK_ORDER = ("name", "refines", "decode_s", "measured", "tails", "packs", "bytes", "loss", "digests")
 """Fields of a track in the order in which they are written; others come before them."""
 
 
@@ -98,14 +98,24 @@ class Level:
     """Seconds that one worker of the publisher took to verify and decode a full group; 0.0 if it was not measured."""
     tails: Tails = field(default=(), kw_only=True)
     """What is left of the loss where an engine computes tokens behind the cache, see `kvabr.types.tails`."""
+    packs: Annotated[tuple[Annotated[int, Meta(ge=1, le=LOOKUP_RUN)], ...], Meta(max_length=16)] = field(
+        default=(), kw_only=True
+    )
+    """For each layer class, how many consecutive groups share an object; empty: one (`docs/design/store.md`)."""
 
     def __post_init__(self) -> None:
         check_track_name(self.name)
         check(self, f"track {self.name}")
         check_tails(self.tails, f"track {self.name}")
+        if any(pack & (pack - 1) for pack in self.packs):
+            raise FormatError(f"track {self.name}: groups per object must be powers of two, not {self.packs}")
 
     def __getstate__(self) -> dict[str, Any]:
         return own_state(self)
+
+    def pack(self, part: int) -> int:
+        """Return how many groups of a layer class are stored in one object."""
+        return self.packs[part] if part < len(self.packs) else 1
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -50,7 +50,7 @@ LIVE_PREFIX_TRACK = "live."
 MAX_PREFIX_DIGESTS = 320
 """Maximum number of digests in the name of one lookup; they leave 584 bytes for the model's name."""
 LOOKUP_RUN = 16
-"""Groups of which lookups of long prompts name the last one: those of a span in an object store."""
+"""Groups of which lookups of long prompts name the last one: those of a page in a store."""
 PROPERTY_GROUP_BYTES = 0x38
 """Object property of a group's first object: bytes of the whole group (an application's code point, moq-transport)."""
 PROPERTY_GROUP_DIGEST = 0x39

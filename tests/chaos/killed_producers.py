@@ -22,12 +22,17 @@ from pathlib import Path
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, Played
+from kvabr.codec.base import GroupContext
+from kvabr.codec.group import framed, payload_of
 from kvabr.server.certificates import development
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.live_folder import LIVE, LiveFolderWriter
+from kvabr.store.asset import Asset
+from kvabr.store.live import LiveWriter, live_keys
+from kvabr.store.local import LocalStore
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, published_catalog
 from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.peer import PeerOptions
 from tests.client.live import right
 from tests.server.live import live_origin
 from tests.server.relays import relay_before, url_of
@@ -36,6 +41,8 @@ from tests.toymodel import SPEC, prompt, toy_asset
 TOKENS = prompt(160).tokens
 GROUPS, SPREAD_S = 10, 0.4
 """Groups of one asset, and seconds within which a producer publishes them and is killed."""
+SPARED = 4
+"""Of so many producers one is not killed."""
 HANG_S = 60.0
 """Seconds after which something hangs."""
 
@@ -46,10 +53,10 @@ class FoundError(Exception):
 
 @dataclass(frozen=True)
 class Production:
-    """One producer, by its seed; the asset has its frames, and the names are its own."""
+    """One producer, by its seed; it publishes the frames of the asset under names of its own."""
 
     seed: int
-    asset: FolderAsset
+    asset: Asset
 
     @property
     def salt(self) -> bytes:
@@ -60,11 +67,17 @@ class Production:
         """What it announces."""
         digests = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16, salt=self.salt)
         whole, unknown = self.asset.catalog, (UNKNOWN,) * GROUPS
-        tracks = tuple(replace(track, digests=unknown, measured=None) for track in whole.tracks)
+        tracks = tuple(replace(track, digests=unknown, packs=(), measured=None) for track in whole.tracks)
         space = TrackNamespace(SPEC.model, digests[-1])
         offer = replace(whole, namespace=space, chunks=tuple(digests), tracks=tracks, mixes=())
         seconds = tuple(round(SPREAD_S * (group + 1) / GROUPS, 6) for group in range(GROUPS))
         return LiveCatalog(offer, seconds, f"{self.seed:016x}")
+
+    def frame(self, group: int, track: str) -> bytes:
+        """Return a frame of the asset as one of its own prompt."""
+        first, end = SPEC.group_range(group, len(TOKENS))
+        payload = bytes(payload_of(self.asset.frame(group, track)))
+        return framed(payload, track, GroupContext(SPEC, first, end - first), self.live.catalog.chunks[group], group)
 
     @property
     def killed_s(self) -> float:
@@ -75,23 +88,23 @@ class Production:
 def produce(root: str, asset: str, seed: int, runs: Event) -> None:
     """Publish everything; the main function of the process, which says that it runs."""
     runs.set()
-    made, news = Production(seed, FolderAsset.open(Path(asset))), list[PublishedFrames]()
+    made, news = Production(seed, open_asset(Path(asset))), list[PublishedFrames]()
     live, dice = made.live, random.Random(f"{seed} pace")
     steps = 2 + GROUPS * (len(live.catalog.tracks) + 1)
 
     def pause() -> None:
         time.sleep(dice.expovariate(steps / SPREAD_S))
 
-    with LiveFolderWriter(Path(root) / live.catalog.namespace.prompt) as writer:
+    with LiveWriter(LocalStore(Path(root)), None) as writer:
         pause()
-        writer.begin(live)
+        writer.begin_live(live)
         for group in range(GROUPS):
             frames = {}
             for track in live.catalog.tracks:
                 pause()
-                data = made.asset.frame(group, track.name)
-                writer.frame(group, track.name, data)
+                data = made.frame(group, track.name)
                 frames[track.name] = len(data), hashlib.sha256(data).hexdigest()
+                writer.frame(group, track.name, data, frames[track.name][1])
             pause()
             news.append(PublishedFrames(live.key, group, float(group), frames))
             writer.tell(news[-1])
@@ -130,8 +143,7 @@ async def meanwhile(client: AsyncClient, made: Production, process) -> int:
 
 async def late(client: AsyncClient, root: Path, made: Production, groups: int) -> int:
     """Play every track of what a late-comer finds, which has at least as many groups; return how many."""
-    partial = f".{made.live.catalog.namespace.prompt}.*"
-    while any((path / LIVE).exists() for path in root.glob(partial)):  # noqa: ASYNC110, ASYNC240
+    while made.live.key in live_keys(LocalStore(root)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)  # the origin will make it an asset, or remove it
     kept = {await played(client, made, f"fixed:{track.name}") for track in made.asset.catalog.tracks}
     if len(kept) > 1 or min(kept) < groups:
@@ -141,10 +153,10 @@ async def late(client: AsyncClient, root: Path, made: Production, groups: int) -
 
 @dataclass(frozen=True)
 class World:
-    """A folder that is published, an asset with the frames, and clients of the origin and of a relay."""
+    """A store that is published, an asset with the frames, and clients of the origin and of a relay."""
 
     root: Path
-    asset: FolderAsset
+    asset: Asset
     clients: tuple[AsyncClient, AsyncClient]
 
 
@@ -153,12 +165,15 @@ async def one(world: World, seed: int) -> tuple[str, str]:
     made, client = Production(seed, world.asset), world.clients[seed % 2]
     context = multiprocessing.get_context("forkserver")
     runs = context.Event()
-    process = context.Process(target=produce, args=(str(world.root), str(world.asset.path), seed, runs), daemon=True)
+    process = context.Process(target=produce, args=(str(world.root), world.asset.store.url, seed, runs), daemon=True)
     process.start()
     play = asyncio.get_running_loop().create_task(meanwhile(client, made, process))
     try:
         await asyncio.to_thread(runs.wait, HANG_S)
-        await asyncio.sleep(made.killed_s)
+        if seed % SPARED:
+            await asyncio.sleep(made.killed_s)
+        else:
+            await asyncio.to_thread(process.join, HANG_S)
         ended = not process.is_alive()
         process.kill()
         await asyncio.to_thread(process.join)
@@ -189,7 +204,9 @@ async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4,
     async with AsyncExitStack() as stack:
         origin = await stack.enter_async_context(live_origin(folder, tls := development(), held_per_connection=1024))
         relay = await relay_before(stack, origin, tls)
-        clients = [AsyncClient(url_of(at), fingerprint=at.fingerprint, model=SPEC) for at in (origin, relay)]
+        clients = [
+            AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint), model=SPEC) for at in (origin, relay)
+        ]
         world = World(folder, asset, tuple([await stack.enter_async_context(client) for client in clients]))
 
         async def worker() -> None:

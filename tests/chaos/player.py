@@ -27,6 +27,7 @@ from kvabr.client.result import IncompleteError, NothingCached, Played, PlayedPr
 from kvabr.player.session_types import ENGINE_PATIENCE
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, KvabrError
+from kvabr.types.peer import PeerOptions
 from kvabr_lab.live.child import Child
 from tests.chaos.facts import CacheFacts, Order, Outcome, Report, facts_of
 from tests.chaos.published import SPEC, G, KnownEngine, Prompt
@@ -154,7 +155,10 @@ class _Plays:
     def _new_client(self, library: str, limits: Limits, cache: Path | None = None) -> AsyncClient:
         seat = self._seat
         return AsyncClient(
-            seat.url, token=seat.token, fingerprint=seat.fingerprint, quic=library, limits=limits, cache=cache
+            seat.url,
+            PeerOptions(token=seat.token, fingerprint=seat.fingerprint, quic=library),
+            limits=limits,
+            cache=cache,
         )
 
     def _stray(self, text: str) -> None:

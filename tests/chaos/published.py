@@ -1,12 +1,11 @@
 """What is published in the laboratory, and what is true about it.
 
-Each prompt has several versions: the same tokens, another cache. The truth is computed from the files of a version,
+Each prompt has several versions: the same tokens, another cache. The truth is computed from the frames of a version,
 without a network, a player or an assembler: every group of every track, decoded by itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
 import time
@@ -21,10 +20,8 @@ from kvabr.codec.group import decode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.publish.encoder import own_profile
 from kvabr.publish.frames import FrameEncoder
-from kvabr.store.asset import CATALOG, PROFILE
-from kvabr.store.asset import Prompt as PromptFile
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter, frame_path
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset, open_store
+from kvabr.store.prompt import Prompt as PromptFile
 from kvabr.types.engine import EngineMode
 from kvabr.types.naming import TrackNamespace, chain
 from tests import kvdata
@@ -60,7 +57,7 @@ class Prompt:
     asset_tokens: int
     tracks: tuple[str, ...]
     versions: tuple[Path, ...]
-    """Folders with the assets, which are never served themselves."""
+    """Stores with one asset each, which are never served themselves."""
 
     def __reduce__(self):
         # Without what is cached: other processes compute it themselves.
@@ -83,7 +80,7 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """The folder that it is served from."""
+        """The folder of the store that it is served from."""
         return f"prompt-{self.number}"
 
 
@@ -119,22 +116,20 @@ def build(folder: Path, *, prompts: int = len(KINDS), versions: int = 2) -> Libr
     for prompt in made:
         for version, path in enumerate(prompt.versions):
             library.truth.update(_decoded(prompt.number, version, path))
-            data = (path / CATALOG).read_bytes()
-            library.catalogs[hashlib.sha256(data).hexdigest()] = prompt.number, version
+            library.catalogs[open_asset(path).catalog_sha256] = prompt.number, version
     return library
 
 
 def place(prompt: Prompt, version: int, root: Path) -> None:
     """Publish a version below a root, in place of another if there is one, as a publisher does."""
-    source = prompt.versions[version]
-    catalog = Catalog.read(source / CATALOG)
-    with FolderAssetWriter(root / prompt.name, force=True) as writer:
-        for track in catalog.tracks:
-            for group in range(catalog.groups):
-                writer.frame(group, track.name, frame_path(source, group, track.name).read_bytes())
-        if catalog.profile is not None:
-            writer.profile((source / PROFILE).read_bytes())
-        writer.commit(catalog)
+    asset = open_asset(prompt.versions[version])
+    with open_store(root / prompt.name).writer(force=True) as writer:
+        writer.begin(asset.catalog.spec)
+        for track in asset.catalog.tracks:
+            for group, digest in enumerate(track.digests):
+                writer.frame(group, track.name, asset.frame(group, track.name), digest)
+        writer.profile(asset.profile_bytes() or b"")
+        writer.commit(asset.catalog)
 
 
 def remove(prompt: Prompt, root: Path) -> None:
@@ -144,7 +139,7 @@ def remove(prompt: Prompt, root: Path) -> None:
 
 def _publish(prompt: Prompt, version: int, path: Path, profile: Profile) -> None:
     tokens = prompt.tokens[: prompt.asset_tokens]
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer() as writer:
         frames = FrameEncoder(SPEC, _chunks(tokens), len(tokens), prompt.tracks, profile, writer)
         frames.encode((_cache(prompt.number, version, len(tokens)),))
         groups = SPEC.groups(len(tokens))
@@ -165,22 +160,21 @@ def _chunks(tokens: tuple[int, ...]) -> list[str]:
 
 
 def _decoded(prompt: int, version: int, path: Path) -> Truth:
-    """Decode all that is in a folder."""
-    catalog = FolderAsset.open(path).catalog
-    data = path / PROFILE
-    profile = Profile.from_bytes(data.read_bytes()) if data.exists() else None
+    """Decode all that is in a store."""
+    asset = open_asset(path)
+    catalog, data = asset.catalog, asset.profile_bytes()
+    profile = None if data is None else Profile.from_bytes(data)
     truth: Truth = {}
     for track in catalog.tracks:
         for group, chunk in enumerate(catalog.chunks):
             first, last = SPEC.group_range(group, catalog.tokens)
             below, name = [], codec(track.name).refines
             while name is not None:
-                below.insert(0, payload_of(frame_path(path, group, name).read_bytes()))
+                below.insert(0, payload_of(asset.frame(group, name)))
                 name = codec(name).refines
             out = torch.full(SPEC.shape(last - first), float("nan"), dtype=SPEC.torch_dtype)
             context = GroupContext(SPEC, first, last - first, profile)
-            frame = frame_path(path, group, track.name).read_bytes()
-            decode_group(frame, track.name, context, chunk, group, out, below)
+            decode_group(asset.frame(group, track.name), track.name, context, chunk, group, out, below)
             assert not torch.isnan(out).any()
             truth[prompt, version, track.name, group] = digest_of(out)
     return truth

@@ -27,8 +27,9 @@ from kvabr.client.result import Played
 from kvabr.codec.fit import fit
 from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import ServerTls, check, development
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import KvabrError
+from kvabr.types.peer import PeerOptions
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
 from tests.server.relays import relaying
@@ -61,7 +62,7 @@ async def troubled(root: Path, dice: random.Random) -> AsyncIterator[WebServer]:
     """Yield the server of a store with both assets, whose GETs go wrong as the dice say."""
     url = memory_url()
     for name in LENGTHS:
-        put_asset(url, FolderAsset.open(root / name))
+        put_asset(url, open_asset(root / name))
     share = dice.choice(_SHARES)
     async with WebServer(url) as server:
         server.faults.append(lambda _key, _before: _fault(dice) if dice.random() < share else None)
@@ -98,7 +99,9 @@ async def run(root: Path, tls: ServerTls, seed: int) -> Counter[str]:
         client = await stack.enter_async_context(AsyncClient(model=SPEC, limits=limits))
         upstream = await stack.enter_async_context(dialling(server.url, needed=False))
         relay = await stack.enter_async_context(relaying(upstream, tls))
-        link = connect(f"moqt://127.0.0.1:{relay.address[1]}/", fingerprint=check(tls).fingerprint, timeout_s=STUCK_S)
+        link = connect(
+            f"moqt://127.0.0.1:{relay.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=STUCK_S)
+        )
         peers = (server.url, await stack.enter_async_context(link))
         waiting = asyncio.create_task(_played(client, "long", frozen.url, 2 * STUCK_S, tally))
 

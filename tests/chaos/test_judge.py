@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.catalog import RECOMPUTED
 from tests.chaos import published
 from tests.chaos.facts import Order, Report, facts_of
@@ -32,7 +32,7 @@ def decoded(library, version, tracks=TRACKS):
     from kvabr.player.assembler import Assembler, Layer
 
     prompt = library.prompts[0]
-    asset = FolderAsset.open(prompt.versions[version])
+    asset = open_asset(prompt.versions[version])
     assembler = Assembler(asset.catalog, Profile.from_bytes(library.profile.read_bytes()))
     for group, track in enumerate(tracks):
         if track == RECOMPUTED:

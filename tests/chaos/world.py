@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import random
 import resource
@@ -18,8 +19,8 @@ from kvabr.client.async_client import AsyncClient
 from kvabr.replay.trace import Trace
 from kvabr.server import certificates
 from kvabr.server.certificates import ServerTls
-from kvabr.store.files import sweep
-from kvabr.store.group_store import FolderGroupStore
+from kvabr.store.group_cache import StoreTier
+from kvabr.store.names import GROUPS
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests.chaos.liar import Liar
@@ -248,9 +249,10 @@ class World:
         dice = random.Random(fault.seed)
         if name == "origin":
             prompt = dice.choice(self.published.prompts)
-            files = sorted((self.root / prompt.name).rglob("*.kvg"))
+            folder = self.root / prompt.name
         else:
-            files = sorted(self.disk(name).rglob("*.group"))
+            folder = self.disk(name)
+        files = sorted(folder.rglob(f"{GROUPS}*"))
         for path in dice.sample(files, min(len(files), dice.choice((1, 5, 1000)))):
             with suppress(OSError):  # its owner has just deleted it
                 _spoil(path, dice)
@@ -264,10 +266,11 @@ class World:
         return self.root, *(self.disk(name) for name in DISKS)
 
     def reopen(self) -> None:
-        """Open all folders once more, as the next process would."""
-        sweep(self.root)
+        """Open all folders once more and write into them, as the next process would."""
+        for prompt in self.published.prompts:
+            self._put(prompt, 0)
         for groups in (path for name in DISKS for path in self.disk(name).rglob("groups")):
-            asyncio.run(FolderGroupStore(groups, _DISK_BYTES).close())
+            asyncio.run(_write_group(groups))
         for cache in self.disk("player").rglob("cache"):
             asyncio.run(_open_client(cache))
 
@@ -288,6 +291,12 @@ class World:
 
         limit(0)
         return lambda: limit(resource.RLIM_INFINITY)
+
+
+async def _write_group(folder: Path) -> None:
+    tier = StoreTier(folder, _DISK_BYTES)
+    await tier.put(hashlib.sha256(b"the last one").hexdigest(), memoryview(b"the last one"))
+    await tier.close()
 
 
 async def _open_client(cache: Path) -> None:

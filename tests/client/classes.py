@@ -10,8 +10,8 @@ import torch
 from kvabr.publish.frames import FrameEncoder
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.store.locations import open_store
+from kvabr.store.prompt import Prompt
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
 from kvabr.types.units import snapshot_ends
@@ -76,7 +76,7 @@ def numbers(spec: KVSpec, tokens: list[int]) -> tuple[torch.Tensor, ...]:
 def published(root, spec: KVSpec, tokens: list[int]) -> PublishedAssets:
     """Publish the made-up cache of some tokens in a folder."""
     chunks = chain(tokens, model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
-    with FolderAssetStore(root).writer(spec.model.rpartition("/")[2]) as writer:
+    with open_store(root / spec.model.rpartition("/")[2]).writer() as writer:
         frames = FrameEncoder(spec, chunks, len(tokens), TRACKS, None, writer)
         cache = list(numbers(spec, tokens))
         for number, part in enumerate(spec.parts):

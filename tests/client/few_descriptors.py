@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import suppress
 
 from kvabr import AsyncClient, KvabrError, Limits, Played
-from tests.store.objects.publishing import PLAIN
+from tests.store.publishing import PLAIN
 
 PLAYS = 20
 

@@ -8,9 +8,7 @@ import itertools
 import re
 from dataclasses import dataclass, field
 
-from kvabr.store.locations import open_store
-from kvabr.store.objects import layout
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.locations import open_objects, open_store
 
 _RANGE = re.compile(rb"bytes=(\d+)-(\d*)")
 _NAMES = itertools.count()
@@ -22,16 +20,16 @@ def memory_url():
 
 
 def put_asset(url, asset):
-    """Publish an asset of a folder in a store; return the keys of its spans."""
+    """Publish an asset of a folder in a store; return the names of its objects with frames."""
     with open_store(url).writer() as writer:
+        writer.begin(asset.catalog.spec)
         for name, track in asset.catalog.published.items():
             for group in range(len(track.bytes)):
-                writer.frame(group, name, asset.frame(group, name))
+                writer.frame(group, name, asset.frame(group, name), track.digests[group])
         if asset.catalog.profile is not None:
             writer.profile(asset.profile_bytes())
         writer.commit(asset.catalog)
-    key = layout.catalog_key(asset.catalog.namespace.prompt)
-    return layout.StoredCatalog.loads(Bucket.open(url).get_sync(key, limit=1 << 30)).keys
+    return sorted(open_store(url).open(asset.prompt_digest).objects)
 
 
 @dataclass
@@ -94,10 +92,10 @@ class WebServer:
             writer.close()
 
     async def _answer(self, head, writer):
-        key = head.split()[1].decode().partition("/v1/default/")[2]
+        key = head.split()[1].decode()[1:]
         fault = self._fault(key)
         try:
-            data = bytes(await Bucket.open(self.source).get(key, limit=1 << 30))
+            data = bytes(await open_objects(self.source).get(key, limit=1 << 30))
         except Exception:  # noqa: BLE001 - whatever it is, it is not there
             data = None
         first, end, status = 0, 0 if data is None else len(data), 404 if data is None else 200

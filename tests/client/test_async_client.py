@@ -17,11 +17,12 @@ from kvabr.client.play import computes_blindly
 from kvabr.client.play_connection import PlayConnection, SharedTransfers
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.store.files import STALE_S
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -176,7 +177,7 @@ async def test_too_many_plays_wait_or_are_refused(origin, short):
 @virtual
 async def test_a_peer_that_cannot_be_reached_leaves_it_to_the_engine(tmp_path):
     async with AsyncClient() as client:
-        peer = client.peer("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem")
+        peer = client.peer("moqt://127.0.0.1:1/", PeerOptions(ca=tmp_path / "none.pem"))
         played = await play(client, TOKENS, peer=peer, deadline=2.0, engine=ToyModel(), prefill_cost=COST)
         assert set(played.coverage) == {"recomputed"}
         slow = PrefillCost(0.1, 0.02)
@@ -270,13 +271,13 @@ async def test_arguments_that_make_no_sense():
             client.peer("ftp://origin.example/")
         with pytest.raises(TypeError, match="tokn"):
             client.peer("moqt://origin.example/", tokn="x")
-        peer = client.peer("moqt://origin.example/", token="x")  # noqa: S106
-        assert client.peer("moqt://origin.example/", token="x") is peer  # noqa: S106
+        peer = client.peer("moqt://origin.example/", PeerOptions(token="x"))  # noqa: S106
+        assert client.peer("moqt://origin.example/", PeerOptions(token="x")) is peer  # noqa: S106
         assert client.peer("moqt://origin.example/") is not peer
 
 
 async def test_what_an_engine_has_computed_before_a_lookup_needs_no_peer(tmp_path):
-    async with AsyncClient("moqt://127.0.0.1:1/", ca=tmp_path / "none.pem") as client:
+    async with AsyncClient("moqt://127.0.0.1:1/", PeerOptions(ca=tmp_path / "none.pem")) as client:
         fast = PlayOptions(prefill_cost=PrefillCost(0.02, 1e-6))
         played = await client.play(TOKENS, deadline=4.0, engine=ToyModel(), options=fast)
         assert client.metrics.value("kvabr_client_dials_failed_total") == 0
@@ -327,7 +328,7 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
 
 
 def sharing(link):
-    return SharedTransfers(link, TieredGroupStore(MemoryGroupStore(1 << 30)), ClientMetrics())
+    return SharedTransfers(link, GroupCache(1 << 30), ClientMetrics())
 
 
 def joining(shared):

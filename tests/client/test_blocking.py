@@ -13,6 +13,7 @@ from kvabr.client.options import Limits, PlayOptions
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher
 from kvabr.types.errors import PlayError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -29,7 +30,12 @@ def served(root, tmp_path_factory):
 
 
 def client_of(served, **options):
-    return Client(served.url, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S, model=SPEC, **options)
+    return Client(
+        served.url,
+        PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S),
+        model=SPEC,
+        **options,
+    )
 
 
 def test_threads_share_one_connection_and_every_download(served, long):
@@ -83,7 +89,9 @@ def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
     served = Served(tmp_path / "assets", tmp_path)
     options = kvabr.PlayOptions(policy="fixed:FP16")
     try:
-        with kvabr.Client(served.url, fingerprint=served.fingerprint, options=options, quic="aioquic") as client:
+        with kvabr.Client(
+            served.url, PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
+        ) as client:
             for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
                 assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
             for play in (client.play, client.play_asset):

@@ -15,7 +15,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.publish.frames import FrameEncoder
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAssetStore
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
@@ -53,7 +53,7 @@ def publish(root: Path, spec: KVSpec, tokens: int) -> PublishedAssets:
         torch.cat([exact(spec, part, 0, end) for end in snapshot_ends(one, tokens) or [tokens]], dim=3)
         for part, one in enumerate(spec.parts)
     ]
-    with FolderAssetStore(root).writer("asset") as writer:
+    with open_store(root).writer() as writer:
         frames = FrameEncoder(spec, chunks, tokens, ["FP16"], None, writer)
         frames.encode(tuple(parts))
         losses = {"FP16": [0.001] * len(frames.units)}

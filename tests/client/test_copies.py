@@ -18,8 +18,9 @@ from kvabr.client.driver import Driver
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.codec import paged
 from kvabr.player.assembler import Assembler
-from kvabr.store import memory
+from kvabr.store import buffers
 from kvabr.transfer.transfer import ReceiveBuffer
+from kvabr.types.peer import PeerOptions
 from tests.client.served import Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
@@ -84,8 +85,8 @@ async def test_over_quic(root, short, tmp_path, monkeypatch):
     served = Served(root / "short", tmp_path)
     counts = Counts(monkeypatch)
     try:
-        trust = {"fingerprint": served.fingerprint, "quic": "aioquic"}
-        async with AsyncClient(served.url, **trust, model=SPEC, options=OPTIONS) as client:
+        how = PeerOptions(fingerprint=served.fingerprint, quic="aioquic")
+        async with AsyncClient(served.url, how, model=SPEC, options=OPTIONS) as client:
             assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
     finally:
         served.close()
@@ -96,21 +97,21 @@ async def test_from_a_folder_a_group_is_hashed_once_a_play_and_takes_no_new_memo
     origin, short, tmp_path, monkeypatch
 ):
     # Groups and caches as small as these are not worth pooling otherwise.
-    monkeypatch.setattr(memory, "_MIN_POOLED_BYTES", 1)
+    monkeypatch.setattr(buffers, "_MIN_POOLED_BYTES", 1)
     monkeypatch.setattr(play, "_MIN_HUGE_BYTES", 1)
     track, limits = short.track("FP16"), Limits(memory_bytes=0, disk=tmp_path / "groups")
     async with origin() as link:
         async with AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
             nbytes = (await client.play(TOKENS, deadline=60.0)).kv.nbytes
         # Closing it has written the groups.
-        for pool, size in ((memory.GROUPS, max(track.bytes)), (memory.CACHES, nbytes)):
+        for pool, size in ((buffers.GROUPS, max(track.bytes)), (buffers.CACHES, nbytes)):
             left = [pool.take(size) for _ in track.bytes]
             del left
-        fresh = [pool.fresh_bytes for pool in (memory.GROUPS, memory.CACHES)]
+        fresh = [pool.fresh_bytes for pool in (buffers.GROUPS, buffers.CACHES)]
         counts = Counts(monkeypatch)
         async with AsyncClient(link, model=SPEC, options=OPTIONS, limits=limits) as client:
             assert close((await client.play(TOKENS, deadline=60.0)).kv, error=1e-5)
-    assert [pool.fresh_bytes for pool in (memory.GROUPS, memory.CACHES)] == fresh
+    assert [pool.fresh_bytes for pool in (buffers.GROUPS, buffers.CACHES)] == fresh
     assert counts.copied == 0
     assert [counts.hashed[digest] for digest in track.digests] == [1] * len(track.digests)
 

@@ -33,7 +33,7 @@ def asset(tmp_path):
 
 @pytest.fixture
 def connect(asset):
-    library = PublishedAssets(asset.path)
+    library = PublishedAssets(asset.store.folder)
     return lambda: MemoryConnection(partial(library.find, EVERYTHING), MemoryLink(1e8, 0.02))
 
 
@@ -47,7 +47,7 @@ async def test_a_play_and_the_same_again_from_the_store(connect, tmp_path):
         came = link.stats().bytes_received
         again = await play(client, TOKENS, deadline=2.0, spec=SPEC)
         assert again.kv.equal(first.kv)
-    kept = sorted(path.name for path in (tmp_path / "kept").glob("*.group"))
+    kept = sorted(path.name for path in (tmp_path / "kept").glob("g/*"))
     assert len(kept) >= 5
     assert all(name.startswith("b3-") for name in kept)
     async with AsyncClient(link := connect(), limits=limits) as client:

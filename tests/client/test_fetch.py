@@ -23,7 +23,7 @@ from kvabr.client import profiles
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.snapshot import Snapshot, TransferProgress
 from kvabr.data import default_catalog
-from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import ConnectionStats
 from kvabr.types.catalog import RECOMPUTED
 from tests import tinymodels
@@ -101,11 +101,17 @@ def test_inspect_shows_what_an_origin_has(served, short, capsys):
     assert kvabr("inspect", f"{served.url}#kvcache:{name(short)}", "--check", *network(served)) == 2
 
 
+def damage(folder, group, track):
+    place = open_asset(folder).place(group, track)
+    data = bytearray((folder / place.name).read_bytes())
+    data[place.last - 1] ^= 1
+    (folder / place.name).write_bytes(data)
+
+
 def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, short, tmp_path, capsys):
     shutil.copytree(root / "short", tmp_path / "origin")
     for track in ("FP16", "Int8", "Int4"):
-        path = frame_path(tmp_path / "origin", 3, track)
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        damage(tmp_path / "origin", 3, track)
     damaged = Served(tmp_path / "origin", tmp_path)
     out, result = tmp_path / "c.safetensors", tmp_path / "r.json"
     try:
@@ -138,7 +144,7 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
         (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
         (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
         (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "must be shorter than --deadline"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be at least 0"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "there is no folder"),
@@ -283,7 +289,7 @@ def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_a
     encode = ("encode", *prompt_of, "--tokens", 200, "--continuation", 16, "--group-tokens", 64, "--quick")
     assert kvabr(*encode, "--out", asset, "--json", made) == 0
     assert "estimated" in capsys.readouterr().out
-    catalog, prior = FolderAsset.open(asset).catalog, default_catalog()
+    catalog, prior = open_asset(asset).catalog, default_catalog()
     assert catalog.estimated
     assert json.loads(made.read_text())["estimated"] is True
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
@@ -293,7 +299,7 @@ def test_what_was_encoded_without_measuring_is_played_and_says_that_its_losses_a
         assert track.tails == prior.track(track.name).tails
     assert catalog.mixes == catalog.asked == ()
     assert catalog.prefill is None  # the prior is of another model
-    FolderAsset.open(asset).check_parts()
+    open_asset(asset).check_parts()
     origin = Served(tmp_path / "origin", tmp_path)
     try:
         how = (origin.url, *network(origin), *prompt_of, "--deadline", 300, "--policy", "fixed:Int8")
@@ -443,11 +449,7 @@ def test_after_the_deadline_upgrades_go_on_and_the_cache_is_written_again(served
 def test_damage_that_is_met_is_named(root, tmp_path, capsys, caplog):
     """On the terminal, in the result, in the log; the play goes on with another track."""
     shutil.copytree(root / "short", tmp_path / "assets" / "short")
-    path = frame_path(tmp_path / "assets" / "short", 1, "Int8")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(bytes(data))
+    damage(tmp_path / "assets" / "short", 1, "Int8")
     served, result = Served(tmp_path / "assets", tmp_path), tmp_path / "r.json"
     try:
         prompts = tmp_path / "prompt.json"

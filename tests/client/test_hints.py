@@ -14,6 +14,7 @@ from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher
 from kvabr.store.lru import ByteLru
 from kvabr.types.errors import UsageError
+from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -105,7 +106,7 @@ async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_
     made.close()
     assert [outcomes.get_nowait().verdict for _ in forks] == ["published"] * 2
     served = Served(tmp_path / "assets", tmp_path)
-    client = AsyncClient(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, model=SPEC)
+    client = AsyncClient(served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S), model=SPEC)
     try:
         hinted = [await client.hint_asset(await client.find(fork), within_s=LIMIT_S, keep_s=60.0) for fork in forks]
         assert [one.tokens for one in hinted] == [160, 136]

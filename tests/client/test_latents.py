@@ -19,7 +19,6 @@ from kvabr.player.assembler import Assembler
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, PlayError, UsageError
 from kvabr.types.kv import KVSpec, LayerClass
@@ -139,7 +138,7 @@ async def test_a_cache_with_other_scales_is_refused(tmp_path):
 
 
 def test_the_assembler_takes_its_own_codes_or_numbers_and_no_others(tmp_path):
-    asset = FolderAsset.open(published(tmp_path, GQA_FP8).assets[0].path)
+    asset = published(tmp_path, GQA_FP8).assets[0]
     exact, catalog = cache_of(GQA_FP8)[0], asset.catalog
     with pytest.raises(UsageError, match=r"float8_e4m3fn has scales of its own, and the asset's is in float8_e5m2"):
         Assembler(catalog, dtype=torch.float8_e4m3fn)

@@ -14,7 +14,7 @@ from kvabr.client.options import PlayOptions
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.publish.encoder import publish
 from kvabr.server.publication import BytesPublication
-from kvabr.store.asset_folder import FolderAsset, FolderAssetWriter
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError
 from kvabr.types.events import GroupsPublished, ProducerStopped, RequestSent, SoonerAlone
@@ -113,9 +113,9 @@ def endless(tmp_path_factory):
     """An asset of 330 groups, more than a lookup has names for."""
     spec = replace(SPEC, group_tokens=2)
     made, folder = prompt(660), tmp_path_factory.mktemp("endless") / "asset"
-    with FolderAssetWriter(folder) as writer:
+    with open_store(folder).writer() as writer:
         writer.commit(publish(ToyModel(spec), made, ("Int4",), None, writer, time_engine=False))
-    return FolderAsset.open(folder)
+    return open_asset(folder)
 
 
 @virtual
@@ -286,10 +286,13 @@ async def test_what_the_producer_left_out_is_not_asked_for(producer):
 async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
     """A producer that lies about a digest: the group comes on another track."""
 
+    def flipped(frame):
+        return bytes(frame[:-1]) + bytes([frame[-1] ^ 1])
+
     def lie():
         producer.publish(2)
-        producer.publish(spoil=lambda name, frame: frame[:-1] + bytes([frame[-1] ^ 1]) if name == "Int4" else frame)
-        producer.publish(spoil=lambda name, frame: frame + b"x" if name == "Int4" else frame)
+        producer.publish(spoil=lambda name, frame: flipped(frame) if name == "Int4" else frame)
+        producer.publish(spoil=lambda name, frame: bytes(frame) + b"x" if name == "Int4" else frame)
         producer.publish(6)
 
     end = await played(producer, 1, lie, deadline=20)

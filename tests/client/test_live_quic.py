@@ -21,9 +21,11 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server, Watcher
-from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.store.live import LiveWriter, new_key
+from kvabr.store.local import LocalStore
 from kvabr.types.events import GroupsPublished
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames
+from kvabr.types.peer import PeerOptions
 from tests.client.live import GROUPS, TOKENS, right
 from tests.client.served import Served
 from tests.faults.common import LIMIT_S, QUIET
@@ -50,7 +52,7 @@ class Writer:
 
     def __init__(self, asset, root):
         self.asset, self.key, self.next = asset, new_key(), 0
-        self.folder = LiveFolderWriter(root / "asset")
+        self.folder = LiveWriter(LocalStore(root), None)
 
     async def __aenter__(self):
         return await asyncio.to_thread(self.begin)
@@ -60,10 +62,10 @@ class Writer:
 
     def begin(self):
         catalog = self.asset.catalog
-        tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, measured=None) for one in catalog.tracks)
+        tracks = tuple(replace(one, digests=(UNKNOWN,) * GROUPS, packs=(), measured=None) for one in catalog.tracks)
         seconds = tuple(0.001 * (group + 1) for group in range(GROUPS))
         self.folder.__enter__()
-        self.folder.begin(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))
+        self.folder.begin_live(LiveCatalog(replace(catalog, tracks=tracks, mixes=()), seconds, self.key))
         return self
 
     async def publish(self, groups=1):
@@ -74,8 +76,8 @@ class Writer:
         frames = {}
         for track in self.asset.catalog.tracks:
             frame = self.asset.frame(self.next, track.name)
-            self.folder.frame(self.next, track.name, frame)
-            frames[track.name] = len(frame), hashlib.sha256(frame).hexdigest()
+            frames[track.name] = len(frame), (digest := hashlib.sha256(frame).hexdigest())
+            self.folder.frame(self.next, track.name, frame, digest)
         self.folder.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
         self.next += 1
 
@@ -100,7 +102,7 @@ async def origin(root, tls, port=0):
 
 
 def dial(server, tls, **options):
-    return connect(f"moqt://127.0.0.1:{server.address[1]}/", fingerprint=check(tls).fingerprint, **options)
+    return connect(f"moqt://127.0.0.1:{server.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, **options))
 
 
 class Followed(Served):
@@ -155,7 +157,9 @@ async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset
     async with Writer(asset, root) as writer:
         async with origin(root, tls) as server:
             port = server.address[1]
-            client = AsyncClient(f"moqt://127.0.0.1:{port}/", fingerprint=check(tls).fingerprint, model=SPEC)
+            client = AsyncClient(
+                f"moqt://127.0.0.1:{port}/", PeerOptions(fingerprint=check(tls).fingerprint), model=SPEC
+            )
             play, seen = playing(client)
             await writer.publish(3)
             await until(lambda: seen.edge == 3)

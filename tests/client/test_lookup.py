@@ -16,7 +16,8 @@ from kvabr.client.lookup import catalog_limit, fetch_catalog, find_prefix, playa
 from kvabr.client.profiles import ProfileCache
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.store.live import LiveWriter, new_key
+from kvabr.store.local import LocalStore
 from kvabr.types.catalog import MAX_CATALOG_BYTES
 from kvabr.types.errors import ForeignError, FormatError, RequestError
 from kvabr.types.live import UNKNOWN, LiveCatalog
@@ -60,8 +61,8 @@ def test_of_growing_caches_too_the_one_is_found_that_shares_most(tmp_path, group
         for share in (200, 201, 202):
             made = assets.make_asset(tmp_path / f"made-{share}", [*prompt[: 4 * share], *range(9)]).catalog
             tracks = tuple(replace(track, digests=(UNKNOWN,) * made.groups) for track in made.tracks)
-            writer = stack.enter_context(LiveFolderWriter(tmp_path / "root" / f"shares-{share}"))
-            writer.begin(LiveCatalog(replace(made, tracks=tracks), (0.0,) * made.groups, new_key()))
+            writer = stack.enter_context(LiveWriter(LocalStore(tmp_path / "root"), None))
+            writer.begin_live(LiveCatalog(replace(made, tracks=tracks), (0.0,) * made.groups, new_key()))
         published = PublishedAssets(tmp_path / "root")
         asyncio.run(published.live.look())
 

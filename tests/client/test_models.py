@@ -17,7 +17,7 @@ from kvabr.publish.encoder import publish
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import NotFoundError, PlayError, UsageError
 from tests.client.test_play import close
@@ -34,7 +34,7 @@ def published(tmp_path_factory):
     """Two models, in folders that grants can tell apart."""
     root = tmp_path_factory.mktemp("models")
     toy_asset(root / "one", ("Int8",))
-    with FolderAssetWriter(root / "two") as writer:
+    with open_store(root / "two").writer() as writer:
         writer.prompt(made := prompt(70))
         writer.commit(publish(ToyModel(OTHER), made, ("Int8",), None, writer))
     return root
@@ -75,7 +75,7 @@ async def test_several_models_must_be_told_apart(published):
 
 def write(folder, group_tokens, tokens=70):
     made = prompt(tokens)
-    with FolderAssetWriter(folder) as writer:
+    with open_store(folder).writer() as writer:
         writer.prompt(made)
         writer.commit(publish(ToyModel(), made, ("Int8",), None, writer, group_tokens=group_tokens))
 

@@ -14,7 +14,7 @@ from kvabr.client.passages import find_passages
 from kvabr.client.result import NothingCached
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import FormatError, NotFoundError, UsageError
@@ -103,11 +103,11 @@ async def test_five_passages_are_found_in_one_round_trip(five):
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_five_passages_are_found_in_a_bucket_with_a_get_each(five, tmp_path, scheme):
-    url = memory_url() if scheme == "memory" else f"file://{tmp_path / 'bucket'}?layout=objects"
+    url = memory_url() if scheme == "memory" else f"file://{tmp_path / 'bucket'}"
     for number in range(5):
-        put_asset(url, FolderAsset.open(five / f"passage-{number}"))
+        put_asset(url, open_asset(five / f"passage-{number}"))
     assets.make_asset(tmp_path / "prompt", FIVE[1].ids)
-    put_asset(url, FolderAsset.open(tmp_path / "prompt"))
+    put_asset(url, open_asset(tmp_path / "prompt"))
 
     async def check():
         async with dialling(url) as link:
@@ -136,7 +136,7 @@ async def test_what_is_not_the_passage_is_left_out(five, tmp_path):
     other = assets.make_asset(tmp_path / "elsewhere", range(700, 709), passage=NOTES)
     prompt = assets.make_asset(tmp_path / "a-prompt", FIVE[1].ids)
 
-    true = FolderAsset.open(five / "passage-0").catalog
+    true = open_asset(five / "passage-0").catalog
     lies = {
         FIVE[0]: other.catalog,
         FIVE[1]: replace(prompt.catalog, namespace=FIVE[1].name(SPEC)),

@@ -11,7 +11,7 @@ import pytest
 from kvabr.abr.estimators import BUILTIN
 from kvabr.client.play_connection import SharedTransfers
 from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
-from kvabr.store.group_store import MemoryGroupStore, TieredGroupStore
+from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
@@ -28,7 +28,7 @@ def connection(cls=MemoryConnection):
 
 
 def peer(connection):
-    return SharedTransfers(connection, TieredGroupStore(MemoryGroupStore(1 << 20)), ClientMetrics())
+    return SharedTransfers(connection, GroupCache(1 << 20), ClientMetrics())
 
 
 def fresh(name="harmonic"):

@@ -23,6 +23,7 @@ from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.types.errors import TransportError
 from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
+from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
@@ -69,7 +70,7 @@ async def test_a_play_from_two_origins(origins, short):
     sent, trust = [], {"quic": "aioquic", "timeout_s": LIMIT_S}
     options = PlayOptions(policy="fixed:FP16", log=sent.append)
     async with AsyncClient(options=options) as client:
-        peers = [client.peer(each.url, fingerprint=each.fingerprint, **trust) for each in origins]
+        peers = [client.peer(each.url, PeerOptions(fingerprint=each.fingerprint, **trust)) for each in origins]
         for peer in peers:
             await client.connect(peer)
         played = await client.play(TOKENS, deadline=LIMIT_S, peer=peers)
@@ -85,7 +86,7 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
     gone = origins[0].url
     origins[0].kill()
     for urls in ([gone, origins[1].url], [origins[1].url, gone]):
-        async with AsyncClient(urls, insecure=True, timeout_s=1.0) as client:
+        async with AsyncClient(urls, PeerOptions(insecure=True, timeout_s=1.0)) as client:
             assert isinstance(await client.play(TOKENS[::-1], deadline=LIMIT_S), NothingCached)
             assert (await client.play(TOKENS, deadline=LIMIT_S)).tokens == len(TOKENS)
 
@@ -93,7 +94,7 @@ async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone
 async def test_a_prompt_is_found_although_the_first_origin_is_silent(origins):
     with silent() as nobody:
         urls = [f"moqt://127.0.0.1:{nobody.getsockname()[1]}/", origins[0].url]
-        async with AsyncClient(urls, insecure=True, timeout_s=LIMIT_S) as client:
+        async with AsyncClient(urls, PeerOptions(insecure=True, timeout_s=LIMIT_S)) as client:
             found = await client.find(TOKENS, within_s=LIMIT_S / 2)
     assert found is not None
     assert found.catalog.tokens == len(TOKENS)
@@ -105,7 +106,7 @@ async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
         urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
-        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=0.3) as client:
+        async with AsyncClient(urls, PeerOptions(insecure=True, transport="quic", timeout_s=0.3)) as client:
             assert await client.find(TOKENS) is not None
             await asyncio.sleep(0)
             assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
@@ -123,7 +124,7 @@ async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(s
         for one in (nobody, no):
             one.bind(("127.0.0.1", 0))
         urls = [f"moqt://127.0.0.1:{one.getsockname()[1]}/" for one in (nobody, no)]
-        client = AsyncClient(urls[:sources], insecure=True, transport="quic", timeout_s=LIMIT_S)
+        client = AsyncClient(urls[:sources], PeerOptions(insecure=True, transport="quic", timeout_s=LIMIT_S))
         asked = [asyncio.create_task(client.find(TOKENS)), asyncio.create_task(client.connect())]
         await asyncio.sleep(0.05)
         await client.close()
@@ -137,7 +138,7 @@ async def test_closing_a_client_that_dials_ends_its_lookups_and_cancels_nobody(s
 async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups_until_it_is_back(origins):
     sent, urls = [], [each.url for each in origins]
     options, limits = PlayOptions(policy="fixed:FP16", log=sent.append), Limits(memory_bytes=1)
-    async with AsyncClient(urls, insecure=True, timeout_s=1.0, options=options, limits=limits) as client:
+    async with AsyncClient(urls, PeerOptions(insecure=True, timeout_s=1.0), options=options, limits=limits) as client:
         found = await client.find(TOKENS)
         gone = client._origins[0].transfers
         await asyncio.gather(*(each.transfers.connected() for each in client._origins))
@@ -165,7 +166,7 @@ async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, m
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
         urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
-        async with AsyncClient(urls, insecure=True, transport="quic", timeout_s=LIMIT_S) as client:
+        async with AsyncClient(urls, PeerOptions(insecure=True, transport="quic", timeout_s=LIMIT_S)) as client:
             playing = asyncio.create_task(client.play(TOKENS, deadline=LIMIT_S))
             with pytest.raises(asyncio.CancelledError):
                 await playing

@@ -8,15 +8,13 @@ import time
 import pytest
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
 from kvabr.client.origins import dialling
 from kvabr.client.result import IncompleteError, NothingCached
 from kvabr.link.objects import connection as store_connection
-from kvabr.link.objects import index as store_index
 from kvabr.link.objects import lanes
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.locations import open_asset, open_objects
+from kvabr.store.store import listing
 from kvabr.transfer.interface import read_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, NotFoundError, PlayError, Reason, RequestError, TransportError
@@ -24,7 +22,6 @@ from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
 from tests.server.relays import until
-from tests.store.objects.publishing import PLAIN, put
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
@@ -33,15 +30,14 @@ COST = PrefillCost(0.001, 0.03)  # a play fetches, and computes what does not co
 
 @pytest.fixture
 def stored(root):
-    """URL of a store with one asset of one span, and the span's key."""
+    """URL of a store with one asset, and the names of its objects with frames, one for each track."""
     url = memory_url()
-    (key,) = put_asset(url, FolderAsset.open(root / "short"))
-    return url, key
+    return url, put_asset(url, open_asset(root / "short"))
 
 
-def on_data(key, fault, *, times=1 << 30):
-    """Return a function for `WebServer.faults`: the first GETs of a span go wrong. Its head is found by a pointer."""
-    return lambda asked, before: fault if asked == key and before < times else None
+def on_data(keys, fault, *, times=1 << 30):
+    """Return a function for `WebServer.faults`: the first GETs of some objects go wrong."""
+    return lambda asked, before: fault if asked in keys and before < times else None
 
 
 async def play(url, *, deadline=LIMIT_S, engine=None, **options):
@@ -56,8 +52,8 @@ async def play(url, *, deadline=LIMIT_S, engine=None, **options):
     ids=["503", "429", "cut", "replaced"],
 )
 async def test_a_fault_that_passes_does_no_harm(stored, fault):
-    url, key = stored
-    async with WebServer(url, [on_data(key, fault, times=2)]) as server:
+    url, keys = stored
+    async with WebServer(url, [on_data(keys, fault, times=2)]) as server:
         played = await play(server.url)
     assert played.tokens == 70
     assert close(played.kv)
@@ -72,11 +68,11 @@ async def test_a_fault_that_passes_does_no_harm(stored, fault):
     ids=["503", "gone", "range", "denied", "silent", "cut", "stops", "replaced", "shorter"],
 )
 async def test_what_cannot_be_fetched_is_computed(stored, fault):
-    url, key = stored
+    url, keys = stored
     engine = ToyModel()
-    async with WebServer(url, [on_data(key, fault)]) as server:
+    async with WebServer(url, [on_data(keys, fault)]) as server:
         played = await play(server.url, deadline=4.0, engine=engine)
-        assert key in [asked for asked, *_ in server.asked]
+        assert {asked for asked, *_ in server.asked} & set(keys)
     assert played.tokens == 70
     assert close(played.kv)
     assert engine.prefilled == 70
@@ -93,9 +89,9 @@ async def test_what_cannot_be_fetched_is_computed(stored, fault):
     ids=["503", "gone", "denied", "replaced"],
 )
 async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why):
-    url, key = stored
+    url, keys = stored
     lines = []
-    async with WebServer(url, [on_data(key, fault)]) as server:
+    async with WebServer(url, [on_data(keys, fault)]) as server:
         with pytest.raises(IncompleteError) as caught:
             await play(server.url, deadline=1.5, log=lines.append)
     reasons = " ".join(str(getattr(line, "reason", "")) for line in lines) + str(caught.value)
@@ -103,8 +99,8 @@ async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why
 
 
 async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadline(stored):
-    url, key = stored
-    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server, AsyncClient(server.url) as client:
+    url, keys = stored
+    async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, AsyncClient(server.url) as client:
         lines = []
         with pytest.raises(IncompleteError, match="missing"):
             await client.play(TOKENS, deadline=1.0, model=SPEC, options=PlayOptions(log=lines.append))
@@ -112,21 +108,21 @@ async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadlin
         assert not (await client.connect())._wanted
 
 
-async def test_a_span_that_was_removed_is_computed_and_then_not_found(stored):
-    url, key = stored
+async def test_what_was_removed_is_computed_and_then_not_found(stored):
+    url, keys = stored
     async with AsyncClient(url, engine=ToyModel(), options=PlayOptions(prefill_cost=COST)) as client:
         found = await client.find(TOKENS, model=SPEC)
-        await Bucket.open(url).delete([key])
+        await open_objects(url).delete(keys)
         with pytest.raises(PlayError, match="no such object"):
             await client.play_asset(found, deadline=1.0)
-        # The pointers to the span are still there; they are not believed any more.
+        # The pages are still there; they are not believed any more.
         assert await client.find(TOKENS, model=SPEC) is None
         assert close((await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)).kv)
 
 
-async def test_a_catalog_whose_spans_are_gone_fails_with_a_reason(stored, short):
-    url, key = stored
-    await Bucket.open(url).delete([key])
+async def test_a_catalog_whose_frames_are_gone_fails_with_a_reason(stored, short):
+    url, keys = stored
+    await open_objects(url).delete(keys)
     async with AsyncClient(url) as client:
         with pytest.raises(PlayError, match="no such object"):
             await client.play_asset(short.namespace, deadline=2.0)
@@ -136,22 +132,22 @@ async def test_a_catalog_whose_spans_are_gone_fails_with_a_reason(stored, short)
 async def test_what_no_player_watches_is_asked_for_again(stored, short, fault, monkeypatch):
     monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.2)
     monkeypatch.setattr(store_connection, "SILENCE_S", 0.2)
-    url, key = stored
+    url, keys = stored
     size = short.by_name["FP16"].bytes[0]
-    async with WebServer(url, [on_data(key, fault, times=1)]) as server, dialling(server.url) as connection:
+    async with WebServer(url, [on_data(keys, fault, times=1)]) as server, dialling(server.url) as connection:
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         download = connection.fetch(short.namespace, "FP16", 0, limit=size, exact=True)
         assert len(await read_all(download)) == size
         assert download.has_digest(short.by_name["FP16"].digests[0])
-        asked = [end - first for asked, first, end in server.asked if asked == key]
+        asked = [end - first for asked, first, end in server.asked if asked in keys]
     assert asked[0] == size >= asked[1]
     assert len(asked) == 2
 
 
 async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, monkeypatch):
     monkeypatch.setattr(store_connection, "FIRST_BYTE_S", 0.05)
-    url, key = stored
-    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server, dialling(server.url) as connection:
+    url, keys = stored
+    async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, dialling(server.url) as connection:
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         with pytest.raises(ConnectionLostError, match="sent nothing for"):
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
@@ -160,17 +156,12 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
         assert not connection._tries
 
 
-async def keys(url, prefix):
-    async for info in Bucket.open(url).list(prefix):
-        yield info.key
-
-
 def silent(where, *, times=1 << 30):
     """Return a function for `WebServer.faults`: the first GETs of some keys are never answered."""
     return lambda asked, before: Fault(silent=True) if where in asked and before < times else None
 
 
-@pytest.mark.parametrize("where", ["o/0", "o/1", "i/", "s/"])
+@pytest.mark.parametrize("where", ["m/0", "i/", "g/"])
 async def test_one_get_that_is_never_answered_costs_little(stored, where):
     # No play here takes nearly as long as its deadline, nor does one GET have as long to be answered.
     url, _ = stored
@@ -180,32 +171,9 @@ async def test_one_get_that_is_never_answered_costs_little(stored, where):
         assert len(asked) > len(set(asked))
 
 
-async def test_an_offer_that_never_comes_holds_up_no_others(stored, monkeypatch):
-    monkeypatch.setattr(store_index, "_OFFERS_S", 0.0)
-    url, _ = stored
-    put(url, PLAIN, list(range(20)))
-    async with WebServer(url, [silent("o/0")]) as server, AsyncClient(server.url) as client:
-        assert (await client.play(list(range(20)), deadline=15.0, model=PLAIN)).tokens == 20
-        assert isinstance(await client.play(TOKENS, deadline=15.0, model=SPEC), NothingCached)
-        server.faults.clear()
-        assert (await client.play(TOKENS, deadline=15.0, model=SPEC)).tokens == 70
-
-
-async def test_nothing_of_one_offer_holds_up_what_is_in_another():
-    url = memory_url()
-    put(url, PLAIN, list(range(20)))
-    put(url, PLAIN, list(range(40, 60)), tracks=("FP16",))
-    names = {key.split("/")[1] async for key in keys(url, "s/")}
-    for name in names:
-        async with WebServer(url, [silent(f"/{name}/")]) as server, AsyncClient(server.url) as client:
-            asked = [client.find(prompt, model=PLAIN, within_s=5.0) for prompt in (range(20), range(40, 60))]
-            told = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(each) for each in told} == {Found, TransportError}
-
-
 async def test_a_store_that_is_too_busy_says_so_in_the_words_of_the_protocol(stored, short):
-    url, key = stored
-    async with WebServer(url, [on_data(key, Fault(status=503))]) as server, dialling(server.url) as connection:
+    url, keys = stored
+    async with WebServer(url, [on_data(keys, Fault(status=503))]) as server, dialling(server.url) as connection:
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
         with pytest.raises(RequestError) as caught:
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=1 << 20))
@@ -225,23 +193,20 @@ async def test_more_than_the_limit_is_refused(stored, short):
             await read_all(connection.fetch(short.namespace, "FP8", 0, limit=1 << 20))
 
 
-async def test_offers_and_heads_of_another_version_are_left_alone(stored):
+async def test_models_of_another_version_are_left_alone(stored):
     url, _ = stored
-    bucket = Bucket.open(url)
-    await bucket.put("o/1", b'{"schema": "kvabr.offer/9"}')
-    await bucket.put("o/2", b"not JSON at all")
+    for number, text in enumerate((b'{"schema": "kvabr.models/9"}', b"not JSON at all"), 1):
+        await open_objects(url).put_new(f"m/{number}", text)
     played = await play(url)
     assert close(played.kv)
 
 
-async def test_a_damaged_head_is_as_good_as_none(stored):
-    url, key = stored
-    bucket = Bucket.open(url)
-    data = bytearray(await bucket.get(key, limit=1 << 30))
-    data[60] ^= 1
-    await bucket.put(key, data)
-    for name in [info.key async for info in bucket.list("i/")]:
-        await bucket.put(name, b"damaged")
+async def test_a_damaged_page_is_as_good_as_none(stored):
+    url, _ = stored
+    store = open_objects(url)
+    for name in await listing(store, "i/"):
+        await store.delete([name])
+        await store.put_new(name, b"damaged")
     async with AsyncClient(url) as client:
         assert isinstance(await client.play(TOKENS, deadline=LIMIT_S, model=SPEC), NothingCached)
 
@@ -289,9 +254,9 @@ async def test_a_store_that_comes_back_is_used_again(stored, short):
 
 
 async def test_closing_fails_what_is_under_way_and_leaves_nothing(stored, short):
-    url, key = stored
+    url, keys = stored
     before = asyncio.all_tasks()
-    async with WebServer(url, [on_data(key, Fault(silent=True))]) as server:
+    async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server:
         async with dialling(server.url) as connection:
             await connection.finder.find(SPEC, short.chunks, any_dtype=False)
             reads = [
@@ -309,7 +274,7 @@ async def test_closing_fails_what_is_under_way_and_leaves_nothing(stored, short)
 
 
 async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
-    url, key = stored
+    url, keys = stored
     track = short.by_name["FP16"]
 
     async def limits():
@@ -320,7 +285,7 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         return found
 
     async with (
-        WebServer(url, [on_data(key, Fault(delay_s=1.0), times=1)]) as server,
+        WebServer(url, [on_data(keys, Fault(delay_s=1.0), times=1)]) as server,
         dialling(server.url) as connection,
     ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
@@ -330,10 +295,10 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
 
 async def test_after_a_cancelled_get_a_connection_is_open_for_the_next(stored, short, monkeypatch):
     monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
-    url, key = stored
+    url, keys = stored
     size = short.by_name["FP16"].bytes
     async with (
-        WebServer(url, [on_data(key, Fault(silent=True), times=1)]) as server,
+        WebServer(url, [on_data(keys, Fault(silent=True), times=1)]) as server,
         dialling(server.url) as connection,
     ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
@@ -352,10 +317,10 @@ async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(store
     """Again and again: each time all lanes carry what is not urgent, all of it is cancelled, and the link is full."""
     monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
     monkeypatch.setattr(lanes, "LEAST_BYTES", 1)
-    url, key = stored
+    url, keys = stored
     size, silent = short.by_name["FP16"].bytes, True
     async with (
-        WebServer(url, [lambda asked, _: Fault(silent=True) if asked == key and silent else None]) as server,
+        WebServer(url, [lambda asked, _: Fault(silent=True) if asked in keys and silent else None]) as server,
         dialling(server.url) as connection,
     ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)

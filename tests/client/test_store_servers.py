@@ -11,8 +11,8 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.origins import dialling
-from kvabr.store.asset_folder import FolderAsset
-from kvabr.store.objects.bucket import Bucket
+from kvabr.store.cloud import CloudStore
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import StoreError, TransportError, UnauthorizedError
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
@@ -30,7 +30,7 @@ def store(seaweed, root):
     """URL of a store in SeaweedFS with the two assets of the toy model."""
     url = seaweed.url()
     for name in ("short", "long"):
-        put_asset(url, FolderAsset.open(root / name))
+        put_asset(url, open_asset(root / name))
     return url
 
 
@@ -86,22 +86,22 @@ async def test_no_descriptor_is_left_open(store):
 
 @contextlib.asynccontextmanager
 async def cached(asset, folder, *faults, slice_size="1m"):
-    """URL of nginx, as documented, before a store with an asset, that store, and the keys of the asset's spans."""
+    """URL of nginx, as documented, before a store with an asset; that store; and the objects with its frames."""
     if NGINX is None:
         pytest.skip("nginx is not installed: apt-get install nginx")
     source = memory_url()
-    spans = put_asset(source, asset)
+    objects = put_asset(source, asset)
     async with WebServer(source, list(faults)) as store:
         nginx = Nginx(folder / "nginx", store.url.removeprefix("http://"), slice_size=slice_size)
         try:
-            yield nginx.url, store, spans
+            yield nginx.url, store, objects
         finally:
             nginx.stop()
 
 
 @pytest.mark.process
 async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, root):
-    async with cached(FolderAsset.open(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
+    async with cached(open_asset(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
         asked = []
         for _ in range(2):
             async with AsyncClient(url) as client:
@@ -114,8 +114,8 @@ async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, r
                     while await download.read():
                         pass
                     assert download.has_digest(track.digests[group])
-            asked.append([get for get in store.asked if get[0].startswith("s/")])
-        # The second time the cache had every slice of the span; the store was asked for no byte twice.
+            asked.append([get for get in store.asked if get[0].startswith("g/")])
+        # The second time the cache had every slice; the store was asked for no byte twice.
         assert asked[0] == asked[1]
         assert len(set(asked[0])) == len(asked[0]) > 1
 
@@ -125,21 +125,21 @@ async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
     """nginx lets those who wait for an answer ask themselves after a while: that would bury a store which is slow."""
 
     def slow(key, _before):
-        return Fault(delay_s=SLOW_S) if key.startswith("s/") else None
+        return Fault(delay_s=SLOW_S) if key.startswith("g/") else None
 
-    async with cached(FolderAsset.open(root / "long"), tmp_path, slow) as (url, store, (span,)):
+    async with cached(open_asset(root / "long"), tmp_path, slow) as (url, store, (name, *_)):
 
         def read():
-            with urllib.request.urlopen(f"{url}/v1/default/{span}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
+            with urllib.request.urlopen(f"{url}/{name}", timeout=LIMIT_S) as answer:  # noqa: S310 - ours
                 return answer.read()
 
         bodies = await asyncio.gather(*(asyncio.to_thread(read) for _ in range(8)))
         assert len(set(bodies)) == 1
-        assert [key for key, *_ in store.asked] == [span]
+        assert [key for key, *_ in store.asked] == [name]
 
 
 async def test_a_cache_that_is_read_is_not_written(tmp_path):
     del tmp_path
-    bucket = Bucket.open("http://127.0.0.1:1")
+    bucket = CloudStore("http://127.0.0.1:1")
     with pytest.raises(Exception, match="can only be read"):
-        await bucket.put("s/x", b"")
+        await bucket.put_new("g/x", b"")

@@ -9,6 +9,7 @@ from kvabr.client.blocking import Client
 from kvabr.client.options import PlayOptions
 from kvabr.link.moqt.connect import connect
 from kvabr.types.errors import UnauthorizedError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.toymodel import SPEC, prompt
@@ -55,7 +56,7 @@ def test_a_file_without_a_token(tmp_path, capsys, content, says):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=says):
-        connect("moqt://127.0.0.1:1/", token_file=path)
+        connect("moqt://127.0.0.1:1/", PeerOptions(token_file=path))
     assert main(["inspect", "moqt://127.0.0.1:1/#kvcache:m/" + "0" * 64, "--token-file", str(path)]) == 2
     assert f"--token-file {path}: " in capsys.readouterr().err
 
@@ -64,9 +65,8 @@ INT8 = PlayOptions(policy="fixed:Int8")
 
 
 def test_a_client_reads_it_again_when_it_connects(served, file):
-    options = {"fingerprint": served.fingerprint, "quic": "aioquic", "timeout_s": LIMIT_S, "model": SPEC}
-    options["options"] = PlayOptions(policy="fixed:Int8")
-    with Client(served.url, token_file=file, **options) as client:
+    how = PeerOptions(token_file=file, fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S)
+    with Client(served.url, how, model=SPEC, options=INT8) as client:
         assert close(client.play(TOKENS, deadline=LIMIT_S, options=INT8).kv, error=1e-3)
         file.write_text("a wrong one")
         served.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 from kvabr.client.blocking import LoopThread
 from kvabr.server.certificates import ServerTls, check, make
@@ -10,7 +11,29 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
+from kvabr.store.locations import open_store
 from tests.client.served import LOG
+
+
+def assets_of(root):
+    """The assets in a store."""
+    store = open_store(root)
+    return [store.open(prompt) for prompt in store.list().versions]
+
+
+@contextmanager
+def harmed(asset, group, track, harm="missing"):
+    """A frame has another byte (``corrupt``), or its object is not there (``missing``); afterwards it is as it was."""
+    place = asset.place(group, track)
+    path = asset.store.path(place.name)
+    data = path.read_bytes()
+    broken = bytearray(data)
+    broken[(place.first + place.last) // 2] ^= 1
+    path.unlink() if harm == "missing" else path.write_bytes(broken)
+    try:
+        yield
+    finally:
+        path.write_bytes(data)
 
 
 class Origin:

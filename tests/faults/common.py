@@ -21,10 +21,11 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import PlayEvent
 from kvabr.types.naming import CATALOG_TRACK, PREFIX_TRACK, chain
+from kvabr.types.peer import PeerOptions
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests import kvdata
@@ -50,7 +51,7 @@ def engine() -> ToyModel:
 
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
-    with FolderAssetWriter(path) as writer:
+    with open_store(path).writer(live=True) as writer:
         catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer)
         writer.prompt(PROMPT)
         writer.commit(catalog)
@@ -114,9 +115,10 @@ class Origin:
         assert server.metrics.value("kvabr_requests_in_flight") == 0
 
 
-def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, **options):
+def connect(address, fingerprint, quic="aioquic", *, timeout_s=LIMIT_S, token=None, **options):
     host, port = address
-    return dial(f"moqt://{host}:{port}/", fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, **options)
+    how = PeerOptions(fingerprint=fingerprint, quic=quic, timeout_s=timeout_s, token=token)
+    return dial(f"moqt://{host}:{port}/", how, **options)
 
 
 @dataclass

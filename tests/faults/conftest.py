@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from kvabr.server import certificates
+from kvabr.store.locations import open_asset
 from tests.faults import common
 
 
@@ -23,9 +24,8 @@ def catalog(root):
 
 
 def kvabr_catalog(root):
-    from kvabr.types.catalog import Catalog
 
-    return Catalog.read(root / "one" / "catalog.json")
+    return open_asset(root / "one").catalog
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from kvabr.link.quic.backend import REQUESTS_CONNECTION_WINDOW, REQUESTS_STREAM_
 from kvabr.link.transport import StreamTransport
 from kvabr.moqt.events import Ready
 from kvabr.moqt.parameters import Parameters
-from kvabr.store import asset_folder
+from kvabr.store import asset
 from tests.assets import open_files
 from tests.faults.common import LIBRARIES, serving
 from tests.faults.rude import rude_client
@@ -35,7 +35,7 @@ async def connected(stack, served, **how):
 @pytest.mark.parametrize("library", LIBRARIES)
 async def test_clients_that_begin_everything_and_finish_nothing(root, tls, fingerprint, catalog, library, monkeypatch):
     """They raise the priority of each request in turn, and some read nothing more."""
-    monkeypatch.setattr(asset_folder, "LOADED_BYTES", 1000)  # so that every frame is read from an open file,
+    monkeypatch.setattr(asset, "LOADED_BYTES", 1000)  # so that every frame is read from an open file,
     monkeypatch.setattr(StreamTransport, "piece", 5000)  # and sent in pieces
     async with serving(root, tls, fingerprint, library=library, **LITTLE) as served, AsyncExitStack() as stack:
         budgets, seen = served.server.budgets, []

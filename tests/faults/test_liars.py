@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvabr.codec.container import pack, unpack
-from kvabr.store.asset_folder import frame_path
 from kvabr.types.errors import PlayError, TransportError
+from tests.assets import frame_file
 from tests.client.playing import play
 from tests.faults.common import (
     GROUPS,
@@ -117,14 +117,16 @@ async def test_a_catalog_that_vouches_for_frames_of_something_else(root, tls, fi
 
     async def one(what, changes):
         asset = shutil.copytree(root / "one", tmp_path / what / "one")
-        path = frame_path(asset, GOAL, "Int4")
+        path = frame_file(asset, GOAL, "Int4")
         header, payload = unpack(path.read_bytes())
         frame = pack(payload, replace(header, **changes))
         path.write_bytes(frame)
-        value = json.loads((asset / "catalog.json").read_text())
+        (catalog,) = (asset / "a").iterdir()
+        value = json.loads(catalog.read_text())
         (track,) = [track for track in value["tracks"] if track["name"] == "Int4"]
         track["digests"][GOAL], track["bytes"][GOAL] = hashlib.sha256(frame).hexdigest(), len(frame)
-        (asset / "catalog.json").write_text(json.dumps(value))
+        catalog.write_text(json.dumps(value))
+        path.rename(path.with_name(track["digests"][GOAL]))
         log = Log()
         async with serving(tmp_path / what, tls, fingerprint) as served, served.connect() as connection:
             played = await play(connection, TOKENS, deadline=LIMIT_S, policy="fixed:Int4", spec=SPEC, log=log)

@@ -18,6 +18,7 @@ from kvabr.link.moqt.connect import connect
 from kvabr.server.certificates import ServerTls, facts_of
 from kvabr.server.grants import Grant, Grants
 from kvabr.types.errors import NotFoundError, PlayError, TransportError
+from kvabr.types.peer import PeerOptions
 from tests.client.playing import play, play_asset
 from tests.faults.common import LIBRARIES, LIMIT_S, SPEC, TOKENS, right, serving
 
@@ -85,7 +86,7 @@ def authority(tmp_path_factory):
 
 
 def connecting(served, quic, host="localhost", **trust):
-    return connect(f"moqt://{host}:{served.address[1]}/", quic=quic, timeout_s=LIMIT_S, **trust)
+    return connect(f"moqt://{host}:{served.address[1]}/", PeerOptions(quic=quic, timeout_s=LIMIT_S, **trust))
 
 
 async def said(served, quic, **trust):

@@ -1,42 +1,33 @@
-"""Whole buckets that strangers have written to: lookups in them, and the managing of what they hold.
+"""Whole stores that strangers have written to: lookups in them, and the managing of what they hold.
 
 An input is a list of parts with `SEPARATOR` between them. The first byte of the first part says what is
 removed. Each other part is an object:
 
-    key | 0 | age 1 | data
+    name | 0 | age 1 | data
 
-An ``@`` in a key stands for the ID of the first offer. The age is in minutes. Offers, spans and pointers may be
-written as JSON: then their digests are right, as no fuzzer would guess them.
+The age is in minutes. Pages may be written as JSON, which no fuzzer would pack.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Sequence
 from functools import cache
-from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvabr.cli.store_actions import _row, _shared
 from kvabr.client import lookup
 from kvabr.link.objects.index import StoreIndex
-from kvabr.store.admin.bucket_admin import BucketAdmin
-from kvabr.store.admin.protocol import Inventory, total_bytes
-from kvabr.store.objects.layout import catalog_key, offer_key, pointer_key, span_key
-from kvabr.store.objects.spans import encode_pointer
+from kvabr.store.admin import Inventory, find_damage, inventory, remove, total_bytes
+from kvabr.store.names import CATALOGS, GROUPS, PAGES, PRIVATE_PREFIX, PROFILES, catalog_name, model_name, page_name
+from kvabr.store.pages import pages_of
+from kvabr.store.store import Store, StoredObject, drive
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
-from kvabr.types.errors import (
-    ConnectionLostError,
-    FormatError,
-    KvabrError,
-    NotFoundError,
-    RequestError,
-    TransportError,
-)
+from kvabr.types.errors import ConnectionLostError, FormatError, KvabrError, RequestError, TransportError
 from kvabr.types.naming import TrackNamespace, prefix_track
-from tests.fuzz.stored import SPAN_GROUPS, heads, identified, made, offer, span, stored
+from tests.fuzz.stored import made, packed, page_json
 from tests.fuzz.target import SEPARATOR, Target, refused
 
 T = TypeVar("T")
@@ -44,83 +35,62 @@ T = TypeVar("T")
 _NOW_S = 1e9
 _SILENT_AGE_S = 60.0 * 255
 """Reads of objects that are as old are never answered while a player looks for something."""
-_MOST_OBJECTS = 40
+_MOST_OBJECTS = 60
+_OWN = (CATALOGS, GROUPS, PAGES, PRIVATE_PREFIX, PROFILES)
+"""What managing may remove."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Info:
-    key: str
-    size: int
-    modified_s: float
-
-
-class _Objects:
-    """The objects of one tenant in this process, with a clock of their own; requests are never kept waiting."""
+class _Objects(Store):
+    """Objects in this process, with a clock of their own; requests are never kept waiting."""
 
     url = "memory://fuzz"
-    where = SimpleNamespace(tenant="default")
 
     def __init__(self, objects: dict[str, tuple[bytes, float]]) -> None:
         self.objects = dict(objects)
 
     async def get(
-        self, key: str, start: int = 0, end: int | None = None, *, limit: int, wait_s: float = 0.0
+        self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
     ) -> memoryview:
-        if key not in self.objects:
-            raise NotFoundError(key)
-        if wait_s and self.objects[key][1] <= _NOW_S - _SILENT_AGE_S:
-            raise ConnectionLostError(f"{key}: the store has sent nothing for {wait_s} s")
-        data = self.objects[key][0]
-        if start > len(data) or len(data[start:end]) > limit:
-            raise RequestError(f"{key}: ends before that, or is larger than {limit} bytes")
-        return memoryview(data[start:end])
+        if name not in self.objects:
+            raise self.missing(name)
+        data, written_s = self.objects[name]
+        if wait_s and written_s <= _NOW_S - _SILENT_AGE_S:
+            raise ConnectionLostError(f"{name}: the store has sent nothing for {wait_s} s")
+        if len(data[first:last]) > limit:
+            raise RequestError(f"{name}: is larger than {limit} bytes")
+        return memoryview(data[first:last])
 
-    async def head(self, key: str) -> _Info | None:
-        return _Info(key, len(self.objects[key][0]), self.objects[key][1]) if key in self.objects else None
-
-    async def put_new(self, key: str, data: bytes) -> bool:
-        new = key not in self.objects
-        self.objects.setdefault(key, (data, _NOW_S))
+    async def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        new = name not in self.objects
+        self.objects.setdefault(name, (bytes(data), _NOW_S))
         return new
 
-    async def put(self, key: str, data: bytes) -> None:
-        self.objects[key] = data, _NOW_S
+    async def delete(self, names: Collection[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
 
-    async def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.objects.pop(key, None)
+    async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
+        for name in sorted(self.objects):
+            if name.startswith(prefix):
+                yield StoredObject(name, len(self.objects[name][0]), self.objects[name][1])
 
-    async def list(self, prefix: str) -> AsyncIterator[_Info]:
-        for key in sorted(self.objects):
-            if key.startswith(prefix):
-                yield _Info(key, len(self.objects[key][0]), self.objects[key][1])
-
-    def below(self, key: str) -> str:
-        return key
+    def blocked(self, work: Coroutine[Any, Any, T]) -> T:
+        return drive(work)
 
 
 def _objects(parts: Sequence[bytes]) -> dict[str, tuple[bytes, float]]:
     found: dict[str, tuple[bytes, float]] = {}
-    first = ""
     for part in parts[:_MOST_OBJECTS]:
         name, _, rest = part.partition(b"\0")
         key, data = name.decode("utf-8", "replace"), rest[1:]
-        if key.startswith("o/"):
-            data = identified(data)
-            if not first and (known := refused(lambda: type(offer()).loads(data), FormatError)) is not None:  # noqa: B023
-                first = known.id
-        head, newline, frames = data.partition(b"\n")
-        if key.startswith("s/") and head.startswith(b"{"):
-            data = span(head, frames if newline else b"")
-        target, space, head = data.partition(b" ")
-        if key.startswith("i/") and space and head.startswith(b"{"):
-            data = encode_pointer(target.decode("ascii", "replace")[:100], span(head))
-        found[key.replace("@", first)] = data, _NOW_S - 60.0 * (rest[0] if rest else 0)
+        if key.startswith(PAGES) and data.startswith(b"{"):
+            data = packed(data)
+        found[key] = data, _NOW_S - 60.0 * (rest[0] if rest else 0)
     return found
 
 
 async def _find(objects: _Objects) -> bool:
-    index = StoreIndex(objects)  # type: ignore[arg-type]  # all that it asks for
+    index = StoreIndex(objects)
     good = False
     try:
         if await _came(index.models()) is None:
@@ -141,7 +111,6 @@ async def _find(objects: _Objects) -> bool:
                 _compare(index, whole, namespace)
                 good = True
             assert told is None or Catalog.loads(told).chunks
-        await _came(index.profile_bytes("ab" * 32))
     finally:
         await index.close()
     return good
@@ -159,33 +128,27 @@ def _compare(index: StoreIndex, catalog: Catalog, namespace: TrackNamespace) -> 
     refused(lambda: lookup.playable(lookup._checked(catalog), profile=True), FormatError)
     for name, track in catalog.published.items():
         for group, size in enumerate(track.bytes):
-            place = index.place(namespace, name, group, track.digests[group])
+            place = index.place(namespace, name, group)
             assert place is not None
-            key, begin, end = place
-            assert key.startswith("s/")
-            assert 0 < begin < end
-            assert end - begin == size
+            assert place.name.startswith(GROUPS)
+            assert 0 <= place.first < place.last
+            assert place.last - place.first == size
+            assert place.digest == track.digests[group]
 
 
 def _manage(how: int, objects: dict[str, tuple[bytes, float]]) -> bool:
-    found = _managed(BucketAdmin.inventory, _Objects(objects))
-    if found is not None:
-        _show(found)
+    tree = StoreTree(_Objects(objects))
+    found = refused(lambda: inventory(tree), KvabrError)
+    if found is None:
+        return False
+    _show(found)
+    refused(lambda: find_damage(tree, deep=True), KvabrError)
     after = _Objects(objects)
-    names = [made().namespace.prompt] if how & 1 else []
-    freed = _managed(lambda admin: admin.remove(names, unnamed=bool(how & 2)), after)
+    names = [name for name in (made().namespace.prompt, "x" * 9) if how & 1]
+    freed = refused(lambda: remove(StoreTree(after), names, unreferenced=bool(how & 2)), KvabrError)
     assert freed is None or freed >= 0
-    if found is not None:
-        _still_there(objects, after.objects, found, names)
-    return found is not None and bool(found.holdings)
-
-
-def _managed(work: Callable[[BucketAdmin], Coroutine[None, None, T]], objects: _Objects) -> T | None:
-    """Return the result of managing a bucket; None if it is refused."""
-    try:
-        return _loop().run_until_complete(work(BucketAdmin(objects)))  # type: ignore[arg-type]  # all that it asks for
-    except KvabrError:
-        return None
+    _still_there(objects, after.objects, found, names)
+    return bool(found.holdings)
 
 
 def _show(found: Inventory) -> None:
@@ -202,11 +165,11 @@ def _still_there(
     found: Inventory,
     removed: Sequence[str],
 ) -> None:
-    """Assets that were not removed stay with all that they name, and so does what is none of kvabr's."""
-    assert all(key in after for key in before if not key.startswith(("s/", "i/", "a/", "p/", "k/")))
+    """Assets that were not removed stay with all frames that they had, and so does what is none of kvabr's."""
+    assert all(name in after for name in before if not name.startswith(_OWN))
     for each in found.holdings:
         if each.name not in removed:
-            assert all(key in after for key in (catalog_key(each.name), *each.parts)), "a part of another asset went"
+            assert all(name in after for name in each.objects if name in before), "a part of another asset went"
 
 
 @cache
@@ -221,29 +184,27 @@ def _bucket(data: bytes) -> bool:
 
 
 def _valid() -> list[bytes]:
-    def part(key: str, data: bytes, age: int = 0) -> bytes:
-        return key.encode() + b"\0" + bytes([age]) + data
+    def part(name: str, data: bytes, age: int = 0) -> bytes:
+        return name.encode() + b"\0" + bytes([age]) + data
 
     found = []
     for hybrid in (False, True):
-        known, catalog = stored(hybrid=hybrid), made(hybrid=hybrid)
-        parts = [part(offer_key(0), json.dumps(json.loads(offer(hybrid=hybrid).dumps())).encode(), 200)]
-        keys = [span_key("@", name) for name in known.spans]
-        for key, (head, frames) in zip(keys, heads(hybrid=hybrid), strict=True):
-            parts.append(part(key, head + b"\n" + frames, 200))
-        last = heads(hybrid=hybrid)[-1][0]
-        pointer = part(pointer_key("@", catalog.chunks[-1]), known.spans[-1].encode() + b" " + last, 200)
-        found.append(SEPARATOR.join((b"\0", *parts, pointer)))
-        strange = part("o/x", parts[0].partition(b"\0")[2][1:], 100)
-        found.append(SEPARATOR.join((b"\x01", parts[0], strange, *parts[1:], pointer)))
-        listed = part(catalog_key(catalog.namespace.prompt), known.dumps(), 90)
-        others = part("g/ab/cd", b"group", 250), part("p/ab", b"profile", 250), part("s/x/y", b"a span", 250)
+        catalog = made(hybrid=hybrid)
+        model = part(model_name(0), json.dumps({"models": [catalog.spec.to_json()]}).encode(), 200)
+        pages = [part(page_name(page.chunks[-1]), page_json(page), 200) for page in pages_of(catalog)]
+        pages += [part(page_name(page.chunks[-1], end=True), page_json(page), 9) for page in pages_of(catalog)[-1:]]
+        found.append(SEPARATOR.join((b"\0", model, *pages)))
+        if not hybrid:  # found by a group inside it
+            inside = part(page_name(catalog.chunks[0]), page_json(pages_of(catalog)[0]))
+            found.append(SEPARATOR.join((b"\0", model, inside)))
+        listed = part(catalog_name(catalog.namespace.prompt), catalog.dumps().encode(), 90)
+        other = catalog_name("ab" * 32)
+        others = part("g/ab", b"group", 250), part("p/ab", b"profile", 250), part(other, b"{}", 250)
         found += [
-            SEPARATOR.join((bytes([how]), *parts, pointer, listed, *some))
-            for how, some in ((0b001, ()), (0b011, others), (0b110, others))
+            SEPARATOR.join((bytes([how]), model, *pages, listed, *some))
+            for how, some in ((0b001, ()), (0b011, others[:2]), (0b110, others), (0b010, others[:2]))
         ]
-    assert offer().span_groups == SPAN_GROUPS
     return found
 
 
-BUCKETS = Target(_bucket, _valid, most_bytes=12 << 10)
+BUCKETS = Target(_bucket, _valid, most_bytes=32 << 10)

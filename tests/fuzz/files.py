@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import math
@@ -18,11 +19,12 @@ from kvabr.cli.options import CommandParser, read_tokens
 from kvabr.client import decode_speeds, shared_bandwidth
 from kvabr.client.machine_file import SCHEMA, MachineFile
 from kvabr.client.prefill_timings import read_rows
-from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
-from kvabr.store.asset import Prompt
+from kvabr.store.encrypted import KEY_BYTES, read_key
+from kvabr.store.prompt import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
+from kvabr.types.peer import read_token
 from kvabr_lab import results_folder
 from kvabr_lab.causes import CAUSES
 from kvabr_lab.cli.traces import describe, dumps, sparkline
@@ -77,6 +79,12 @@ def _grants(data: bytes) -> bool:
 def _token(data: bytes) -> bool:
     found = refused(lambda: read_token(_file(data)), UsageError)
     assert found is None or (found.isprintable() and found == found.strip())
+    return found is not None
+
+
+def _key(data: bytes) -> bool:
+    found = refused(lambda: read_key(_file(data)), UsageError)
+    assert found is None or len(found) == KEY_BYTES
     return found is not None
 
 
@@ -222,5 +230,6 @@ FILES = family(
         lambda: [b'traces = ["a.csv"]\npolicies = ["mpc", "x.py:A"]\nassets = ["b"]\n[families]\nlte = ["c"]\n'],
     ),
     Target(_result, _valid_results),
+    Target(_key, lambda: [b"ab" * 32 + b"\n", bytes(range(32)), base64.b64encode(bytes(32))]),
 )
 TRACES = Target(_traces("trace.txt"), _valid_traces)

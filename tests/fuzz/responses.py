@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from unittest.mock import patch
 
-from kvabr.store.objects import bucket as bucket_module
-from kvabr.store.objects.bucket import Bucket
-from kvabr.store.objects.direct import _MOST_HEAD_BYTES, DirectReader
-from kvabr.store.objects.failures import _KINDS_BY_TYPE, Failure
+from kvabr.store import cloud
+from kvabr.store.cloud import CloudStore
+from kvabr.store.direct import _MOST_HEAD_BYTES, DirectReader
+from kvabr.store.failures import _KINDS_BY_TYPE, Failure
+from kvabr.store.store import exists
 from kvabr.types.errors import ConnectionLostError, StoreError, TransportError
 from tests.fuzz.target import SEPARATOR, Target, chunks, family
 
@@ -52,7 +53,7 @@ class _Reader(DirectReader):
     """A reader whose connections are pairs of sockets; a task at the other end answers."""
 
     def __init__(self, answers: Sequence[bytes], cut: int) -> None:
-        super().__init__(Bucket.open("http://store.example/below"))
+        super().__init__(CloudStore("http://store.example/below"))
         self._answers, self._cut = list(answers), cut
         self.peers: list[asyncio.Task[None]] = []
         self.over = 0
@@ -182,18 +183,18 @@ class _Server:
 
 
 @cache
-def _server() -> tuple[_Server, Bucket]:
+def _server() -> tuple[_Server, CloudStore]:
     server = _Server()
-    return server, Bucket.open(server.url)
+    return server, CloudStore(server.url)
 
 
-def _asked(ask: Callable[[Bucket], bool]) -> Callable[[bytes], bool]:
+def _asked(ask: Callable[[CloudStore], bool]) -> Callable[[bytes], bool]:
     """Return the target of what a bucket makes of answers; a part for each connection."""
 
     def take(data: bytes) -> bool:
         server, bucket = _server()
         server.answers = data.split(SEPARATOR)[:4]
-        with patch.object(bucket_module, "_BACKOFF_S", 0.0):
+        with patch.object(cloud, "_BACKOFF_S", 0.0):
             try:
                 return ask(bucket)
             except (TransportError, StoreError) as error:
@@ -203,31 +204,32 @@ def _asked(ask: Callable[[Bucket], bool]) -> Callable[[bytes], bool]:
     return take
 
 
-def _listed(bucket: Bucket) -> bool:
-    found = []
-    for info in bucket.list_sync("a/"):
-        assert info.size >= 0
-        assert isinstance(info.key, str)
-        assert info.modified_s == info.modified_s  # not NaN
-        found.append(info)
-        if len(found) > 100:
-            break
-    return bool(found)
+def _listed(bucket: CloudStore) -> bool:
+    async def some() -> int:
+        count = 0
+        async for found in bucket.list("a/"):
+            assert found.size >= 0
+            assert isinstance(found.name, str)
+            assert found.modified_s == found.modified_s  # not NaN
+            count += 1
+            if count > 100:
+                break
+        return count
+
+    return bucket.blocked(some()) > 0
 
 
-def _read(bucket: Bucket) -> bool:
+def _read(bucket: CloudStore) -> bool:
     begin, end = _RANGES[0]
-    return len(bucket.get_sync("a/x", begin, end, limit=end - begin)) <= end - begin
+    return len(bucket.blocked(bucket.get("a/x", begin, end, limit=end - begin))) <= end - begin
 
 
-def _looked(bucket: Bucket) -> bool:
-    found = bucket.head_sync("a/x")
-    assert found is None or found.size >= 0
-    return found is not None
+def _there(bucket: CloudStore) -> bool:
+    return bucket.blocked(exists(bucket, "a/x"))
 
 
-def _written(bucket: Bucket) -> bool:
-    return bucket.put_new_sync("l/x", b"data")
+def _written(bucket: CloudStore) -> bool:
+    return bucket.blocked(bucket.put_new("m/x", b"data"))
 
 
 def _valid_answers() -> list[bytes]:
@@ -250,7 +252,7 @@ def _page(inner: bytes, more: bytes = b"") -> bytes:
 
 
 def _valid_listings() -> list[bytes]:
-    entry = b"<Contents><Key>v1/default/a/%b</Key><Size>7</Size><LastModified>2026-01-31T12:00:00.000Z</LastModified>"
+    entry = b"<Contents><Key>a/%b</Key><Size>7</Size><LastModified>2026-01-31T12:00:00.000Z</LastModified>"
     entry += b'<ETag>"x"</ETag></Contents>'
     more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
     odd = (entry % b"1").replace(b"2026", b"+22026")
@@ -261,10 +263,10 @@ def _valid_listings() -> list[bytes]:
     ]
 
 
-def _valid_heads(status: bytes) -> bytes:
+def _valid_head(content_range: bytes, size: int) -> bytes:
     return (
-        b"HTTP/1.1 %b\r\nContent-Range: bytes 5-24/300\r\nContent-Length: 20\r\nETag: x\r\n"
-        b"Last-Modified: Sat, 31 Jan 2026 12:00:00 GMT\r\n\r\n" % status
+        b"HTTP/1.1 206 Partial Content\r\nContent-Range: %b\r\nContent-Length: %d\r\nETag: x\r\n"
+        b"Last-Modified: Sat, 31 Jan 2026 12:00:00 GMT\r\n\r\n" % (content_range, size)
     )
 
 
@@ -277,7 +279,7 @@ RESPONSES = family(
 )
 LISTINGS = family(
     Target(_asked(_listed), _valid_listings),
-    Target(_asked(_read), lambda: [_valid_heads(b"206 Partial Content") + _BODY]),
-    Target(_asked(_looked), lambda: [_valid_heads(b"200 OK")]),
+    Target(_asked(_read), lambda: [_valid_head(b"bytes 5-24/300", 20) + _BODY]),
+    Target(_asked(_there), lambda: [_valid_head(b"bytes 0-0/300", 1) + _BODY[:1]]),
     Target(_asked(_written), lambda: [b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\n\r\n']),
 )

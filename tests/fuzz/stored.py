@@ -1,202 +1,201 @@
-"""Objects of a store, one at a time: spans, pointers, offers, catalogs; and the URLs of stores."""
+"""Objects of stores: pages, catalogs, live catalogs and their news, encrypted objects; and the URLs of stores."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import zlib
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-from kvabr.link.objects.index import _parsed_catalog
-from kvabr.store.admin.survey import Manifest
-from kvabr.store.objects import spans
-from kvabr.store.objects.layout import StoredCatalog, StoreOffer, span_key, span_names
-from kvabr.store.objects.url import StoreUrl, split_asset
-from kvabr.types.catalog import Catalog, Level
-from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import FormatError, KvabrError, UsageError
-from kvabr.types.kv import KVSpec
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvabr.link.objects.page_search import prefix_of
+from kvabr.store import encrypted
+from kvabr.store.encrypted import EncryptedStore
+from kvabr.store.locations import split_asset
+from kvabr.store.memory import MemoryStore
+from kvabr.store.names import PAGE_GROUPS
+from kvabr.store.pages import Page, pages_of, placed, with_pages
+from kvabr.store.removing import objects_of
+from kvabr.store.url import StoreUrl
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.digests import unknown
+from kvabr.types.errors import FormatError, RequestError, UsageError
+from kvabr.types.live import LiveCatalog, LiveEnd, NewsOrder, PublishedFrames, parse_edges, published_catalog
+from kvabr.types.naming import TrackNamespace, chain
+from kvabr.types.units import count_of
+from tests.catalogs import catalog
 from tests.client.classes import HYBRID
-from tests.fuzz.target import Target, family, refused
-from tests.store.objects.made import catalog_of, spans_of
+from tests.fuzz.target import SEPARATOR, Target, family, refused
 
-SPAN_GROUPS = 2
-_SPAN = struct.Struct("<4sHHIQ32s")
+_KEY, _PREFIX = bytes(range(32)), bytes(7)
 
 
 @cache
 def made(*, hybrid: bool = False) -> Catalog:
-    """Return the catalog of a small asset: three groups in two spans."""
-    return catalog_of(HYBRID if hybrid else None, 40)
-
-
-@cache
-def offer(*, hybrid: bool = False) -> StoreOffer:
-    """Return the offer of `made`."""
-    return replace(StoreOffer.of(made(hybrid=hybrid)), span_groups=SPAN_GROUPS, prefill=PrefillCost(0.1, 1e-3, 1e-7))
-
-
-@cache
-def heads(*, hybrid: bool = False) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the head of each span of `made`, as JSON, and the frames behind it."""
-    found = []
-    for data in spans_of(made(hybrid=hybrid), SPAN_GROUPS):
-        begin = spans.head_bytes(data)
-        found.append((zlib.decompress(data[_SPAN.size : begin]), data[begin:]))
-    return tuple(found)
-
-
-@cache
-def stored(*, hybrid: bool = False) -> StoredCatalog:
-    """Return the catalog of `made`, as it is stored."""
-    catalog, of = made(hybrid=hybrid), offer(hybrid=hybrid).id
-    names = span_names(catalog.spec, catalog.chunks, SPAN_GROUPS)
-    begins = tuple(spans.head_bytes(span(head)) for head, _ in heads(hybrid=hybrid))
-    return StoredCatalog(of, tuple(names), begins, SPAN_GROUPS, json.dumps(json.loads(catalog.dumps())).encode())
-
-
-def span(head: bytes, frames: bytes = b"") -> bytes:
-    """Return a span with the right digest, whatever its head is, and the size that its head says if it says one."""
-    packed = zlib.compress(head)
-    total = _SPAN.size + len(packed)
-    try:
-        total += sum(size for track in json.loads(head)["tracks"] for size in track["bytes"])
-        header = _SPAN.pack(b"KVSP", 1, 0, len(packed), total, hashlib.sha256(packed).digest())
-    except (KeyError, TypeError, ValueError, RecursionError, struct.error):
-        total = _SPAN.size + len(packed) + len(frames)
-        header = _SPAN.pack(b"KVSP", 1, 0, len(packed), total, hashlib.sha256(packed).digest())
-    return header + packed + frames
-
-
-def identified(data: bytes) -> bytes:
-    """Return an offer with the right ID, if it says what that depends on."""
-    try:
-        value = json.loads(data)
-        tracks = tuple(Level(str(each["name"]), refines=each["refines"]) for each in value["tracks"][:300])
-        known = StoreOffer(
-            KVSpec.from_json(value["spec"]),
-            tracks,
-            profile=value["profile"],
-            span_groups=value["span_groups"],
-            digest=value["digest"],
+    """Return the catalog of a small asset, with digests of made-up frames: two pages, of three groups of one class."""
+    spec = HYBRID if hybrid else replace(catalog(1).spec, group_tokens=2)
+    tokens = spec.group_tokens * (PAGE_GROUPS + 1) + 1
+    chunks = chain(list(range(tokens)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
+    units = range(count_of(spec, tokens))
+    tracks = [
+        Track(
+            name,
+            tuple(unit % 5 + 7 for unit in units),
+            tuple(unit / 7 for unit in units),
+            tuple(hashlib.sha256(f"{name} {unit}".encode()).hexdigest() for unit in units),
+            refines=below,
+            decode_s=0.25,
+            packs=() if hybrid else (pack,),
         )
-        return json.dumps({**value, "id": known.id}).encode()
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError, KvabrError):
-        return data
+        for name, below, pack in (("AC-L0", None, 16), ("AC-L1", "AC-L0", 4))
+    ]
+    return Catalog(TrackNamespace(spec.model, chunks[-1]), spec, tokens, tuple(chunks), tuple(tracks))
 
 
-def _span(data: bytes) -> bool:
-    refused(lambda: spans.head_bytes(data), FormatError)
-    head = refused(lambda: spans.parse_head(data), FormatError)
-    if head is None:
+def page_json(page: Page) -> bytes:
+    """Return a page before it is compressed."""
+    return zlib.decompress(page.dumps())
+
+
+def packed(text: bytes) -> bytes:
+    """Return a page as it is stored, whatever its JSON is."""
+    return zlib.compress(text)
+
+
+# ------------------------------------------------------- targets
+
+
+def _page(data: bytes) -> bool:
+    page = refused(lambda: Page.loads(data), FormatError)
+    if page is None:
         return False
-    again = refused(lambda: spans.encode_head(head), UsageError)
-    if again is not None:
-        assert replace(spans.parse_head(again), begin=0) == replace(head, begin=0)
-    at = head.begin
-    for track in head.tracks:
-        for number in range(len(track.bytes)):
-            begin, end = head.place(track.name, track.first + number)
-            assert begin == at < end
-            at = end
-        assert refused(lambda: head.place(track.name, track.first + len(track.bytes)), FormatError) is None  # noqa: B023
-    assert at == head.total
-    for known in (offer(), offer(hybrid=True)):
-        refused(lambda: spans.check_span(head, known), FormatError)  # noqa: B023
-    return True
-
-
-def _pointer(data: bytes) -> bool:
-    """The name of a span, a space, and its head as JSON; or as it is stored."""
-    name, space, head = data.partition(b" ")
-    if space and head.startswith(b"{"):
-        data = struct.pack("<4sHH", b"KVPT", 1, len(name) % 65536) + name + span(head)
-    found = refused(lambda: spans.parse_pointer(data), FormatError)
-    if found is None:
-        return False
-    assert span_key(offer().id, found[0]).count("/") == 2
-    return True
-
-
-def _offer(data: bytes) -> bool:
-    found = refused(lambda: StoreOffer.loads(identified(data)), FormatError)
-    if found is None:
-        return False
-    assert StoreOffer.loads(found.dumps()) == found
-    assert len(found.published) == len(found.tracks) * len(found.spec.parts)
+    assert Page.loads(page.dumps()) == page
+    for track in page.tracks:
+        for number, size in enumerate(track.bytes):
+            found = page.place(track.name, track.first + number)
+            assert found is not None
+            assert found.last - found.first == size
+            assert found.digest == track.digests[number]
+        assert page.place(track.name, track.first + len(track.bytes)) is None
+    assert 0 <= page.shared([chunk[:16] for chunk in made().chunks]) <= PAGE_GROUPS
+    if page.first == 0:
+        found = refused(lambda: prefix_of([page]), FormatError)
+        assert found is None or found.catalog is None or found.catalog.tokens <= page.tokens
     return True
 
 
 def _catalog(data: bytes) -> bool:
-    manifest = refused(lambda: Manifest.loads("a/x", data), FormatError)
-    if manifest is not None:
-        manifest.catalog.spec.model.encode()
-        assert manifest.catalog.tokens > 0
-        assert manifest.names >= {*manifest.spans, *manifest.pointers.values()}
-        assert all(track.total_bytes > 0 for track in manifest.catalog.tracks)
-    found = refused(lambda: StoredCatalog.loads(data), FormatError)
+    found = refused(lambda: Catalog.loads(data), FormatError)
     if found is None:
         return False
-    assert StoredCatalog.loads(found.dumps()) == found
-    placed = refused(lambda: _parsed_catalog(memoryview(data)), FormatError)
-    if placed is None:
-        return False
-    assert manifest is not None, "administration must see what plays use"
-    assert set(manifest.spans) == {span_key(found.offer, name) for name in placed[1].names}
-    catalog = found.parsed()
-    for name, track in catalog.published.items():
+    sizes = objects_of(found)
+    for name, track in found.published.items():
         for group, size in enumerate(track.bytes):
-            place = placed[1].place(name, group)
+            place = placed(found, name, group)
             assert place is not None
-            assert place[2] - place[1] == size
-            assert place[3] == track.digests[group]
+            assert place.last - place.first == size
+            assert place.last <= sizes[place.name]
+    if found.passage is None and not found.position:
+        pages = refused(lambda: pages_of(found), FormatError)
+        if pages is not None:
+            assert refused(lambda: with_pages(found, pages), FormatError) in (None, found)
     return True
+
+
+def _live(data: bytes) -> bool:
+    """A live catalog, and after a separator its news."""
+    text, _, told = data.partition(SEPARATOR)
+    live = refused(lambda: LiveCatalog.loads(text), FormatError)
+    messages = refused(lambda: parse_edges(told), FormatError)
+    if live is None or messages is None:
+        return False
+    assert LiveCatalog.loads(live.dumps().encode()).key == live.key
+    order, news = NewsOrder(live), list[PublishedFrames]()
+    for message in messages:
+        if isinstance(message, LiveEnd) or refused(lambda: order.take(message) or True, FormatError) is None:  # noqa: B023
+            break
+        if message.group == len(news):
+            news.append(message)
+    shorter = refused(lambda: published_catalog(live, news), FormatError)
+    assert shorter is None or len(shorter.chunks) <= len(news)
+    return True
+
+
+def _sealed(data: bytes) -> bool:
+    """An object as it is stored encrypted; no range of it is taken for anything else than the whole."""
+    memory = MemoryStore()
+    store = EncryptedStore(memory, _KEY)
+    store.blocked(memory.put_new("g/x", data))
+    whole = refused(lambda: store.blocked(store.get("g/x", limit=1 << 20)), RequestError)
+    for first, last in ((0, 5), (3, 4), (2, 1 << 16)):
+        part = refused(lambda: store.blocked(store.get("g/x", first, last, limit=last - first)), RequestError)  # noqa: B023
+        assert (part is None) == (whole is None)
+        assert part is None or whole is None or bytes(part) == bytes(whole[first:last])
+    assert whole is None or bytes(whole) in _PLAIN
+    return whole is not None
+
+
+_PLAIN = (b"", b"x", b"some bytes of a frame")
+
+
+def _valid_sealed() -> list[bytes]:
+    known = hashlib.sha256(b"kvabr.store-key/1\0" + _KEY).digest()[:4]
+    head = b"KVEN\x01" + known + _PREFIX
+    return [head + AESGCM(_KEY).encrypt(encrypted._nonce(_PREFIX, 0, last=True), plain, b"g/x") for plain in _PLAIN]
 
 
 def _url(data: bytes) -> bool:
     text = data.decode("utf-8", "replace")
     found = refused(lambda: StoreUrl.parse(text), UsageError)
-    refused(lambda: split_asset(text), UsageError)
+    split_asset(text)
     if found is None:
         return False
     assert StoreUrl.parse(str(found)) == found
     assert not any(part in ("", ".", "..") for part in found.root.split("/")[:-1])
-    if len(str(found)) < 1900:
-        below, prompt = split_asset(found.below("ab" * 32))
-        assert (below, prompt) == (found, "ab" * 32)
+    before, question, options = str(found).partition("?")
+    assert split_asset(f"{before}/{'ab' * 32}{question}{options}") == (str(found), "ab" * 32)
     return True
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+def _json(text: str) -> bytes:
+    return json.dumps(json.loads(text)).encode()
 
 
-def _valid_pointers() -> list[bytes]:
-    found = []
-    for hybrid in (False, True):
-        head, _ = heads(hybrid=hybrid)[-1]
-        name = stored(hybrid=hybrid).spans[-1]
-        found += [name.encode() + b" " + head, spans.encode_pointer(name, span(head))]
-    return found
+@cache
+def live_catalog(*, hybrid: bool = False) -> LiveCatalog:
+    """Return the live catalog of `made`."""
+    found = made(hybrid=hybrid)
+    tracks = [replace(track, digests=(unknown(),) * len(track.digests), packs=()) for track in found.tracks]
+    times = tuple(float(group + 1) for group in range(len(found.chunks)))
+    return LiveCatalog(replace(found, tracks=tuple(tracks)), times, "0123456789abcdef")
+
+
+def _valid_live() -> list[bytes]:
+    live = live_catalog()
+    frames = {track.name: (track.bytes[0], made().tracks[0].digests[0]) for track in live.catalog.tracks}
+    base = dict(list(frames.items())[:1])
+    first = PublishedFrames(live.key, 0, 1.0, frames), PublishedFrames(live.key, 1, 2.0, base, 0.5)
+    told = b"".join((*(each.dumps() for each in first), LiveEnd(live.key, "stopped").dumps()))
+    return [live.dumps().encode() + SEPARATOR + told, live_catalog(hybrid=True).dumps().encode()]
+
+
+def _pages() -> list[Page]:
+    return [page for hybrid in (False, True) for page in pages_of(made(hybrid=hybrid))]
 
 
 STORED = family(
-    Target(_span, lambda: [span(*each) for each in heads()]),
-    Target(lambda data: _span(span(data)), lambda: [head for each in (False, True) for head, _ in heads(hybrid=each)]),
-    Target(_pointer, _valid_pointers),
-    Target(
-        _offer,
-        lambda: [_json(json.loads(each.dumps())) for each in (offer(), offer(hybrid=True))],
-    ),
-    Target(_catalog, lambda: [stored().dumps(), stored(hybrid=True).dumps()], most_bytes=8192),
+    Target(_page, lambda: [page.dumps() for page in _pages()], most_bytes=8192),
+    Target(lambda data: _page(packed(data)), lambda: [page_json(page) for page in _pages()], most_bytes=24 << 10),
+    Target(_sealed, _valid_sealed),
+    Target(_live, _valid_live, most_bytes=24 << 10),
+    Target(_catalog, lambda: [_json(made(hybrid=hybrid).dumps()) for hybrid in (False, True)], most_bytes=24 << 10),
     Target(
         _url,
         lambda: [
-            b"s3://bucket/a/b?tenant=t&endpoint=http://h:1&region=r&anonymous=true", b"gs://bucket", b"http://h:80/p",
-            b"az://box/p?account=a", b"file:///a/b%20c?layout=objects", b"memory://name?tenant=x",
+            b"s3://bucket/a/b?endpoint=http://h:1&region=r&anonymous=true", b"gs://bucket", b"http://h:80/p",
+            b"az://box/p?account=a",
         ],
     ),
 )  # fmt: skip

@@ -24,6 +24,7 @@ from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.client.playing import play_asset
 
 moq = pytest.importorskip("moq", reason="moq-rs is not installed: tools/setup-venv")
@@ -36,7 +37,7 @@ ALPNS = tuple(draft.alpn for draft in DRAFTS)
 @contextlib.asynccontextmanager
 async def our_origin(asset, library, drafts=DRAFTS):
     tls = development()
-    found = PublishedAssets(asset.path)
+    found = PublishedAssets(asset.store)
     arguments = (found, "127.0.0.1", 0, tls, ServerLimits(), structlog.get_logger(), Metrics())
     async with Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
@@ -117,7 +118,7 @@ async def test_our_player_plays_from_our_origin_through_its_relay(asset, library
         await stack.enter_async_context(upstream)
         await routed(upstream, path_of(asset.catalog.namespace))
         port = int(relay.local_addr.rsplit(":", 1)[1])
-        connection = await dial(DialOptions("127.0.0.1", port, insecure=True, drafts=(alpn,)), library)
+        connection = await dial(DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(alpn,)), library)
         async with connection:
             assert connection.protocol == alpn
             played = await play_asset(connection, asset.catalog.namespace, deadline=10.0, policy="fixed:AC-5x")
@@ -139,7 +140,7 @@ async def test_our_player_plays_from_its_origin(asset, library, alpn):
             publish(server, TrackNamespace(catalog.spec.model, catalog.profile), profile),
         ]
         port = int(server.local_addr.rsplit(":", 1)[1])
-        options = DialOptions("127.0.0.1", port, insecure=True, drafts=(alpn,), names="split")
+        options = DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(alpn,), names="split")
         async with await dial(options, library) as connection:
             played = await play_asset(connection, catalog.namespace, deadline=10.0, policy="fixed:Int8")
             assert torch.equal(played.kv, exact(asset, "Int8"))
@@ -156,7 +157,7 @@ def publish(server, namespace, tracks):
         for index, data in enumerate(groups):
             group = track.create_group(index)
             for at in range(0, len(data), 1 << 16):
-                group.write_frame(data[at : at + (1 << 16)])
+                group.write_frame(bytes(data[at : at + (1 << 16)]))
             group.finish()
         kept.append(track)
     broadcast.announce()

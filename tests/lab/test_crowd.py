@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvabr.cli.main import main
-from kvabr_lab.crowd import MACHINES, CacheMachine, Crowd, PlayTable, Store, Tree, drawn, fewest, flow, loads
+from kvabr_lab.crowd import MACHINES, BucketModel, CacheMachine, Crowd, PlayTable, Tree, drawn, fewest, flow, loads
 from tests.catalogs import catalog
 
 SMALL = CacheMachine("small", 4e6, 4, 1e-9, 0.0, 1e3, 1e4, 1e9)
@@ -28,7 +28,7 @@ def test_an_edge_sends_no_more_than_it_carries(table: PlayTable):
 
 
 def test_alone_a_player_gets_its_own_link(table: PlayTable):
-    found = flow(table, Tree(MACHINES["nginx"], 1000, store=Store(1e15)))
+    found = flow(table, Tree(MACHINES["nginx"], 1000, store=BucketModel(1e15)))
     assert found.met_share == 1.0
     assert found.loss == pytest.approx(table.plays[-1].loss, abs=1e-4)
 
@@ -53,7 +53,7 @@ def test_the_fewest_edges_are_the_fewest(table: PlayTable):
 
 
 def test_a_slow_store_is_found_out(table: PlayTable):
-    tree = Tree(SMALL, 8, store=Store(bytes_per_s=table.asset_bytes / 20, requests_per_s=1e6))
+    tree = Tree(SMALL, 8, store=BucketModel(bytes_per_s=table.asset_bytes / 20, requests_per_s=1e6))
     assert loads(table, tree)[0].resource == "store: network"
     assert fewest(table, tree) is None
 

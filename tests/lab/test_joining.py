@@ -18,9 +18,12 @@ from kvabr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "tools" / "lab" / "pyproject.toml").read_text())["project"]
-ESTIMATORS = {"last", "percentile"}
+ESTIMATORS = {"ewma", "last", "percentile"}
 SELECTORS = {"hkvd", "legolink", "random", "oracle"}
-POLICIES = {"bola", "bola-e", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle"}
+POLICIES = {
+    "bola", "bola-e", "budget", "cachegen", "cachegen-oracle", "cake", "dynamic", "fugu", "kvserve", "l2a", "oracle",
+    "robustmpc",
+}  # fmt: skip
 
 ALONE = """
 import sys

@@ -23,6 +23,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import TransportError
+from kvabr.types.peer import PeerOptions
 from tests.floods import FLOODS, Flooder, RawTls, client_context, pour
 
 pytestmark = pytest.mark.process
@@ -102,10 +103,12 @@ def test_a_call_takes_a_bounded_number_of_records(ends):
 
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_server_ends_a_flood_and_serves_the_others(asset, tls, kind):
-    arguments = (PublishedAssets(asset.path, None, LOG), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
+    arguments = (PublishedAssets(asset.store.folder, None, LOG), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments) as server:
         flooder = Flooder(server.address, kind)
-        trusted = DialOptions("localhost", server.address[1], fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S)
+        trusted = DialOptions(
+            "localhost", server.address[1], how=PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S)
+        )
         try:
             for _ in range(PLAYS):
                 async with await dial(trusted, "tcp") as connection:
@@ -129,7 +132,7 @@ async def test_a_client_ends_a_flood(tls, kind):
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lying = asyncio.create_task(asyncio.to_thread(lie, listener))
-        trusted = DialOptions("localhost", listener.getsockname()[1], insecure=True, timeout_s=LIMIT_S)
+        trusted = DialOptions("localhost", listener.getsockname()[1], how=PeerOptions(insecure=True, timeout_s=LIMIT_S))
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(TransportError):
                 async with await dial(trusted, "tcp") as connection:

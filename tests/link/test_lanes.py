@@ -14,6 +14,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.lanes import LanesConnection
 from kvabr.types.errors import UsageError
+from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 from tests.link.test_tcp import served
@@ -25,7 +26,7 @@ MOST = 4
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     made = make_asset(tmp_path_factory.mktemp("assets") / "large", range(128), frame_bytes=3_000_000, levels=("FP16",))
-    return made.catalog, partial(PublishedAssets(made.path).find, EVERYTHING)
+    return made.catalog, partial(PublishedAssets(made.store.folder).find, EVERYTHING)
 
 
 async def all_of(connection, catalog, times=1):
@@ -84,7 +85,9 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
 async def test_lanes_of_a_client(asset, tls):
     async with served(asset, tls) as server:
         url = f"moqt://localhost:{server.address[1]}/"
-        async with connect(url, transport="tcp", lanes=3, fingerprint=check(tls).fingerprint) as connection:
+        async with connect(
+            url, PeerOptions(transport="tcp", lanes=3, fingerprint=check(tls).fingerprint)
+        ) as connection:
             assert isinstance(connection, LanesConnection)
             connection._most, connection._before = 2, 0.0
             await connection._open()
@@ -99,5 +102,5 @@ async def test_lanes_of_a_client(asset, tls):
 
 @pytest.mark.parametrize("lanes", [0, -1, 17])
 def test_lanes_that_make_no_sense_are_refused(lanes):
-    with pytest.raises(UsageError, match="lanes; give 1 to 16"):
-        connect("moqt://localhost/", lanes=lanes)
+    with pytest.raises(UsageError, match="must be at least 1 and at most 16"):
+        connect("moqt://localhost/", PeerOptions(lanes=lanes))

@@ -31,6 +31,7 @@ from kvabr.transfer.interface import read_all
 from kvabr.transfer.work import decoders
 from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
+from kvabr.types.peer import PeerOptions
 from tests.qmux.ends import begun, record, stream
 
 pytestmark = pytest.mark.process
@@ -45,14 +46,14 @@ PARAMETERS = TransportParameters(
 
 @contextlib.asynccontextmanager
 async def served(asset, tls, tcp="tls", *, host="127.0.0.1", grants=None, **limits):
-    arguments = (PublishedAssets(asset.path, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
+    arguments = (PublishedAssets(asset.store.folder, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
     async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
         yield server
 
 
 def options(server, tls, **more):
     trusted = {"fingerprint": check(tls).fingerprint, "timeout_s": LIMIT_S}
-    return DialOptions("localhost", server.address[1], **trusted | more)
+    return DialOptions("localhost", server.address[1], how=PeerOptions(**trusted | more))
 
 
 async def fetched(asset, server, tls, over="tcp"):
@@ -153,7 +154,7 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
 async def test_a_tcp_port_in_use_is_named(asset, tls):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
+        arguments = (PublishedAssets(asset.store.folder, log=LOG), "127.0.0.1", port, tls, ServerLimits(), LOG)
         with pytest.raises(TransportError, match=r"cannot be bound .* or --tcp off"):
             await Server(*arguments, Metrics()).start()
         async with Server(*arguments, Metrics(), tcp="off") as server:
@@ -281,7 +282,7 @@ async def test_an_idle_connection_ends(asset, tls):
 @contextlib.asynccontextmanager
 async def joined(server, tls, **how):
     url = f"moqt://localhost:{server.address[1]}/"
-    async with connect(url, fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **how) as connection:
+    async with connect(url, PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **how)) as connection:
         yield connection
 
 
@@ -346,7 +347,7 @@ async def test_a_closed_port_is_named_before_all_time_is_over():
         port = free.getsockname()[1]
     begun_s = asyncio.get_running_loop().time()
     with pytest.raises(NoAnswerError, match="TCP refused, UDP silent"):
-        async with connect(f"moqt://127.0.0.1:{port}/", insecure=True, timeout_s=LIMIT_S):
+        async with connect(f"moqt://127.0.0.1:{port}/", PeerOptions(insecure=True, timeout_s=LIMIT_S)):
             pass
     assert asyncio.get_running_loop().time() - begun_s < LIMIT_S / 2
 
@@ -371,5 +372,5 @@ async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, 
 
 
 def test_an_unknown_transport_is_refused():
-    with pytest.raises(UsageError, match="unknown transport"):
-        connect("moqt://localhost/", transport="sctp")
+    with pytest.raises(UsageError, match="transport is 'sctp'"):
+        connect("moqt://localhost/", PeerOptions(transport="sctp"))

@@ -9,15 +9,23 @@ import pytest
 from kvabr.cli.main import main
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.locations import open_asset
 from kvabr.types.naming import LAYERS, chain
 from tests import tinymodels
+from tests.assets import frame_file
 from tests.toymodel import toy_asset
 
 
 @pytest.fixture
 def toy(tmp_path):
-    return toy_asset(tmp_path / "asset").path
+    toy_asset(tmp_path / "asset")
+    return tmp_path / "asset"
+
+
+def catalog_file(root):
+    """The file of the only catalog in a store."""
+    (path,) = (root / "a").iterdir()
+    return path
 
 
 def kvabr(*words):
@@ -31,7 +39,7 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
     for words in ("FP16", "Int4", "bits/el", "ratio", "predicted", "expected loss of each group", "17 parts: 0 bad"):
         assert words in out
     value = json.loads(report.read_text())
-    catalog = FolderAsset.open(toy).catalog
+    catalog = open_asset(toy).catalog
     assert (value["schema"], value["command"]) == ("kvabr.result/1", "inspect")
     assert [row["track"] for row in value["tracks"]] == ["FP16", "Int8", "Int4"]
     four = value["tracks"][2]
@@ -44,16 +52,18 @@ def test_inspect_shows_tracks_groups_and_mixes(toy, tmp_path, capsys):
 
 
 def test_inspect_check_names_every_bad_part(toy, capsys):
-    frame_path(toy, 1, "Int4").unlink()
-    swapped = frame_path(toy, 2, "FP16")
-    swapped.write_bytes(frame_path(toy, 0, "FP16").read_bytes())
-    (toy / "prompt.json").write_text("{}")
+    frame_file(toy, 1, "Int4").unlink()
+    path = frame_file(toy, 2, "FP16")
+    data, place = path.read_bytes(), open_asset(toy).place(2, "FP16")
+    path.write_bytes(data[: place.first] + bytes(place.last - place.first) + data[place.last :])
+    (prompt,) = (toy / "private").iterdir()
+    prompt.write_text("{}")
     assert kvabr("inspect", toy, "--check") == 1
     captured = capsys.readouterr()
-    assert "Int4/00001.kvg: missing" in captured.out
-    assert "this is group 0 of FP16, not group 2 of FP16" in captured.out
-    assert "prompt.json" in captured.out
-    assert "3 parts cannot be read" in captured.err
+    assert captured.out.count("there is no such object") == 5  # a pack of all groups
+    assert "group 2 of FP16 is damaged" in captured.out
+    assert str(prompt) in captured.out
+    assert "7 parts cannot be read" in captured.err
 
 
 def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
@@ -72,8 +82,6 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--prior", toy), 2, "--quick"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--passage"), 2, "--quick"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--prior", tmp_path / "no"), 2, "no such asset"),
-        ((*base, "--tokens", 9, "--out", toy), 2, "add --force"),
-        ((*base, "--tokens", 9, "--out", tmp_path), 1, "not an asset"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
         (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 2, "cannot be read"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
@@ -104,7 +112,7 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
     profile, out = tmp_path / "tiny.safetensors", tmp_path / "asset"
     encode = ("encode", "--text", text, "--tokens", 300, "--continuation", 20, "--model", model, "--out", out)
     assert kvabr(*encode) == 0
-    own = FolderAsset.open(out).catalog
+    own = open_asset(out).catalog
     assert own.profile_bytes < 100_000  # estimated from the asset, and part of it
     calibrate = ("calibrate", "--model", model, "--text", text, "--context-tokens", 200, "--stack-layers", 2)
     assert kvabr(*calibrate, "--kept", 8, 8, "--step-scale", 0.5, "--out", profile) == 0
@@ -112,14 +120,14 @@ def test_any_directory_is_calibrated_encoded_and_inspected(tmp_path, capsys):
         assert kvabr(*calibrate, *wrong, "--out", profile) == 2
     assert kvabr(*calibrate, "--out", tmp_path / "nowhere" / "profile") == 2  # not after minutes of work
     assert kvabr(*encode, "--profile", profile, "--force") == 0
-    assert FolderAsset.open(out).catalog.profile != own.profile
+    assert open_asset(out).catalog.profile != own.profile
     assert kvabr("inspect", out, "--check") == 0
-    assert FolderAsset.open(out).catalog.spec.model.startswith("tiny-")
+    assert open_asset(out).catalog.spec.model.startswith("tiny-")
     # The profile of this model is not one of SmolLM2's shape, and a text file is none at all.
     capsys.readouterr()
     assert kvabr(*encode, "--profile", text, "--force") == 1
     assert "profile" in capsys.readouterr().err
-    assert FolderAsset.open(out).catalog.tokens == 300
+    assert open_asset(out).catalog.tokens == 300
     report = tmp_path / "bench.json"
     bench = ("bench", "quality", "--model", model, "--tokens", 140, "--continuation", 20, "--json", report)
     assert kvabr(*bench, "--text", text, text, "--tracks", "Int4", "FP8") == 0
@@ -137,7 +145,7 @@ def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
     base = ("encode", "--text", text, "--tokens", 140, "--continuation", 20, "--model", model, "--tracks", "Int4")
     assert kvabr(*base, "--out", tmp_path / "plain") == 0
     assert kvabr(*base, "--out", tmp_path / "salted", "--salt-file", salt) == 0
-    plain, salted = FolderAsset.open(tmp_path / "plain"), FolderAsset.open(tmp_path / "salted")
+    plain, salted = open_asset(tmp_path / "plain"), open_asset(tmp_path / "salted")
     assert salted.prompt().tokens == plain.prompt().tokens
     spec = salted.catalog.spec
     assert list(salted.catalog.chunks) == chain(
@@ -153,7 +161,7 @@ def test_the_real_asset(asset, capsys):
     """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what a user may expect."""
     catalog = asset.catalog
     assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
-    value = json.loads((asset.path.parent / "encode.json").read_text())
+    value = json.loads((asset.store.folder.parent / "encode.json").read_text())
     rows = {row["track"]: row for row in value["tracks"]}
     assert set(rows) >= {"FP16", "BF16", "FP8", "Int8", "Int4", "AC-5x", *LAYERS}
     for name, bits in (("FP16", 16), ("BF16", 16), ("FP8", 8), ("Int8", 8), ("Int4", 4)):
@@ -169,7 +177,7 @@ def test_the_real_asset(asset, capsys):
     assert losses == sorted(losses, reverse=True)
     assert all(row["top1"] > 0.8 for row in rows.values() if row["track"] != "AC-L0")
     assert catalog.prefill is not None
-    assert kvabr("inspect", asset.path, "--check") == 0
+    assert kvabr("inspect", asset.store.folder, "--check") == 0
     assert "32 parts: 0 bad" in capsys.readouterr().out
 
 
@@ -205,11 +213,11 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     made = {}
     for name, more in (("mean", ("--contexts", 2)), ("alone", ("--alone",)), ("behind", ("--behind", before))):
         assert kvabr(*words, *more, "--force") == 0
-        made[name] = catalog = FolderAsset.open(out).catalog
+        made[name] = catalog = open_asset(out).catalog
         assert (catalog.passage.base, catalog.tokens, catalog.groups) == (name, 150, 2)
         assert [share for share, _ in catalog.passage.fusion] == [0.0, 0.05, 0.15, 0.3]
         assert len(catalog.passage.order) == 150
-        assert FolderAsset.open(out).prompt().tokens
+        assert open_asset(out).prompt().tokens
     assert made["mean"].passage.contexts == 2
     # Its name is that of its tokens, whatever its cache was computed behind.
     assert len({catalog.namespace for catalog in made.values()}) == 1
@@ -225,7 +233,7 @@ def test_a_passage_is_encoded_and_inspected(tmp_path, capsys):
     ):
         assert line in said
     assert json.loads(report.read_text())["passage"]["base"] == "behind"
-    assert kvabr("inspect", out / "catalog.json") == 0
+    assert kvabr("inspect", catalog_file(out)) == 0
 
 
 @pytest.mark.slow
@@ -239,7 +247,7 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert all(loss > 0 for _, loss in found.losses)
     words = ("encode", "--passage", "--text", text, "--tokens", 150, "--fusion", file, "--tracks", "FP16")
     assert kvabr(*words, "--model", model, "--out", tmp_path / "o") == 0
-    notes = FolderAsset.open(tmp_path / "o").catalog.passage
+    notes = open_asset(tmp_path / "o").catalog.passage
     assert (notes.base, notes.contexts, notes.fusion) == ("mean", 4, found.losses)
     assert notes.fusion_loss(0.0) == found.losses[0][1]
     # Another number of contexts, and another model.
@@ -252,4 +260,4 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     other = tinymodels.save(tmp_path / "other", num_hidden_layers=3)
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
-    assert not (tmp_path / "p" / "catalog.json").exists()
+    assert not (tmp_path / "p").exists()

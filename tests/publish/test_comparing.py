@@ -9,7 +9,7 @@ from kvabr.data import default_catalog
 from kvabr.publish.comparing import compare_tracks
 from kvabr.publish.offer import TrackOffer
 from kvabr.publish.publisher import Publisher
-from kvabr.store.asset_folder import FolderAsset, FolderAssetStore
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import chain
 from kvabr.types.passage import PassageNotes
@@ -28,7 +28,7 @@ def published(root, spec=SPEC, kv=KV, notes=None, tokens=TOKENS, **options):
     slot.fill(kv, outcomes.append)
     made.close()
     assert outcomes[0].verdict == "published", outcomes[0].why
-    return FolderAsset.open(root / slot.chunks[-1])
+    return open_asset(root / slot.chunks[-1])
 
 
 def test_sound_assets_pass(tmp_path):
@@ -45,14 +45,14 @@ def test_sound_assets_pass(tmp_path):
 def test_a_track_of_another_cache_is_found_by_a_deep_check(tmp_path, capsys, track):
     offer = TrackOffer(SPEC, prior=default_catalog(), tracks=("FP16", track), profile=None, source="a test")
     chunks = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
-    with FolderAssetStore(tmp_path).writer(chunks[-1]) as writer:
+    with open_store(tmp_path).writer(chunks[-1]) as writer:
         frames = offer.encoder(chunks, len(TOKENS), writer)
         for group, unit in enumerate(frames.units):
             kv = KV[:, :, :, unit.first : unit.first + unit.tokens]
             frames.group(group, kv).encode("FP16")
             frames.group(group, 2 * kv if group == 1 else kv).encode(track)
         writer.commit(offer.catalog(frames))
-    asset = FolderAsset.open(tmp_path / chunks[-1])
+    asset = open_asset(tmp_path / chunks[-1])
     asset.check_frames()
     with pytest.raises(FormatError, match=f"group 1 of {track}"):
         compare_tracks(asset)

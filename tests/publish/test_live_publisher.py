@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from kvabr.data import default_catalog
 from kvabr.publish.live_publisher import LiveProduction, LivePublisher, LiveSlot
 from kvabr.publish.publisher import Publisher
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
-from kvabr.store.live_folder import LiveFolder
+from kvabr.store.live import LiveFollower
+from kvabr.store.local import LocalStore
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import StoreError, UsageError
 from kvabr.types.live import UNKNOWN, LiveEnd, PublishedFrames
 from kvabr.types.naming import LAYERS, chain
 from kvabr.types.units import snapshot_ends
@@ -32,6 +34,11 @@ PACE = PrefillCost.from_rate(100.0)
 LIMIT_S = 300
 SNAPSHOTS = replace(HYBRID, classes=(*HYBRID.classes[:2], replace(HYBRID.classes[2], interval=32)))
 """With a snapshot behind every second group."""
+
+
+def followed(path):
+    """Follow the production of a folder of `live_folders`."""
+    return LiveFollower(LocalStore(path.parent.parent), path.name)
 
 
 def cache(spec, tokens=TOKENS):
@@ -87,7 +94,12 @@ def published(root, spec=SPEC, **options):
     made.reserve(TOKENS).fill(cache(spec), done.append)
     made.close()
     assert done[0].verdict == "published", done[0].why
-    return FolderAsset.open(root / name_of(spec))
+    return open_asset(root / name_of(spec))
+
+
+def unpacked(asset):
+    """The catalog of an asset, however its frames are packed."""
+    return replace(asset.catalog, tracks=tuple(replace(track, packs=()) for track in asset.catalog.tracks))
 
 
 def name_of(spec, tokens=TOKENS):
@@ -109,17 +121,18 @@ def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(
     assert over.wait(LIMIT_S)
     made.close()
     assert (outcomes[0].verdict, outcomes[0].tokens) == ("published", 70)
-    asset = FolderAsset.open(tmp_path / slot.chunks[-1])
+    asset = open_asset(tmp_path / slot.chunks[-1])
     asset.check_parts()
     assert outcomes[0].bytes == sum(track.total_bytes for track in asset.catalog.tracks)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [slot.chunks[-1]]
+    assert list(open_store(tmp_path).list().versions) == [slot.chunks[-1]]
+    assert live_folders(tmp_path) == []
 
 
 def test_the_news_name_what_is_there(tmp_path):
     steps = Steps(tmp_path)
     steps.production.step()
     (path,) = live_folders(tmp_path)
-    with LiveFolder(path) as follower:
+    with nullcontext(followed(path)) as follower:
         live = follower.live
         assert live.seconds == (1.0,) * 5
         assert live.catalog.chunks == steps.production.chunks
@@ -135,8 +148,8 @@ def test_the_news_name_what_is_there(tmp_path):
         ]  # fmt: skip
         assert [message.rest_s is None for message in news] == [False, False, True, True]
         for message in news:
-            for track, (size, _) in message.frames.items():
-                follower.open_frame(message.group, track, size).close()
+            for track, (size, digest) in message.frames.items():
+                follower.open_frame(size, digest).close()
                 assert 0.5 < live.catalog.track(track).bytes[message.group] / size < 2
         steps.hand(33, 70)
         steps.production.end()
@@ -145,7 +158,7 @@ def test_the_news_name_what_is_there(tmp_path):
     assert [type(message) for message in news] == [PublishedFrames] * 10 + [LiveEnd]
     assert [message.group for message in news[4:-1]] == [2, 3, 4, 2, 3, 4]
     assert news[-1].reason == ""
-    asset = FolderAsset.open(tmp_path / name_of(SPEC))
+    asset = open_asset(tmp_path / name_of(SPEC))
     for message in news[:-1]:
         for name, (size, digest) in message.frames.items():
             track = asset.catalog.track(name)
@@ -163,9 +176,8 @@ def test_the_asset_is_the_same_however_its_cache_comes(tmp_path, spec, ends):
         first = last
     steps.production.end()
     assert steps.work().verdict == "published", steps.production.outcome
-    assert (
-        FolderAsset.open(tmp_path / "live" / name_of(spec)).catalog
-        == published(tmp_path / "once", spec, **options).catalog
+    assert unpacked(open_asset(tmp_path / "live" / name_of(spec))) == unpacked(
+        published(tmp_path / "once", spec, **options)
     )
 
 
@@ -175,7 +187,7 @@ def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
     steps = Steps(tmp_path / "live", profile=side)
     steps.production.step()
     (path,) = live_folders(tmp_path / "live")
-    with LiveFolder(path) as follower:
+    with nullcontext(followed(path)) as follower:
         steps.hand(0, 16)
         steps.production.step()
         steps.hand(16, 32)
@@ -193,8 +205,8 @@ def test_the_base_of_every_group_comes_before_the_layers_of_any(tmp_path):
     ]  # fmt: skip
     assert end.reason == ""
     assert steps.production.outcome.left_out == 1 + 1 + 3 + 3 + 3
-    whole = published(tmp_path / "once", profile=side).catalog
-    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    whole = unpacked(published(tmp_path / "once", profile=side))
+    assert unpacked(open_asset(tmp_path / "live" / name_of(SPEC))) == whole
 
 
 def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_path):
@@ -206,8 +218,8 @@ def test_what_waits_for_its_layers_is_bounded_and_the_rest_is_begun_anew(tmp_pat
     assert [put_off.encoder is not None for put_off in steps.production._layers] == [True] * 4 + [False]
     steps.production.end()
     assert steps.work().verdict == "published"
-    whole = published(tmp_path / "once", profile=side).catalog
-    assert FolderAsset.open(tmp_path / "live" / name_of(SPEC)).catalog == whole
+    whole = unpacked(published(tmp_path / "once", profile=side))
+    assert unpacked(open_asset(tmp_path / "live" / name_of(SPEC))) == whole
 
 
 def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_path):
@@ -218,10 +230,10 @@ def test_a_producer_that_fails_between_a_base_and_its_layers_completes_them(tmp_
         steps.production.step()
     (path,) = live_folders(tmp_path)
     steps.production.fail("preempted")
-    with LiveFolder(path) as follower:
+    with nullcontext(followed(path)) as follower:
         assert steps.work().tokens == 32
         assert [type(message) for message in follower.read()] == [PublishedFrames] * 2 + [LiveEnd]
-    catalog = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
+    catalog = open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).catalog
     assert {*LAYERS} < catalog.by_name.keys()
 
 
@@ -233,7 +245,7 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason,
     steps = Steps(tmp_path)
     steps.production.step()
     (path,) = live_folders(tmp_path)
-    with LiveFolder(path) as follower:
+    with nullcontext(followed(path)) as follower:
         steps.hand(0, handed)
         if reason:
             steps.production.fail(reason)
@@ -247,12 +259,12 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason,
     assert (outcome.verdict, outcome.tokens) == ("failed", 32)
     assert told in outcome.why
     assert end == LiveEnd(end.key, outcome.why)
-    asset = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32]))
+    asset = open_asset(tmp_path / name_of(SPEC, TOKENS[:32]))
     asset.check_parts()
     assert asset.catalog.tokens == 32
     assert asset.catalog.namespace.prompt == name_of(SPEC, TOKENS[:32])
     assert outcome.bytes == sum(track.total_bytes for track in asset.catalog.tracks)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(open_store(tmp_path).list().versions) == 1
     frames = published(tmp_path / "whole").catalog
     assert [track.digests for track in asset.catalog.tracks] == [track.digests[:2] for track in frames.tracks]
 
@@ -265,7 +277,7 @@ def test_what_cannot_be_played_is_not_left(tmp_path, spec, left):
     steps.production.fail("")
     outcome = steps.work()
     assert (outcome.verdict, outcome.tokens) == ("failed", left)
-    assert len(list(tmp_path.iterdir())) == (left > 0)
+    assert len(open_store(tmp_path).list().versions) == (left > 0)
 
 
 def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
@@ -273,32 +285,40 @@ def test_a_shorter_prompt_that_is_there_is_left_alone(tmp_path):
     first.hand(0, 40)
     first.production.fail("one")
     first.work()
-    before = FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version
+    before = open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).version
     again = Steps(tmp_path)
     again.hand(0, 40)
     again.production.fail("two")
     assert again.work().tokens == 0
-    assert FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
-    assert len(list(tmp_path.iterdir())) == 1
+    assert open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).version == before
+    assert len(open_store(tmp_path).list().versions) == 1
 
 
-def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path):
-    steps = Steps(tmp_path)
+def test_a_store_that_refuses_ends_it_with_a_reason(tmp_path, monkeypatch):
+    steps, put_new, frames = Steps(tmp_path), LocalStore._put_new, []
+
+    def refuse(self, name, data):
+        if name.startswith("g/"):
+            frames.append(name)
+            if len(frames) == 3:
+                raise StoreError("the disk is full")
+        return put_new(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "_put_new", refuse)
     steps.production.step()
     (path,) = live_folders(tmp_path)
-    (path / "groups" / "Int4" / "00002.kvg").mkdir(parents=True)
-    with LiveFolder(path) as follower:
+    with nullcontext(followed(path)) as follower:
         steps.hand(0, 60)
         outcome = steps.work()
         *news, end = follower.read()
     assert (outcome.verdict, outcome.tokens) == ("failed", 32)
-    assert "00002.kvg" in outcome.why
+    assert outcome.why == "the disk is full"
     assert end.reason == outcome.why[:500]
     assert [message.group for message in news] == [0, 1]
     steps.hand(60, 70)  # the engine goes on
     steps.production.end()
     assert not steps.production.has_work()
-    FolderAsset.open(tmp_path / name_of(SPEC, TOKENS[:32])).check_parts()
+    open_asset(tmp_path / name_of(SPEC, TOKENS[:32])).check_parts()
 
 
 @pytest.mark.parametrize(
@@ -317,7 +337,7 @@ def test_what_does_not_fit_is_told_by_the_outcome(tmp_path, first, piece, told):
     outcome = steps.work()
     assert outcome.verdict == "failed"
     assert told in outcome.why
-    assert list(tmp_path.iterdir()) == []
+    assert open_store(tmp_path).list().versions == {}
 
 
 OTHER = """
@@ -345,7 +365,7 @@ def test_two_producers_of_one_prompt_in_two_processes(tmp_path):
     slot.groups(0, cache(SPEC))
     slot.end()
     made.close()
-    FolderAsset.open(tmp_path / name_of(SPEC)).check_parts()
+    open_asset(tmp_path / name_of(SPEC)).check_parts()
 
 
 def test_closing_ends_what_still_grows(tmp_path):
@@ -365,12 +385,12 @@ def test_an_end_that_is_given_up_leaves_what_was_offered(tmp_path):
     steps = Steps(tmp_path, edge=("Int4",))
     steps.hand(0, 70)
     steps.production.end()
-    while "FP16" not in {path.parent.name for path in tmp_path.rglob("*.kvg")}:
+    while len(list((tmp_path / "g").glob("*"))) <= 5:  # those of Int4
         steps.production.step()
     steps.production.fail("interrupted")
     outcome = steps.work()
     assert (outcome.verdict, outcome.why, outcome.tokens) == ("failed", "interrupted", 70)
-    catalog = FolderAsset.open(tmp_path / name_of(SPEC)).catalog
+    catalog = open_asset(tmp_path / name_of(SPEC)).catalog
     assert [track.name for track in catalog.tracks] == ["Int4"]
 
 

@@ -13,7 +13,7 @@ from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.publish.publisher import Publisher
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from tests import kvdata
 from tests.client.classes import HYBRID, numbers
 from tests.toymodel import SPEC
@@ -57,7 +57,7 @@ def test_a_cache_that_is_not_finite_is_refused_counted_and_logged_once(tmp_path,
     assert "between tokens 37 and 37" in outcome.why
     assert made.not_finite == 1
     assert [line for line in caplog.messages if "NaN" in line] == [f"kvabr: {outcome.why}"]
-    assert not list(tmp_path.rglob("catalog.json"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_refused_prompt_may_be_published_later(tmp_path):
@@ -94,8 +94,7 @@ def test_a_cache_that_grows_ends_before_the_group_that_is_not_finite(tmp_path, v
     live.close()
     assert (outcomes[0].verdict, outcomes[0].tokens, outcomes[0].not_finite) == ("failed", 32, True)
     assert live.publisher.not_finite == 1
-    (path,) = {each.parent for each in tmp_path.glob("*/catalog.json")}
-    assert torch.equal(played(FolderAsset.open(path), "Raw"), kv[:, :, :, :32])
+    assert torch.equal(played(open_asset(tmp_path), "Raw"), kv[:, :, :, :32])
 
 
 @pytest.mark.parametrize("value", [1e5, -3.3e38, -0.0, 1e-40])
@@ -105,7 +104,7 @@ def test_raw_and_bf16_keep_bfloat16_to_the_bit(tmp_path, value):
     slot = made.reserve(TOKENS)
     outcome = outcome_of(made, slot, kv)
     assert (outcome.verdict, outcome.not_finite) == ("published", False)
-    asset = FolderAsset.open(tmp_path / slot.chunks[-1])
+    asset = open_asset(tmp_path / slot.chunks[-1])
     exact = ["Raw", "BF16"]
     assert [track.name for track in asset.catalog.tracks] == exact + ["FP16", "Int8", "Int4"] * (abs(value) < 65504)
     for track in exact:
@@ -118,7 +117,7 @@ def test_a_cache_that_no_track_holds_is_refused_with_a_reason(tmp_path):
     outcome = outcome_of(made, made.reserve(TOKENS), cache(1e5))
     assert (outcome.verdict, outcome.not_finite) == ("failed", False)
     assert "FP16 ends at 65504" in outcome.why
-    assert not list(tmp_path.rglob("catalog.json"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_cache_that_grows_ends_before_a_group_that_an_announced_track_cannot_hold(tmp_path):
@@ -139,4 +138,4 @@ def test_states_in_float32_keep_their_range_on_raw(tmp_path):
     made = publisher(tmp_path, wide, tracks=("Raw", "Int8"))
     slot = made.reserve(tokens)
     assert outcome_of(made, slot, tuple(kv)).verdict == "published"
-    assert [track.name for track in FolderAsset.open(tmp_path / slot.chunks[-1]).catalog.tracks] == ["Raw"]
+    assert [track.name for track in open_asset(tmp_path / slot.chunks[-1]).catalog.tracks] == ["Raw"]

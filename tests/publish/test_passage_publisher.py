@@ -17,7 +17,7 @@ from kvabr.publish.passages import contexts_for, free_cache, mean_cache
 from kvabr.publish.publisher import Publisher
 from kvabr.publish.texts import calibration_texts
 from kvabr.replay.verify import load_profile
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import ForeignError, UsageError
 from kvabr.types.joined import join
 from kvabr.types.passage import Exact, Passage
@@ -51,7 +51,7 @@ def cache_of(root, ids=IDS, salt=b"", position=7):
     """What is published of a passage, as a player places it, and what its catalog says."""
     from kvabr.player.assembler import Assembler
 
-    asset = FolderAsset.open(root / Passage(ids).name(SPEC, salt).prompt)
+    asset = open_asset(root / Passage(ids).name(SPEC, salt).prompt)
     joined = join((Exact(range(position)), Passage(ids)), {Passage(ids): asset.catalog}, SPEC).suffix(1)
     assembler = Assembler(joined, dtype=torch.float32)
     for group in range(joined.groups):
@@ -90,7 +90,7 @@ def test_with_a_profile_its_layers_come_along(tmp_path):
     publisher = Publisher(tmp_path, SPEC, prior=default_catalog(), profile=kvdata.profile(SPEC))
     assert publish_passage(publisher, Model(), IDS).result(60).verdict == "published"
     publisher.close()
-    asset = FolderAsset.open(tmp_path / Passage(IDS).name(SPEC).prompt)
+    asset = open_asset(tmp_path / Passage(IDS).name(SPEC).prompt)
     assert "AC-L3" in asset.catalog.by_name
     assert load_profile(asset) is not None
 

@@ -10,8 +10,8 @@ from kvabr.cli.main import main
 from kvabr.engines.transformers import publish
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset_folder import FolderAsset
 from kvabr.store.files import NameClaim
+from kvabr.store.locations import open_asset
 from kvabr.types.cost import PrefillCost
 from tests import tinymodels
 from tests.toymodel import toy_asset
@@ -36,12 +36,12 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
     words += ["--live", "--edge", "Int4"] if live else []
     assert kvabr(*words) == 0
     said = capsys.readouterr().out
-    (path,) = out.iterdir()
-    catalog = FolderAsset.open(path).catalog
+    asset = open_asset(out)
+    catalog, path = asset.catalog, out / asset.prompt_digest
     assert (f"can be played from now on: {catalog.spec.model}/{path.name}" in said) == live
     assert f"asset: {path} (300 tokens" in said
     assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
-    FolderAsset.open(path).check_parts()
+    asset.check_parts()
     value = json.loads(report.read_text())
     assert (value["schema"], value["command"]) == ("kvabr.result/1", "prefill")
     assert (value["asset"], value["tokens"], value["verdict"]) == (str(path), 300, "published")
@@ -55,15 +55,15 @@ def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, c
 def test_what_another_process_publishes_is_not_computed(text, tmp_path, capsys, monkeypatch):
     words = ["prefill", "--text", text, "--tokens", 300, "--model", tinymodels.save(tmp_path / "tiny"), "--live"]
     assert kvabr(*words, "--out", tmp_path / "one") == 0
-    (path,) = (tmp_path / "one").iterdir()
     (tmp_path / "two").mkdir()
-    claim = NameClaim(tmp_path / "two" / path.name)
+    name = open_asset(tmp_path / "one").prompt_digest
+    claim = NameClaim(tmp_path / "two" / name)
     assert claim.take()
     monkeypatch.setattr(TransformersEngine, "extend", None)  # nothing is computed
     monkeypatch.setattr(publish, "_pace", lambda *_: PrefillCost.from_rate(1000.0))
     capsys.readouterr()
     assert kvabr(*words, "--out", tmp_path / "two") == 0
-    assert f"another process is publishing this cache: {tmp_path / 'two' / path.name}" in capsys.readouterr().out
+    assert f"another process is publishing this cache: {tmp_path / 'two' / name}" in capsys.readouterr().out
     claim.release()
 
 
@@ -77,7 +77,8 @@ def test_texts_and_options_that_do_not_fit_the_model(text, tmp_path, capsys):
     assert "give a longer text, or --tokens" in capsys.readouterr().err
     assert kvabr(*base, "--tokens", 200, "--tracks", "AC-L0") == 2
     assert "needs a codec profile" in capsys.readouterr().err
-    prior = toy_asset(tmp_path / "prior", tracks=("Int4",)).path
+    prior = tmp_path / "prior"
+    toy_asset(prior, tracks=("Int4",))
     assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int8") == 2
     assert "the prior catalog does not have it" in capsys.readouterr().err
     assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int4", "--live") == 0

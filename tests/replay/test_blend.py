@@ -194,7 +194,8 @@ def test_the_command_replays_a_prompt_of_passages(passages, tmp_path, capsys):
     assert "needs an engine, for the text before them" in capsys.readouterr().err
     assert main([*how, "--live"]) == 2
     assert "--passages is for simulations" in capsys.readouterr().err
-    unknown = assets.make_asset(tmp_path / "unknown", range(900, 930), passage=PassageNotes("mean", 4)).path
+    unknown = tmp_path / "unknown"
+    assets.make_asset(unknown, range(900, 930), passage=PassageNotes("mean", 4))
     assert main([*how[:3], str(unknown), *how[3:]]) == 0
     assert "unknown is computed: what joining it costs was not measured" in capsys.readouterr().err
     assert main(["replay", str(trace), "--share", "0.1"]) != 0

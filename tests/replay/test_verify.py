@@ -7,10 +7,12 @@ import shutil
 import pytest
 
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
-from kvabr.store.asset_folder import FolderAsset, frame_path
+from kvabr.store.locations import open_asset
+from kvabr.store.names import prompt_name
 from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
 from kvabr.types.loss import predicted_loss
 from tests import kvdata
+from tests.assets import frame_file
 from tests.toymodel import ToyModel, toy_asset
 
 
@@ -72,13 +74,13 @@ def test_another_model_is_refused(toy):
 
 
 def test_a_damaged_group_fails_the_verification(toy, tmp_path):
-    shutil.copytree(toy.path, tmp_path / "copy")
-    copy = FolderAsset.open(tmp_path / "copy")
-    frame_path(copy.path, 1, "Int8").unlink()
-    with pytest.raises(AssetError, match="missing"):
+    shutil.copytree(toy.store.folder, tmp_path / "copy")
+    copy = open_asset(tmp_path / "copy")
+    frame_file(tmp_path / "copy", 1, "Int8").unlink()
+    with pytest.raises(AssetError, match="no such object"):
         verify_play(copy, ToyModel(), fetch("Int8"))
-    (copy.path / "prompt.json").unlink()
-    with pytest.raises(AssetError, match="prompt"):
+    (tmp_path / "copy" / prompt_name(copy.prompt_digest)).unlink()
+    with pytest.raises(AssetError, match="token ids of prompts"):
         Verifier(copy, ToyModel())
 
 

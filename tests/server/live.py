@@ -23,7 +23,7 @@ from kvabr.types.naming import CATALOG_TRACK, EDGE_TRACK, LIVE_PREFIX_TRACK, LIV
 from tests.faults.common import LIMIT_S, QUIET
 from tests.faults.rude import rude_client
 from tests.faults.test_guests import until
-from tests.store.test_live_folder import OFFER
+from tests.store.test_live import OFFER
 
 SPACE = OFFER.namespace
 WAIT_MS = int(LIMIT_S * 1000)

@@ -22,6 +22,7 @@ from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import Reason, RequestError, TransportError, UnauthorizedError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.memory_transport import MemoryConnection
 
 LOG = structlog.get_logger()
@@ -58,7 +59,7 @@ def url_of(server):
 
 async def relay_before(stack, server, tls, *, quic="aioquic", token=None, **more):
     """A relay in front of a server, until the stack closes; it keeps dialling if the server goes."""
-    connecting = connect(url_of(server), fingerprint=server.fingerprint, quic=quic, token=token)
+    connecting = connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic=quic, token=token))
     upstream = await stack.enter_async_context(connecting)
     return await stack.enter_async_context(relaying(upstream, tls, quic=quic, **more))
 
@@ -86,8 +87,9 @@ async def restartable(root, tls, *, grants=None, token=None):
         yield server, relay, connection, again
 
 
-def options(server, **more):
-    return DialOptions("localhost", **{"port": server.address[1], "fingerprint": server.fingerprint} | more)
+def options(server, port=None, token=None, **more):
+    how = PeerOptions(**{"fingerprint": server.fingerprint} | more)
+    return DialOptions("localhost", port or server.address[1], token=token, how=how)
 
 
 async def dialled(server, library="aioquic", **more):
@@ -96,7 +98,7 @@ async def dialled(server, library="aioquic", **more):
 
 def in_memory(asset, **more):
     """A connection to an asset in this process."""
-    return MemoryConnection(functools.partial(PublishedAssets(asset.path).find, EVERYTHING), **more)
+    return MemoryConnection(functools.partial(PublishedAssets(asset.store.folder).find, EVERYTHING), **more)
 
 
 def sent(server):
@@ -113,7 +115,7 @@ async def get(connection, namespace, track, group=0):
 async def play(connection, asset, track="FP16"):
     """Fetch a catalog and all groups of a track, and check them."""
     namespace = asset.catalog.namespace
-    assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
+    assert await get(connection, namespace, CATALOG_TRACK) == asset.catalog_bytes()
     groups = range(asset.catalog.groups)
     got = await asyncio.gather(*(get(connection, namespace, track, group) for group in groups))
     assert got == [asset.frame(group, track) for group in groups]

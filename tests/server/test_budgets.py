@@ -54,7 +54,7 @@ def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
             for queue in queues:
                 queue.prioritise(group, 89 - group if turn else 200 - group)
                 queue.feed()
-            most.append(open_files(asset.path))
+            most.append(open_files(asset.store.folder))
     assert 15 < max(most) <= 20
     assert kept.total.files == most[-1]
     for quic, queue in zip(quics, queues, strict=True):
@@ -63,7 +63,7 @@ def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
         for group in (0, 44, 89):
             payload = b"".join(part for _, _, part in objects(quic.streams[group]))
             assert payload == asset.frame(group, "FP16")
-    assert open_files(asset.path) == kept.total.files == kept.total.memory == 0
+    assert open_files(asset.store.folder) == kept.total.files == kept.total.memory == 0
 
 
 def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():

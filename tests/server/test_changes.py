@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 
 import pytest
@@ -95,13 +96,13 @@ def test_any_bytes_are_an_answer_or_refused(data):
 
 
 def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
-    for team, start in (("a", 0), ("b", 100)):
+    for team, start in (("one", 0), ("two", 100)):
         make_asset(tmp_path / team, range(start, start + 8))
     a, b, both = (Grant(name, folders, token_sha256=name * 32) for name, folders in (
-        ("aa", ("a",)), ("bb", ("b",)), ("cc", ("*",)),
+        ("aa", ("one/*",)), ("bb", ("two/*",)), ("cc", ("*",)),
     ))  # fmt: skip
     library = PublishedAssets(tmp_path, Grants([a, b, both]))
-    marks = {one.name: mark_of(one.catalog.namespace) for one in library.assets}
+    marks = {one.name.partition("/")[0]: mark_of(one.catalog.namespace) for one in library.assets}
     logs = {grant.name: library._logs[grant.token_sha256] for grant in (a, b, both)}
     begin = {name: log.since(0).position for name, log in logs.items()}
 
@@ -109,15 +110,15 @@ def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
         found = {name: log.since(begin[name]) for name, log in logs.items()}
         return {name: set(one.marks) for name, one in found.items() if one is not None}
 
-    make_asset(tmp_path / "new", range(200, 208))
+    new = make_asset(tmp_path / "new", range(200, 208))
     library.refresh()
     assert told() == {}
-    (tmp_path / "a").rename(tmp_path / ".a")
+    shutil.rmtree(tmp_path / "one")
     library.refresh()
-    assert told() == {"aa": {marks["a"]}, "cc": {marks["a"]}}
-    library.regrant(Grants([a, b, Grant("cc", ("a",), token_sha256=both.token_sha256)]))
-    gone = {marks["a"], marks["b"], mark_of(TrackNamespace("test/model", library.assets[1].catalog.namespace.prompt))}
-    assert told() == {"aa": {marks["a"]}, "cc": gone}
+    assert told() == {"aa": {marks["one"]}, "cc": {marks["one"]}}
+    library.regrant(Grants([a, b, Grant("cc", ("one/*",), token_sha256=both.token_sha256)]))
+    gone = {marks["one"], marks["two"], mark_of(TrackNamespace("test/model", new.name))}
+    assert told() == {"aa": {marks["one"]}, "cc": gone}
 
 
 def test_a_mark_tells_no_name():

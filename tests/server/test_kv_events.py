@@ -19,8 +19,8 @@ import zmq.asyncio
 
 from kvabr.cli.main import main
 from kvabr.link.moqt.connect import dial
+from kvabr.store.locations import open_asset
 from kvabr.telemetry.kv_events.hashes import BlockHashes
-from kvabr.types.catalog import Catalog
 from kvabr.types.naming import CATALOG_TRACK
 from tests.processes import LIMIT_S
 from tests.server.test_serve_process import fetch, running, serving
@@ -82,7 +82,8 @@ async def telling(root):
 async def test_a_router_of_each_kind_places_a_prompt(root, tmp_path, capsys):
     async with telling(root) as (served, told):
         untold = await served.event("not told in KV events")
-        assert (untold["asset"], untold["why"]) == ("salted", "tokens of salted prompts are told to nobody")
+        assert untold["asset"] == f"salted/{open_asset(root / 'salted').name}"
+        assert untold["why"] == "tokens of salted prompts are told to nobody"
         routers = Routers(told["endpoint"])
         await routers.until(64)
         toy_asset(root / "short", tokens=40)
@@ -108,7 +109,7 @@ async def test_a_relay_tells_what_was_looked_up_through_it(root):
             routers = Routers((await relay.event("KV events"))["endpoint"])
             async with await dial(relay.options(), "aioquic") as connection:
                 for name in ("long", "salted"):
-                    space = Catalog.read(root / name / "catalog.json").namespace
+                    space = open_asset(root / name).catalog.namespace
                     await fetch(connection, space, CATALOG_TRACK)
                 await routers.until(64)
             shutil.rmtree(root / "long")

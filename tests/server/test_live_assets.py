@@ -17,7 +17,9 @@ from kvabr.server import live_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.live_folder import LIVE, LiveFolder, LiveFolderWriter, new_key
+from kvabr.store.live import LIVE_NAME, LiveFollower, LiveWriter, new_key
+from kvabr.store.local import LocalStore
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import FormatError
 from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
@@ -27,7 +29,7 @@ from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
 from tests.server.relays import sent
 from tests.server.test_relay_live import chain
-from tests.store.test_live_folder import GROUPS, final, frame, live, publish
+from tests.store.test_live import GROUPS, final, frame, live, publish, written
 
 socketed = pytest.mark.process
 
@@ -37,8 +39,8 @@ async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordina
     key = new_key()
     async with live_origin(root, tls) as server, decoder(server) as player, decoder(server) as late:
         assert (await player.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             assert await player.found() == live(key)
             growing, ordinary = await player.lookups()
             assert LiveCatalog.loads(growing) == live(key)
@@ -83,8 +85,8 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
     key = new_key()
     (root / "team-a").mkdir()
     async with live_origin(root, tls, grants=grants("team-b/*")) as server, decoder(server, token=TOKEN) as player:
-        with LiveFolderWriter(root / "team-a" / "asset") as writer:
-            writer.begin(live(key))
+        with written(root / "team-a") as writer:
+            writer.begin_live(live(key))
             publish(writer, 0, key)
             await until(lambda: server.source.live.assets and server.source.live.assets[0].chunks)
             for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
@@ -109,13 +111,13 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
 async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
     key = new_key()
     async with live_origin(root, tls) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             await player.found()
             for group in (0, 1):
                 publish(writer, group, key)
             data = frame(2, "FP16")
-            writer.frame(2, "FP16", data)
+            writer.frame(2, "FP16", data, hashlib.sha256(data).hexdigest())
             writer.tell(PublishedFrames(key, 2, 2.0, {"FP16": (len(data), hashlib.sha256(data).hexdigest())}))
             assert (await player.news(2)).frames.keys() == {"FP16"}
             refused = await player.get("Int4", 2)
@@ -157,9 +159,9 @@ WRONG = {
 @pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
 async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, told):
     messages, reason, groups = told
-    source = LiveAssets(root, QUIET)
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(live("0" * 16))
+    source = LiveAssets(StoreTree(root), QUIET)
+    with written(root) as writer:
+        writer.begin_live(live("0" * 16))
         await source.look()
         (asset,) = source.assets
         for message in messages:
@@ -176,11 +178,11 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
 
 
 async def test_a_folder_of_nonsense_is_left_out_and_told_of_once(root):
-    path = root / ".asset.0123.partial"
-    path.mkdir()
-    (path / LIVE).write_text("{}")
+    path = root / "l" / "0123"
+    path.mkdir(parents=True)
+    (path / LIVE_NAME).write_text("{}")
     with capture_logs() as entries:
-        source = LiveAssets(root, structlog.get_logger())
+        source = LiveAssets(StoreTree(root), structlog.get_logger())
         await source.look()
         await source.look()
         assert source.assets == ()
@@ -195,12 +197,13 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
     begun = live(new_key())
     (first, *others) = begun.catalog.tracks
     tracks = (replace(first, name="kvabr.edge"), *others)
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
+    with written(root) as writer:
+        writer.begin_live(replace(begun, catalog=replace(begun.catalog, tracks=tracks)))
         (path,) = live_folders(root)
-        with LiveFolder(path) as folder, pytest.raises(FormatError, match=r"no level may be called .kvabr\.edge."):
-            FollowedAsset(folder, "asset")
-        source = LiveAssets(root, QUIET)
+        follower = LiveFollower(LocalStore(root), path.name)
+        with pytest.raises(FormatError, match=r"no level may be called .kvabr\.edge."):
+            FollowedAsset(follower, "")
+        source = LiveAssets(StoreTree(root), QUIET)
         await source.look()
         assert source.assets == ()
 
@@ -209,8 +212,8 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
 async def test_a_producer_that_announces_and_never_publishes(root, tls):
     """Those who wait hear after a while that they may ask again; the origin gives it up after a longer one."""
     async with live_origin(root, tls, held_s=0.2) as server, decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(new_key()))
+        with written(root) as writer:
+            writer.begin_live(live(new_key()))
             await player.found()
             for track in (EDGE_TRACK, "FP16"):
                 refused = await player.get(track)
@@ -223,15 +226,15 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
 
 
 async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(root):
-    source, everyone = LiveAssets(root, QUIET), Grant("everyone")
+    source, everyone = LiveAssets(StoreTree(root), QUIET), Grant("everyone")
 
     def served():
         return LiveCatalog.loads(bytes(source.find(everyone, SPACE, LIVE_TRACK)[1].open(0).data)).key
 
-    with LiveFolderWriter(root / "one") as one, LiveFolderWriter(root / "two") as two:
-        one.begin(live("1" * 16))
+    with written(root) as one, written(root) as two:
+        one.begin_live(live("1" * 16))
         await source.look()
-        two.begin(live("2" * 16))
+        two.begin_live(live("2" * 16))
         await source.look()
         publish(two, 0, "2" * 16)
         publish(one, 0, "1" * 16)
@@ -247,10 +250,10 @@ async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(roo
 
 async def test_there_is_a_bound_on_assets_that_grow(root, monkeypatch):
     monkeypatch.setattr(live_assets, "MOST_LIVE", 1)
-    source = LiveAssets(root, QUIET)
-    with LiveFolderWriter(root / "one") as one, LiveFolderWriter(root / "two") as two:
-        one.begin(live("1" * 16))
-        two.begin(live("2" * 16))
+    source = LiveAssets(StoreTree(root), QUIET)
+    with written(root) as one, written(root) as two:
+        one.begin_live(live("1" * 16))
+        two.begin_live(live("2" * 16))
         await source.look()
         await source.look()
         (asset,) = source.assets
@@ -267,10 +270,10 @@ async def test_there_is_a_bound_on_assets_that_grow(root, monkeypatch):
 
 async def test_an_older_asset_of_the_same_name_is_served_until_it_is_replaced(root):
     """Its groups have the same names, so the growing one is not shown."""
-    old = make_final(root / "asset", b"old")
+    old = make_final(root, b"old")
     source = PublishedAssets(root, None, QUIET)
-    with LiveFolderWriter(root / "asset", force=True) as writer:
-        writer.begin(live(key := new_key()))
+    with LiveWriter(LocalStore(root), None, force=True) as writer:
+        writer.begin_live(live(key := new_key()))
         publish(writer, 0, key)
         await source.live.look()
         source.live.poll()
@@ -280,7 +283,7 @@ async def test_an_older_asset_of_the_same_name_is_served_until_it_is_replaced(ro
             publish(writer, group, key)
         writer.commit(final())
         writer.tell(LiveEnd(key))
-    source.live.poll()
+        source.live.poll()
     await source.live.tell()
     assert source.find(EVERYTHING, SPACE, LIVE_TRACK) is not None
     assert whole(source.find(EVERYTHING, SPACE, "FP16").open(0)) == frame(0, "FP16")
@@ -292,10 +295,11 @@ def make_final(path, begins):
     first, *others = made.tracks
     data = begins * 100
     sizes, sums = (len(data), *first.bytes[1:]), (hashlib.sha256(data).hexdigest(), *first.digests[1:])
-    with LiveFolderWriter(path) as writer:
+    with written(path) as writer:
         for group in range(GROUPS):
             for track in made.tracks:
-                writer.frame(group, track.name, data if (group, track) == (0, first) else frame(group, track.name))
+                one = data if (group, track) == (0, first) else frame(group, track.name)
+                writer.frame(group, track.name, one, hashlib.sha256(one).hexdigest())
         writer.commit(replace(made, tracks=(replace(first, bytes=sizes, digests=sums), *others)))
     return data
 
@@ -308,14 +312,15 @@ def layered_news(group, names, key, rest_s=None):
 
 def publish_layers(writer, group, names, key, rest_s=None):
     for name in names:
-        writer.frame(group, name, frame(group, name))
+        data = frame(group, name)
+        writer.frame(group, name, data, hashlib.sha256(data).hexdigest())
     writer.tell(layered_news(group, names, key, rest_s))
 
 
 async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root):
-    key, source = new_key(), LiveAssets(root, QUIET)
-    with LiveFolderWriter(root / "asset") as writer:
-        writer.begin(live(key))
+    key, source = new_key(), LiveAssets(StoreTree(root), QUIET)
+    with written(root) as writer:
+        writer.begin_live(live(key))
         await source.look()
         (asset,) = source.assets
 
@@ -346,8 +351,8 @@ async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root
 async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
     key = new_key()
     async with chain(root, tls, relays=relays) as (origin, server), decoder(server) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             await player.found()
             waiting = [player.ask("FP16", group) for group in range(GROUPS)]
             for group in range(GROUPS):

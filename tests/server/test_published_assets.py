@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -17,12 +18,12 @@ from kvabr.server import published_assets
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.publication import BytesPublication
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import CATALOG
-from kvabr.store.asset_folder import frame_path
+from kvabr.store.locations import open_asset
+from kvabr.store.names import catalog_name, profile_name
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import AssetError, RequestError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_gap, prefix_track
-from tests.assets import digests, make_asset, whole
+from tests.assets import digests, frame_file, make_asset, whole
 from tests.toymodel import toy_asset
 
 
@@ -67,10 +68,10 @@ def shared(catalog, mine):
 
 
 def test_what_is_served_is_what_lies_on_disk(root):
-    asset = make_asset(root / "a", range(18), profile=b"side information")
+    asset = make_asset(root / "one", range(18), profile=b"side information")
     library = PublishedAssets(root)
     space = asset.catalog.namespace
-    assert read(library, space, CATALOG_TRACK) == (root / "a" / CATALOG).read_bytes()
+    assert read(library, space, CATALOG_TRACK) == asset.catalog_bytes()
     assert read(library, TrackNamespace(space.model, asset.catalog.profile), PROFILE_TRACK) == b"side information"
     for level in asset.catalog.tracks:
         publication = library.find(EVERYTHING, space, level.name)
@@ -85,22 +86,20 @@ def test_what_is_served_is_what_lies_on_disk(root):
 
 
 def test_assets_lie_a_few_levels_down_and_hidden_folders_are_not_looked_into(root):
-    for index, place in enumerate(["a", "t/b", "t/u/v/c", "t/u/v/w/too-deep", ".hidden", "t/.partial"]):
-        path = root / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        make_asset(path, range(index, index + 8))
-    (root / "a" / "inner").mkdir()
-    shutil.copytree(root / "t" / "b", root / "a" / "inner" / "d")
+    made = {
+        place: make_asset(root / place, range(index, index + 8)).name
+        for index, place in enumerate(["one", "t/b", "t/u/v/c", "t/u/v/w/too-deep", ".hidden", "t/.partial"])
+    }
     (root / "file").write_text("x")
-    assert [asset.name for asset in PublishedAssets(root).assets] == ["a", "t/b", "t/u/v/c"]
-    assert [asset.name for asset in PublishedAssets(root / "a").assets] == ["."]
+    found = [asset.name for asset in PublishedAssets(root).assets]
+    assert found == [f"{place}/{made[place]}" for place in ("one", "t/b", "t/u/v/c")]
+    assert [asset.name for asset in PublishedAssets(root / "one").assets] == [made["one"]]
 
 
 def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
     library = PublishedAssets(root)
     assert not library.refresh()
-    # A real encode, which appears by a rename.
-    asset = toy_asset(root / "a", ("FP16", "Int4"))
+    asset = toy_asset(root / "one", ("FP16", "Int4"))
     space = asset.catalog.namespace
     assert library.find(EVERYTHING, space, CATALOG_TRACK) is None
     assert library.refresh()
@@ -109,16 +108,17 @@ def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
     under_way = old.open(1)
     frame = bytes(under_way.read(0, under_way.size))
 
-    asset = toy_asset(root / "a", ("FP16", "Int8"), force=True)
+    shutil.rmtree(root / "one")
+    asset = toy_asset(root / "one", ("FP16", "Int8"))
     # Before anyone looked again: what is on disk now is found, and a request of before does not get other bytes.
-    assert read(library, space, CATALOG_TRACK) == (root / "a" / CATALOG).read_bytes()
+    assert read(library, space, CATALOG_TRACK) == asset.catalog_bytes()
     assert read(library, space, "Int8", 2) == asset.frame(2, "Int8")
     assert library.find(EVERYTHING, space, "Int4") is None
     with pytest.raises(AssetError, match="replaced or removed"):
         old.open(2)
     assert whole(under_way) == frame
 
-    shutil.rmtree(root / "a")
+    shutil.rmtree(root / "one")
     assert library.find(EVERYTHING, space, CATALOG_TRACK) is None
     assert not library.refresh()
     assert not names_of(library, EVERYTHING)
@@ -127,6 +127,13 @@ def test_an_asset_appears_is_replaced_and_vanishes_while_served(root, events):
 
 
 NAMESPACE = '"namespace": {\n  "model": "'
+BAD = digests(range(8))
+
+
+def catalog_file(path):
+    """The file of the catalog of the only asset in a store."""
+    (found,) = (path / "a").iterdir()
+    return found
 
 
 def flip(path):
@@ -144,37 +151,35 @@ def edit(path, before, after):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda a: (a / CATALOG).write_text("{"), "not JSON"),
-        (lambda a: edit(a / CATALOG, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
-        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "kvabr.catalog"'), "names another track"),
-        (lambda a: edit(a / CATALOG, '"name": "Int4"', '"name": "prefix.AA"'), "names another track"),
-        (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
-        (lambda a: edit(a / CATALOG, NAMESPACE, NAMESPACE + "m"), "its namespace says 'mtest/model'"),
-        (lambda a: edit(a / CATALOG, digests(range(8))[0], "x"), "64 hex digits"),
-        (lambda a: edit(a / CATALOG, f'"prompt": "{digests(range(8))[1]}', f'"prompt": "{"0" * 64}'), "last prompt"),
-        (lambda a: flip(a / "profile.safetensors"), "SHA-256 differs"),
-        (lambda a: (a / "profile.safetensors").unlink(), "profile.safetensors: missing"),
-        (lambda a: frame_path(a, 1, "Int4").unlink(), "Int4/00001.kvg: missing"),
-        (lambda a: frame_path(a, 1, "Int4").write_bytes(b"short"), "has 5 bytes"),
-        (lambda a: link(frame_path(a, 1, "Int4")), "no ordinary file"),
-        (lambda a: link(a / "groups" / "Int4"), "is a link"),
-        (lambda a: link(a / "groups"), "is a link"),
-        (lambda a: link(a / CATALOG), "cannot be read"),
-        (lambda a: fifo(a / CATALOG), "no ordinary file"),
+        (lambda a: a.catalog.write_text("{"), "not JSON"),
+        (lambda a: edit(a.catalog, "kvabr.catalog/1", "kvabr.catalog/9"), "upgrade"),
+        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "kvabr.catalog"'), "names another track"),
+        (lambda a: edit(a.catalog, '"name": "Int4"', '"name": "prefix.AA"'), "names another track"),
+        (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m" * 4000), "longer than 4096"),
+        (lambda a: edit(a.catalog, NAMESPACE, NAMESPACE + "m"), "its namespace says 'mtest/model'"),
+        (lambda a: edit(a.catalog, BAD[0], "x"), "64 hex digits"),
+        (lambda a: edit(a.catalog, f'"prompt": "{BAD[1]}', f'"prompt": "{"0" * 64}'), "of another prompt"),
+        (lambda a: flip(a.profile), "SHA-256 differs"),
+        (lambda a: a.profile.unlink(), "there is no such object"),
+        (lambda a: a.frame.unlink(), "is missing"),
+        (lambda a: a.frame.write_bytes(b"short"), "has 5 bytes"),
+        (lambda a: link(a.frame), "is missing"),
+        (lambda a: link(a.frame.parent), "is missing"),
     ],
 )
 def test_a_damaged_asset_is_logged_once_and_left_out(root, events, damage, words):
     good = make_asset(root / "good", range(100, 108))
-    make_asset(root / "bad", range(8), profile=b"p")
-    damage(root / "bad")
+    bad = make_asset(root / "bad", range(8), profile=b"p")
+    files = [root / "bad" / name for name in (catalog_name(bad.name), profile_name(bad.catalog.profile))]
+    damage(SimpleNamespace(catalog=files[0], profile=files[1], frame=frame_file(root / "bad", 1, "Int4")))
     library = PublishedAssets(root)
     library.refresh()
     library.refresh()
-    assert [asset.name for asset in library.assets] == ["good"]
+    assert [asset.name for asset in library.assets] == [f"good/{good.name}"]
     assert library.damaged == 1
     assert read(library, good.catalog.namespace, CATALOG_TRACK)
     (entry,) = [entry for entry in events if entry["log_level"] == "warning"]
-    assert (entry["event"], entry["asset"]) == ("asset left out", "bad")
+    assert (entry["event"], entry["asset"]) == ("asset left out", f"bad/{bad.name}")
     assert words in entry["error"]
     # Mended without its catalog being touched, or with: noticed either way.
     shutil.rmtree(root / "bad")
@@ -184,41 +189,32 @@ def test_a_damaged_asset_is_logged_once_and_left_out(root, events, damage, words
 
 
 def link(path):
-    aside = path.parent.parent.parent / f".aside-{path.name}"
+    aside = path.parents[2] / f".aside-{path.name}"
     path.rename(aside)
     path.symlink_to(aside)
 
 
-def fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def test_a_slow_copy_is_taken_up_when_it_is_whole(root):
-    asset = make_asset(root / "a", range(8))
-    copy = root / "b"
-    copy.mkdir()
-    shutil.copy(root / "a" / CATALOG, copy)
+def test_of_two_stores_with_one_prompt_the_newer_answers(root):
+    asset = make_asset(root / "one", range(8))
+    copy = root / "two"
+    shutil.copytree(root / "one" / "a", copy / "a")
     library = PublishedAssets(root)
-    assert len(library.assets) == 1
-    shutil.copytree(root / "a" / "groups", copy / "groups")
+    assert len(library.assets) == 1  # frames are missing in the other
+    shutil.copytree(root / "one" / "g", copy / "g")
     assert library.refresh()
     assert len(library.assets) == 2
-    # The same prompt twice: the newer one answers.
-    os.utime(copy / CATALOG, ns=(2**62, 2**62))
+    os.utime(catalog_file(copy), ns=(2**62, 2**62))
     library.refresh()
-    flip(frame_path(copy, 0, "FP16"))
-    assert read(library, asset.catalog.namespace, "FP16") == frame_path(copy, 0, "FP16").read_bytes()
+    flip(frame_file(copy, 0, "FP16"))
+    assert read(library, asset.catalog.namespace, "FP16") == frame_file(copy, 0, "FP16").read_bytes()
 
 
 def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
     base = list(range(1000, 1064))
-    make_asset(root / "short", base[:16])
-    make_asset(root / "long", base[:48])
-    make_asset(root / "branch", base[:32] + [7] * 16)
-    os.utime(root / "branch" / CATALOG, ns=(2**62, 2**62))
+    prompts = {"short": base[:16], "long": base[:48], "branch": base[:32] + [7] * 16}
+    catalogs = {name: make_asset(root / name, tokens).catalog for name, tokens in prompts.items()}
+    os.utime(catalog_file(root / "branch"), ns=(2**62, 2**62))
     library = PublishedAssets(root)
-    catalogs = {name: Catalog.read(root / name / CATALOG) for name in ("short", "long", "branch")}
     assert lookup(library, base) == (catalogs["long"], 1)
     assert lookup(library, base[:32] + [7] * 40) == (catalogs["branch"], 1)
     # All three share these 16 tokens, two of them 32: the newest.
@@ -230,7 +226,7 @@ def test_the_longest_prefix_is_found_and_of_several_the_newest(root):
 
 
 def test_names_of_lookups_that_nobody_makes_find_nothing(root):
-    space = make_asset(root / "a", range(8)).catalog.namespace
+    space = make_asset(root / "one", range(8)).catalog.namespace
     first = TrackNamespace(space.model, digests(range(8))[0])
     library = PublishedAssets(root)
     for name in ("prefix.", "prefix", "prefix.A", "prefix.AAAA", "prefix.ä", "prefix." + "A" * 10**6, "", "\0", "../a"):
@@ -243,7 +239,6 @@ def test_names_of_lookups_that_nobody_makes_find_nothing(root):
 def two_tenants(root):
     """Folders of two tenants, a grant for each, and one that opens all of one model."""
     for team, start in (("team-a", 0), ("team-b", 500)):
-        (root / team).mkdir()
         make_asset(root / team / "x", range(start, start + 16), profile=team.encode())
         make_asset(root / team / "y", range(start, start + 32), salt=team.encode())
     make_asset(root / "shared", range(900, 908), model="other")
@@ -282,7 +277,7 @@ def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatc
     """Every call that answering makes, with what it returns, is the same for a forbidden name and for a missing one."""
     library = PublishedAssets(root, two_tenants)
     a = library.admit(b"a")
-    theirs = Catalog.read(root / "team-b" / "x" / CATALOG)
+    theirs = open_asset(root / "team-b" / "x").catalog
     first = TrackNamespace("test/model", theirs.chunks[0])
     forbidden = [
         (theirs.namespace, CATALOG_TRACK),
@@ -331,9 +326,8 @@ def test_requests_while_assets_come_and_go(root):
             for turn in range(25):
                 make_asset(root / "go", range(50, 58), seed=turn)
                 library.refresh()
-                (root / "go").rename(root / ".gone")
+                shutil.rmtree(root / "go")
                 library.refresh()
-                shutil.rmtree(root / ".gone")
         except Exception as error:  # noqa: BLE001 - shown below
             failures.append(error)
         finally:
@@ -355,4 +349,4 @@ def test_requests_while_assets_come_and_go(root):
     thread.join()
     assert not failures
     assert not library.refresh()
-    assert [asset.name for asset in library.assets] == ["stay"]
+    assert [asset.catalog.namespace for asset in library.assets] == [stay]

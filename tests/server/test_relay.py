@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process
 
 
 async def test_a_group_is_fetched_once_for_two_hundred_players(small, tls, fresh):
-    async with chain_of(small.path, tls) as (server, relay), contextlib.AsyncExitStack() as stack:
+    async with chain_of(small.store.folder, tls) as (server, relay), contextlib.AsyncExitStack() as stack:
         connections = [await stack.enter_async_context(await dialled(relay)) for _ in range(20)]
 
         async def fetched(connection):
@@ -46,7 +46,7 @@ async def test_a_group_is_fetched_once_for_two_hundred_players(small, tls, fresh
 
         got = await asyncio.gather(*(fetched(connection) for connection in connections for _ in range(10)))
         assert len(got) == 200
-        assert set(got) == {small.frame(3, "FP16")}
+        assert set(got) == {bytes(small.frame(3, "FP16"))}
         assert sent(server) == {CATALOG_TRACK: 1, "FP16": 1}
         await until(lambda: not relay.source.groups)
         assert relay.source.groups.bytes == 0
@@ -72,7 +72,7 @@ async def test_what_is_on_its_way_for_one_player_takes_no_room_of_the_others(ass
 
 
 async def test_what_does_not_exist_is_not_found_and_leaves_nothing(asset, tls):
-    async with chain_of(asset.path, tls) as (server, relay), await dialled(relay) as connection:
+    async with chain_of(asset.store.folder, tls) as (server, relay), await dialled(relay) as connection:
         for namespace, track, group in (
             (asset.catalog.namespace, "FP16", 8),
             (asset.catalog.namespace, "AC-5x", 0),
@@ -151,7 +151,7 @@ async def test_draining_finishes_what_is_under_way(asset, tls):
 
 
 async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, tls, monkeypatch, recwarn):
-    async with chain_of(small.path, tls) as (_, relay), await dialled(relay) as connection:
+    async with chain_of(small.store.folder, tls) as (_, relay), await dialled(relay) as connection:
         (peer,) = relay.peers
         find, cancelled = peer._find, []
 
@@ -252,7 +252,7 @@ async def test_a_damaged_file_is_fetched_again(tmp_path, tls, fresh):
     async with in_memory(asset) as upstream:
         async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
             await play(connection, asset)
-        for file in (tmp_path / "cache").glob("*.group"):
+        for file in (tmp_path / "cache").glob("g/*"):
             data = bytearray(file.read_bytes())
             data[1000] ^= 1
             file.write_bytes(data)

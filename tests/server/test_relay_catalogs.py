@@ -38,7 +38,7 @@ async def test_names_that_exist_stay_within_the_bound(tmp_path):
     """As many lookups as one likes: what is kept of them has a bound."""
     made = make_asset(tmp_path / "asset", list(range(64)))
     spec = made.catalog.spec
-    catalog = (made.path / "catalog.json").read_bytes()
+    catalog = made.catalog_bytes()
     limit = 200 * (len(catalog) + 8192)
     async with in_memory(made) as upstream:
         catalogs = Catalogs(upstream, LOG, limit=limit)
@@ -55,7 +55,7 @@ async def test_names_that_exist_stay_within_the_bound(tmp_path):
 
 async def test_a_wrong_catalog_is_refused_and_not_kept(asset, tmp_path, tls, stale):
     elsewhere = make_asset(tmp_path / "elsewhere", list(range(100, 132)))
-    lies = [b"{}", b"no JSON", (elsewhere.path / "catalog.json").read_bytes(), b""]
+    lies = [b"{}", b"no JSON", elsewhere.catalog_bytes(), b""]
 
     def fault(ask):
         return Fault(replace=lies[ask.attempt]) if ask.track == CATALOG_TRACK and ask.attempt < len(lies) else None
@@ -67,7 +67,7 @@ async def test_a_wrong_catalog_is_refused_and_not_kept(asset, tmp_path, tls, sta
             with pytest.raises(RequestError):
                 await get(connection, namespace, CATALOG_TRACK)
             assert relay.source.catalogs.bytes == 0
-        assert await get(connection, namespace, CATALOG_TRACK) == (asset.path / "catalog.json").read_bytes()
+        assert await get(connection, namespace, CATALOG_TRACK) == asset.catalog_bytes()
 
 
 async def test_a_wrong_profile_is_refused(tmp_path, tls):
@@ -91,7 +91,7 @@ async def test_a_wrong_profile_is_refused(tmp_path, tls):
     ],
 )
 def test_what_a_catalog_must_say(asset, track, change, words):
-    data = (asset.path / "catalog.json").read_bytes()
+    data = asset.catalog_bytes()
     namespace = asset.catalog.namespace
     if track != CATALOG_TRACK:
         namespace = TrackNamespace(namespace.model, asset.catalog.chunks[0])
@@ -141,7 +141,7 @@ async def test_a_doubted_catalog_is_asked_for_again_and_kept_while_the_origin_is
 
 
 async def test_small_tracks_under_way_have_a_bound(asset):
-    size = (asset.path / "catalog.json").stat().st_size
+    size = asset.catalog_size
     async with in_memory(asset) as upstream:
         catalogs = Catalogs(upstream, LOG, limit=size // 2)
         with pytest.raises(RequestError, match="no room"):

@@ -17,6 +17,7 @@ from kvabr.server.certificates import check
 from kvabr.server.grants import Grants
 from kvabr.types.errors import UsageError
 from kvabr.types.naming import CATALOG_TRACK
+from kvabr.types.peer import PeerOptions
 from tests.server.relays import LONG_S, get, grant, origin, play
 
 pytestmark = pytest.mark.process
@@ -30,7 +31,7 @@ def test_sizes_that_are_none(text):
 
 async def test_the_command(asset, tls, tmp_path):
     namespace = asset.catalog.namespace
-    async with origin(asset.path, tls) as server:
+    async with origin(asset.store.folder, tls) as server:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvabr", "relay", "--upstream",
             f"moqt://localhost:{server.address[1]}/#kvcache:{namespace.model}/{namespace.prompt}",
@@ -45,13 +46,13 @@ async def test_the_command(asset, tls, tmp_path):
             assert words[:2] == ["kvabr", "fetch"]
             assert asset_of(words[2]) == namespace
             assert words[words.index("--fingerprint") + 1] == fingerprint
-            async with connect(words[2], fingerprint=fingerprint) as connection:
+            async with connect(words[2], PeerOptions(fingerprint=fingerprint)) as connection:
                 assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
             process.terminate()
             _, log = await asyncio.wait_for(process.communicate(), LONG_S)
             assert process.returncode == 0, log
             assert b"cannot be reached" not in log
-            assert len(list((tmp_path / "cache").glob("*.group"))) == 1
+            assert len(list((tmp_path / "cache").glob("g/*"))) == 1
         finally:
             if process.returncode is None:
                 process.kill()
@@ -71,9 +72,9 @@ async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(
         try:
             lines = [(await asyncio.wait_for(process.stdout.readline(), LONG_S)).decode() for _ in range(2)]
             silent.close()
-            async with connect(lines[0].strip(), fingerprint=lines[1].split()[-1]) as connection:
+            async with connect(lines[0].strip(), PeerOptions(fingerprint=lines[1].split()[-1])) as connection:
                 asking = asyncio.create_task(get(connection, namespace, CATALOG_TRACK))
-                async with origin(asset.path, tls, port=port):
+                async with origin(asset.store.folder, tls, port=port):
                     assert await asking
                     await play(connection, asset)
             process.terminate()
@@ -92,7 +93,7 @@ async def test_the_command_starts_without_its_origin_and_works_once_it_is_there(
 
 @pytest.mark.parametrize("wrong", ["certificate", "token"])
 async def test_the_command_ends_if_its_origin_refuses_it(asset, tls, wrong):
-    async with origin(asset.path, tls, grants=Grants([grant("the right token")])) as server:
+    async with origin(asset.store.folder, tls, grants=Grants([grant("the right token")])) as server:
         trust = [] if wrong == "certificate" else ["--upstream-fingerprint", server.fingerprint]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvabr", "relay", "--upstream", f"moqt://localhost:{server.address[1]}/",

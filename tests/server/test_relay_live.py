@@ -13,15 +13,15 @@ import pytest
 from kvabr.moqt.codes import RequestCode
 from kvabr.server import relay_live
 from kvabr.server.grants import Grant, Grants
-from kvabr.store.asset_folder import frame_path
-from kvabr.store.live_folder import LiveFolderWriter, new_key
+from kvabr.store.live import new_key
+from kvabr.store.names import group_name
 from kvabr.types.live import LiveEnd
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders
 from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
 from tests.server.relays import relay_before, sent
-from tests.store.test_live_folder import GROUPS, TRACKS, final, frame, live, publish
+from tests.store.test_live import GROUPS, TRACKS, final, frame, live, publish, written
 
 pytestmark = pytest.mark.process
 TOKEN = "of the relay"  # noqa: S105  # of a test
@@ -57,8 +57,8 @@ async def test_each_byte_leaves_the_origin_once(root, tls, relays):
         decoder(relay) as two,
         decoder(relay) as late,
     ):
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             assert await one.found() == await two.found() == live(key)
             following = [asyncio.ensure_future(player.follow()) for player in (one, two)]
             # Four requests for news and three for groups, however many wait at the relay.
@@ -97,8 +97,8 @@ async def test_each_byte_leaves_the_origin_once(root, tls, relays):
 async def test_the_end_of_a_producer_is_passed_on(root, tls):
     key = new_key()
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             await player.found()
             following = asyncio.ensure_future(player.follow())
             publish(writer, 0, key)
@@ -117,13 +117,13 @@ async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tl
     """What the relay knows of the first production is not told to those who play the second."""
     first, second = new_key(), new_key()
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(first))
+        with written(root) as writer:
+            writer.begin_live(live(first))
             await player.found()
             writer.tell(LiveEnd(first, "out of memory"))
             assert await player.news(0) == LiveEnd(first, "out of memory")
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(second))
+        with written(root) as writer:
+            writer.begin_live(live(second))
             while (await player.found()).key != second:
                 pass  # the first answer is repeated for two seconds
             publish(writer, 0, second)
@@ -134,10 +134,10 @@ async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tl
 @pytest.mark.parametrize("how", ["narrowed", "removed"])
 async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
     key = new_key()
-    (root / "a").mkdir()
-    async with chain(root, tls, token=TOKEN, grants=grants("a/*")) as (origin, relay), decoder(relay) as player:
-        with LiveFolderWriter(root / "a" / "asset") as writer:
-            writer.begin(live(key))
+    (root / "team").mkdir()
+    async with chain(root, tls, token=TOKEN, grants=grants("team/*")) as (origin, relay), decoder(relay) as player:
+        with written(root / "team") as writer:
+            writer.begin_live(live(key))
             await player.found()
             publish(writer, 0, key)
             assert (await player.get("FP16")).data == frame(0, "FP16")
@@ -146,7 +146,7 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
             if how == "narrowed":
                 origin.source.regrant(grants("b/*"))
             else:
-                shutil.rmtree(next(iter(live_folders(root / "a"))))
+                shutil.rmtree(next(iter(live_folders(root))))
             for number in waiting:
                 assert (await player.answer(number)).code == RequestCode.DOES_NOT_EXIST
             for track in (LIVE_TRACK, EDGE_TRACK, "FP16"):
@@ -158,8 +158,8 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
 async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, tls):
     key = new_key()
     async with chain(root, tls) as (origin, relay), decoder(relay) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             await player.found()
             waiting = player.ask("FP16")
             await until(lambda: held(origin) == 5)
@@ -167,7 +167,7 @@ async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, t
             take = asset.take
 
             def spoil(message):
-                path = frame_path(asset.folder.path, 0, "FP16")
+                path = asset.follower.store.path(group_name(message.frames["FP16"][1]))
                 path.write_bytes(bytes(path.stat().st_size))
                 take(message)
 
@@ -181,12 +181,12 @@ async def test_a_group_that_is_not_what_the_news_say_is_passed_to_nobody(root, t
 async def test_an_origin_that_is_started_again_while_something_grows(root, tls):
     key = new_key()
     async with contextlib.AsyncExitStack() as stack:
-        with LiveFolderWriter(root / "asset") as writer:
+        with written(root) as writer:
             async with live_origin(root, tls) as origin:
                 port = origin.address[1]
                 relay = await relay_before(stack, origin, tls)
                 player = await stack.enter_async_context(decoder(relay))
-                writer.begin(live(key))
+                writer.begin_live(live(key))
                 await player.found()
                 following = asyncio.ensure_future(player.follow())
                 publish(writer, 0, key)
@@ -203,8 +203,8 @@ async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch
     key = new_key()
     monkeypatch.setattr(relay_live, "HOLD_S", 0.2)
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
-        with LiveFolderWriter(root / "asset") as writer:
-            writer.begin(live(key))
+        with written(root) as writer:
+            writer.begin_live(live(key))
             await player.found()
             publish(writer, 0, key)
             await player.news(0)

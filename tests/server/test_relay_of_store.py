@@ -8,24 +8,25 @@ import pytest
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.origins import dialling
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
+from kvabr.types.peer import PeerOptions
 from tests.assets import digests, spec
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url, put_asset
 from tests.server.relays import relaying, url_of
-from tests.store.admin.assets import publish
+from tests.store.noise import publish
 from tests.toymodel import SPEC, prompt, toy_asset
 
 
 async def test_a_prompt_and_a_name_are_played_through_it(tmp_path, tls):
     toy_asset(tmp_path / "asset", ("FP16", "Int4"))
-    url, asset = memory_url(), FolderAsset.open(tmp_path / "asset")
+    url, asset = memory_url(), open_asset(tmp_path / "asset")
     put_asset(url, asset)
     tokens = prompt(70).tokens
     async with (
         dialling(url) as upstream,
         relaying(upstream, tls) as server,
-        AsyncClient(url_of(server), fingerprint=server.fingerprint, quic="aioquic") as client,
+        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
     ):
         played = await client.play((*tokens[:64], 1, 2, 3), deadline=LIMIT_S, model=SPEC)
         assert played.tokens == 64
@@ -47,7 +48,7 @@ async def test_the_longest_prefix_of_a_long_prompt_is_found_through_it(tls, grou
     async with (
         dialling(url) as upstream,
         relaying(upstream, tls) as server,
-        AsyncClient(url_of(server), fingerprint=server.fingerprint, quic="aioquic") as client,
+        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
         AsyncClient(url) as direct,
     ):
         for tokens in (

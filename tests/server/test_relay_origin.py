@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import pytest
 import structlog
@@ -77,7 +78,7 @@ async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
         waiting = asyncio.create_task(get(connection, asset.catalog.namespace, CATALOG_TRACK))
         await asyncio.wait_for(asked.wait(), LONG_S)
         first.lose("killed")
-        assert await waiting == (asset.path / "catalog.json").read_bytes()
+        assert await waiting == asset.catalog_bytes()
 
 
 async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls):
@@ -108,7 +109,7 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
 
 async def test_it_survives_the_origin(asset, tls, monkeypatch):
     monkeypatch.setattr(relay_groups, "AWAY_S", LONG_S)
-    async with restartable(asset.path, tls) as (server, relay, connection, again):
+    async with restartable(asset.store.folder, tls) as (server, relay, connection, again):
         namespace = asset.catalog.namespace
         assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
         await server.close()
@@ -125,9 +126,9 @@ async def test_what_is_kept_is_served_while_the_origin_is_away(asset, tls, stale
     spec = asset.catalog.spec
     digests = chain(list(range(48)), model=spec.model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens)
     lookup = TrackNamespace(spec.model, digests[0]), prefix_track(digests)
-    catalog = (asset.path / "catalog.json").read_bytes()
+    catalog = asset.catalog_bytes()
     with structlog.testing.capture_logs() as logs:
-        async with chain_of(asset.path, tls) as (server, relay):
+        async with chain_of(asset.store.folder, tls) as (server, relay):
             async with await dialled(relay) as connection:
                 assert await get(connection, *lookup) == catalog
                 await play(connection, asset)
@@ -165,7 +166,7 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
         await play(connection, asset)
         old = set(asset.catalog.track("FP16").digests)
         assert all(digest in relay.source.store for digest in old)
-        asset.path.rename(tmp_path / ".old")
+        shutil.rmtree(asset.store.folder)
         new = make_asset(tmp_path / "asset", list(range(32)), frame_bytes=200, seed=2)
         assert new.catalog.namespace == namespace
         await play(connection, new)
@@ -174,7 +175,7 @@ async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale
 
 async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, stale):
     mine = "the relay's own token"
-    starting = restartable(asset.path, tls, grants=Grants([grant(mine)]), token=mine)
+    starting = restartable(asset.store.folder, tls, grants=Grants([grant(mine)]), token=mine)
     async with starting as (server, relay, connection, again):
         await play(connection, asset)
         await server.close()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from kvabr.store.local import LocalStore
+from kvabr.store.names import catalog_name, group_name
 from kvabr.types.errors import NotFoundError, RequestError
 from kvabr.types.naming import CATALOG_TRACK
-from tests.assets import make_asset
+from tests.assets import frame_file, make_asset
 from tests.memory_transport import Fault
 from tests.server.relays import BIG, LONG_S, chain_of, dialled, get, in_memory, play, relaying, sent, until
 
@@ -68,7 +71,7 @@ async def held(root, tls, asset, **fault):
         return Fault(**fault) if first else None
 
     async with contextlib.AsyncExitStack() as stack:
-        upstream = await stack.enter_async_context(in_memory(SimpleNamespace(path=root), faults=faults))
+        upstream = await stack.enter_async_context(in_memory(SimpleNamespace(store=LocalStore(root)), faults=faults))
         relay = await stack.enter_async_context(relaying(upstream, tls))
         yield Held(relay, upstream, [await stack.enter_async_context(await dialled(relay)) for _ in range(2)])
 
@@ -80,7 +83,7 @@ async def test_a_removed_asset_leaves_what_others_have(tmp_path, long, short, tl
         await play(player, short)
         asked = sent(server)
         assert asked["FP16"] == 8
-        long.path.rename(tmp_path / ".gone")
+        shutil.rmtree(long.store.folder)
         server.source.refresh()
         kept = set(short.catalog.track("FP16").digests)
         await until(lambda: len(relay.source.store) == len(kept))
@@ -124,10 +127,11 @@ async def test_who_has_read_some_of_a_lie_asks_again(tmp_path, long, short, tls)
 async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, long, tls):
     """It vouches for another asset's group with less bytes than that has."""
     liar = make_asset(tmp_path / "liar", list(range(100, 132)))
-    catalog = json.loads((liar.path / "catalog.json").read_text())
+    catalog = json.loads(liar.catalog_bytes())
     (track,) = [one for one in catalog["tracks"] if one["name"] == "FP16"]
-    track["digests"][0] = long.catalog.track("FP16").digests[0]
-    (liar.path / "catalog.json").write_text(json.dumps(catalog))
+    track["digests"][0] = digest = long.catalog.track("FP16").digests[0]
+    frame_file(liar.store.folder, 0, "FP16").rename(liar.store.path(group_name(digest)))
+    liar.store.path(catalog_name(liar.name)).write_text(json.dumps(catalog))
     async with held(tmp_path, tls, liar, stall_after=0) as world:
         one, other = world.players
         download = one.fetch(liar.catalog.namespace, "FP16", 0, limit=BIG)

@@ -23,6 +23,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.reload import Reloads
 from kvabr.server.server import Server
 from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.peer import PeerOptions
 from tests.server.relays import LOG, LONG_S, until
 
 
@@ -128,7 +129,9 @@ async def test_a_served_process_reads_tokens_and_certificates_again(tmp_path):
         port = int((await process.stdout.readline()).decode().strip().strip("/").rpartition(":")[2])
 
         async def dialled(fingerprint, token):
-            options = DialOptions("127.0.0.1", port, token=token, fingerprint=fingerprint, timeout_s=LONG_S)
+            options = DialOptions(
+                "127.0.0.1", port, how=PeerOptions(fingerprint=fingerprint, timeout_s=LONG_S), token=token
+            )
             return await dial(options)
 
         async with await dialled(first, "one") as connection:
@@ -186,7 +189,9 @@ async def test_a_new_certificate_is_for_new_connections(tmp_path):
     async with server:
 
         async def dialled(fingerprint):
-            return await dial(DialOptions("localhost", server.address[1], fingerprint=fingerprint, timeout_s=LONG_S))
+            return await dial(
+                DialOptions("localhost", server.address[1], how=PeerOptions(fingerprint=fingerprint, timeout_s=LONG_S))
+            )
 
         async with await dialled(first) as old:
             second = write()

@@ -20,11 +20,10 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import INTERRUPTED, PATIENCE_S, Server, Watcher, run_until_signal
-from kvabr.store.asset_folder import frame_path
-from kvabr.store.objects.bucket import Bucket
 from kvabr.types.errors import ConnectionLostError, UsageError
-from tests.assets import make_asset
+from tests.assets import frame_file, make_asset
 from tests.client.stored import memory_url, put_asset
+from tests.store.noise import read_object, replace_object
 
 pytestmark = pytest.mark.process
 
@@ -193,8 +192,8 @@ def test_the_watcher_takes_up_assets(root):
         watcher.look()
         assert metrics.value("kvabr_assets") == 1
         make_asset(root / "two", range(100, 108))
-        (root / "three").mkdir()
-        (root / "three" / "catalog.json").write_text("{}")
+        (root / "three" / "a").mkdir(parents=True)
+        (root / "three" / "a" / ("0" * 64)).write_text("{}")
         watcher.look()
         watcher.look()
     assert (metrics.value("kvabr_assets"), metrics.value("kvabr_assets_damaged")) == (2, 1)
@@ -205,7 +204,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     library, metrics = PublishedAssets(root), Metrics()
     watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
     track = asset.catalog.tracks[0].name
-    frame = frame_path(asset.path, 0, track)
+    frame = frame_file(asset.store.folder, 0, track)
     frame.write_bytes(frame.read_bytes()[:-1] + bytes([frame.read_bytes()[-1] ^ 1]))
     with structlog.testing.capture_logs() as events:
         for times, damaged in enumerate((0, 1, 1), 1):
@@ -216,7 +215,7 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
     named = [event for event in events if event["event"] == "group damaged"]
     assert [(event["asset"], event["group"], event["track"]) for event in named] == [(asset.name, 0, track)]
     assert library.assets == [asset]  # other groups and tracks may serve
-    shutil.rmtree(asset.path)
+    shutil.rmtree(asset.store.folder)
     watcher.look()
     assert metrics.value("kvabr_assets_damaged") == 0
 
@@ -224,15 +223,14 @@ async def test_a_group_that_is_asked_for_again_is_read_and_named_if_it_is_damage
 @pytest.mark.parametrize("fault", ["flipped", "gone"])
 async def test_and_so_it_is_in_a_bucket(root, fault):
     url, folder = memory_url(), PublishedAssets(root).assets[0]
-    key, bucket = put_asset(url, folder)[0], Bucket.open(url)
+    put_asset(url, folder)
     library, metrics = PublishedAssets(url), Metrics()
     watcher, asset = Watcher(library, structlog.get_logger(), metrics), library.assets[0]
     track = asset.catalog.tracks[0].name
-    key, _, end = asset._place(0, track)
-    whole = bytes(bucket.get_sync(key, 0, limit=1 << 30))
-    bucket.delete_sync([key])
-    if fault == "flipped":
-        bucket.put_sync(key, whole[: end - 1] + bytes([whole[end - 1] ^ 1]) + whole[end:])
+    place = asset.place(0, track)
+    whole = read_object(url, place.name)
+    flipped = whole[: place.last - 1] + bytes([whole[place.last - 1] ^ 1]) + whole[place.last :]
+    replace_object(url, place.name, flipped if fault == "flipped" else None)
     with structlog.testing.capture_logs() as events:
         for times, damaged in enumerate((0, 1, 1), 1):
             loaded = asyncio.Event()
@@ -250,10 +248,10 @@ async def test_a_bucket_that_does_not_answer_is_not_damaged(root, monkeypatch):
     library = PublishedAssets(url)
     asset = library.assets[0]
 
-    def away(*_, **__):
+    async def away(*_, **__):
         raise ConnectionLostError("the store does not answer")
 
     library._doubt(asset, 0, asset.catalog.tracks[0].name)
-    monkeypatch.setattr(asset._bucket, "get_sync", away)
+    monkeypatch.setattr(asset.store, "get", away)
     library.look_at_bytes()
     assert library.damaged == 0

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -18,10 +19,12 @@ import pytest
 from kvabr.link.moqt.connect import asset_of, dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.server.certificates import ServerTls, check, make
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
 from kvabr.types.errors import NotFoundError
 from kvabr.types.naming import CATALOG_TRACK, PROFILE_TRACK, TrackNamespace, prefix_track
+from kvabr.types.peer import PeerOptions
 from tests.assets import digests, make_asset
 from tests.processes import gone, workers_of
 
@@ -56,7 +59,9 @@ class Served:
         raise AssertionError((name, self.events))
 
     def options(self, **changes):
-        return DialOptions("127.0.0.1", self.port, fingerprint=self.fingerprint, timeout_s=300.0, **changes)
+        return DialOptions(
+            "127.0.0.1", self.port, how=PeerOptions(fingerprint=self.fingerprint, timeout_s=300.0), **changes
+        )
 
 
 def serving(root, *words, stderr=asyncio.subprocess.PIPE):
@@ -85,7 +90,7 @@ async def fetch(connection, namespace, track, group=0):
 
 async def test_it_serves_what_is_there_and_what_comes_and_goes(root):
     quic = "aioquic"
-    first = Catalog.read(root / "team-a" / "one" / "catalog.json")
+    first = open_asset(root / "team-a" / "one").catalog
     async with serving(root, "--quic", quic, "--metrics", "127.0.0.1:0") as served:
         metrics_url = (await served.event("metrics"))["url"]
         assert (await served.event("serving"))["quic"] == quic
@@ -105,11 +110,11 @@ async def test_it_serves_what_is_there_and_what_comes_and_goes(root):
                 await fetch(connection, first.namespace, "FP8")
 
             new = make_asset(root / "new", range(300, 324)).catalog
-            assert (await served.event("asset added"))["asset"] == "new"
+            assert (await served.event("asset added"))["asset"] == f"new/{new.namespace.prompt}"
             asked = digests(range(300, 340))
             found = await fetch(connection, TrackNamespace(new.spec.model, asked[0]), prefix_track(asked))
             assert Catalog.loads(found) == new
-            (root / "new").rename(root / ".away")
+            shutil.rmtree(root / "new")
             await served.event("asset removed")
             with pytest.raises(NotFoundError):
                 await fetch(connection, new.namespace, CATALOG_TRACK)
@@ -155,7 +160,7 @@ async def test_a_log_that_cannot_be_written_stops_nobody(root, where):
     else:
         reader, log = os.pipe()
         os.close(reader)
-    catalog = Catalog.read(root / "team-a" / "one" / "catalog.json")
+    catalog = open_asset(root / "team-a" / "one").catalog
     try:
         async with serving(root, stderr=log) as served:
             for _ in range(2):
@@ -183,7 +188,7 @@ async def test_several_processes_share_an_address_and_end_together(root, tmp_pat
                 lines.append(await process.stdout.readline())
             (url,) = {line.decode().strip() for line in lines if line.startswith(b"moqt://")}
             children = workers_of(process.pid, 2)
-            asset = Catalog.read(root / "team-a" / "one" / "catalog.json")
+            asset = open_asset(root / "team-a" / "one").catalog
             options = Served(process, url, check(ServerTls(pem, key)).fingerprint).options()
             served: set[int] = set()
             while len(served) < 2:  # the system spreads connections over them

@@ -11,7 +11,6 @@ from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.moqt import connection, endpoint
-from kvabr.link.moqt import options as dialling
 from kvabr.link.quic import backend
 from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
@@ -33,14 +32,12 @@ from kvabr.server import (
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
-from kvabr.store import asset as assets
-from kvabr.store import asset_folder
-from kvabr.store.objects import asset_store, bucket, group_store, layout, spans
+from kvabr.store import asset, asset_store, cloud, group_cache, names, pages, prompt, store_tree
 from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
 from kvabr.telemetry.kv_events import wire as events
 from kvabr.telemetry.kv_events.buffer import ReplayBuffer
-from kvabr.types import catalog, kv, naming, records
+from kvabr.types import catalog, kv, live, naming, peer, records
 from kvabr_lab.route import HeldPrefixes
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -106,7 +103,7 @@ ROWS = {
         size(grants._MAX_FILE_BYTES), f"{grants._MAX_GRANTS:,} grants",
         f"{grants._MAX_PATTERNS:,} patterns of {grants._MAX_PATTERN:,} characters",
     ],
-    "a token": [f"{dialling.MAX_TOKEN_BYTES:,} bytes"],
+    "a token": [f"{peer.MAX_TOKEN_BYTES:,} bytes"],
     "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
     "relay: groups kept": [f"{round(1 / relay._TRANSIT_SHARE - 1)}/4, {share(relay._TRANSIT_SHARE)} of `--memory`"],
     "relay: catalogs and lookups": [
@@ -122,8 +119,8 @@ ROWS = {
     "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
     "relay: names that do not exist": ["nothing is kept"],
     "origin: catalogs and profiles": [size(published_assets.MAX_CACHED_BYTES)],
-    "origin: folders": [f"{asset_folder.MAX_DEPTH} deep, {asset_folder.MAX_FOLDERS:,}"],
-    "origin: frames that are read at once": [size(asset_folder.LOADED_BYTES)],
+    "origin: stores below": [f"{store_tree.MAX_DEPTH} deep; {store_tree.MAX_FOLDERS:,}"],
+    "origin: frames that are read at once": [size(asset.LOADED_BYTES)],
     "catalog asked for with a prompt": [
         size(lookup._HEAD_BYTES), f"{(lookup.MAX_TRACKS + 1) * lookup._ENTRY_BYTES:,} bytes x groups",
         f"counted as {lookup._LEAST_GROUPS:,} at least",
@@ -135,7 +132,7 @@ ROWS = {
     ],
     "list of models": [size(kv.MAX_MODELS_BYTES), "4,096 models"],
     "codec profile": [size(catalog.MAX_PROFILE_BYTES), f"its header {size(profile._MAX_HEADER_BYTES)}"],
-    "prompt.json": [size(assets._MAX_PROMPT_BYTES)],
+    "token ids of a prompt": [size(prompt.MAX_PROMPT_BYTES)],
     "KV events: batches kept": [
         f"{REPLAYS['max_batches'].default:,}, {size(REPLAYS['max_bytes'].default)}; {publisher._MOST_WAITING:,}",
         f"{size(publisher._MOST_REQUEST_BYTES)}; {1 / publisher._REPLAY_EVERY_S:g} a second",
@@ -148,17 +145,16 @@ ROWS = {
         f"{size(seen_prompts._MAX_TOKEN_BYTES)}, {seen_prompts._MOST_SEEN:,}",
         size(seen_prompts._MAX_TOKEN_BYTES // seen_prompts._PARTS),
     ],
-    "object store: offers of a tenant": [f"{layout.MAX_OFFERS}", size(layout.MAX_OFFER_BYTES)],
-    "object store: span, its head": [
-        size(layout.MAX_SPAN_BYTES), size(spans.MAX_HEAD_BYTES), size(spans._MAX_HEAD_JSON),
-        f"{layout.MAX_SPAN_GROUPS} groups",
-    ],
-    "object store: catalog with": [size(layout.MAX_STORED_CATALOG_BYTES)],
-    "object store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
-    "object store: tries of a request": [f"{bucket._TRIES}, {bucket.WAIT_S} s"],
+    "store: models": [f"{names.MAX_MODELS}"],
+    "store: page": [size(pages.MAX_PAGE_BYTES), size(pages._MAX_JSON_BYTES), f"{names.PAGE_GROUPS} groups"],
+    "store: a frame": [size(pages._MAX_FRAME_BYTES), f"{size(names.PACK_BYTES)}, {names.PAGE_GROUPS} groups"],
+    "live catalog": [size(live.MAX_LIVE_BYTES), size(live.MAX_EDGE_BYTES)],
+    "store: assets that a server looks at": [f"{asset_store.MAX_LISTED:,}"],
+    "object store: tries of a request": [f"{cloud._TRIES}, {cloud.WAIT_S} s"],
     "object store: groups of relays and clients": [
-        f"{size(group_store.MAX_GROUP_BYTES)} each; read {group_store._READ_S:g} s, written {group_store._WRITE_S:g} s",
-        f"left alone for {group_store._PAUSE_S:g} s",
+        f"{size(group_cache._MAX_GROUP_BYTES)} each; read {group_cache._READ_S:g} s",
+        f"written {group_cache._WRITE_S:g} s",
+        f"left alone for {group_cache._PAUSE_S:g} s",
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],

@@ -9,9 +9,7 @@ from typing import Annotated, ClassVar
 import pytest
 from msgspec import Meta
 
-from kvabr.link.objects.span_search import found_prefix
-from kvabr.store.objects import spans
-from kvabr.store.objects.layout import StoreOffer
+from kvabr.store.pages import Page, pages_of, with_pages
 from kvabr.types.catalog import Catalog, CommonFacts, Level, Mix, Quality, Track
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, VersionError
@@ -65,7 +63,7 @@ def full(groups=2):
     made = catalog(groups)
     tails = TailLoss(16, 0.3, 0.1), TailLoss(128, 1e-05)
     tracks = tuple(
-        replace(track, decode_s=0.25, tails=tails, measured=Quality(1.5e-05, -0.25, 1.0, 2e-7, 0.1))
+        replace(track, decode_s=0.25, packs=(2,), tails=tails, measured=Quality(1.5e-05, -0.25, 1.0, 2e-7, 0.1))
         for track in made.tracks
     )
     refined = replace(tracks[-1], name="finer", refines=tracks[-1].name)
@@ -114,20 +112,17 @@ def test_the_road_of_a_live_record():
     assert LiveCatalog.loads(made.dumps().encode()) == made
 
 
-def test_the_road_of_spans_in_a_bucket():
-    """What a prompt finds by its spans is what was published, but for what is true of one asset as a whole."""
+def test_the_road_of_pages():
+    """What a prompt finds by its pages is what was published, but for what is true of one asset as a whole."""
     made = full()
-    found = StoreOffer.loads(StoreOffer.of(made).dumps())
+    pages = [Page.loads(page.dumps()) for page in pages_of(made)]
+    assert pages == pages_of(made)
+    (found,) = pages
     assert {name: getattr(found, name) for name in FACTS} == FACTS
-    assert found == StoreOffer.of(made)
-    heads = [spans.head_of(made, 0, spans.units_by_span(made)[0])]
-    prefix = found_prefix(found, heads).catalog
-    assert prefix == replace(
-        made, mixes=(), asked=(), source="", tracks=tuple(replace(track, measured=None) for track in made.tracks)
-    )
-    assert {name: getattr(prefix.tracks[-1], name) for name in published(Level)} == {
-        name: getattr(made.tracks[-1], name) for name in published(Level)
-    }
+    assert (found.spec, found.chunks, found.tokens, found.position) == (made.spec, made.chunks, made.tokens, 640)
+    levels = [{name: getattr(track, name) for name in published(Level)} for track in made.tracks]
+    assert [{name: getattr(level, name) for name in published(Level)} for level in found.levels] == levels
+    assert with_pages(made, pages) == made
 
 
 @dataclass(frozen=True)

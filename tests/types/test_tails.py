@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvabr.data import default_catalog
-from kvabr.store.objects.layout import StoreOffer
+from kvabr.store.pages import Page, pages_of
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
 from kvabr.types.tails import TailLoss, losses_behind, share_behind
@@ -60,12 +60,12 @@ def _tailed() -> Catalog:
     return replace(catalog, tracks=tuple(replace(track, tails=TAILS) for track in catalog.tracks))
 
 
-def test_a_catalog_and_an_offer_keep_them():
+def test_a_catalog_and_its_pages_keep_them():
     catalog = _tailed()
     assert Catalog.loads(catalog.dumps()) == catalog
-    offer = StoreOffer.of(catalog)
-    assert StoreOffer.loads(offer.dumps()) == offer
-    assert [track.tails for track in offer.tracks] == [TAILS] * len(catalog.tracks)
+    for page in pages_of(catalog):
+        assert Page.loads(page.dumps()) == page
+        assert [level.tails for level in page.levels] == [TAILS] * len(catalog.tracks)
 
 
 def test_what_a_play_fetches_before_a_tail():

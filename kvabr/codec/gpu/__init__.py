@@ -66,7 +66,7 @@ def trying(device: torch.device) -> AbstractContextManager[None]:
 
 
 def pin(address: int, size: int) -> Callable[[], object] | None:
-    """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
+    """Pin memory for all devices; see `kvabr.store.buffers.Pin`."""
     from kvabr.codec.gpu import staging  # noqa: PLC0415  # which knows codecs, which know this package
 
     return staging.pin(address, size)

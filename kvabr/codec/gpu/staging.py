@@ -120,7 +120,7 @@ def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:
-    """Return whether memory is that of a pool that `pin` is used for: `kvabr.store.memory.PinnedMemory`."""
+    """Return whether memory is that of a pool that `pin` is used for: `kvabr.store.buffers.PinnedMemory`."""
     under = getattr(payload, "obj", None)
     while (below := getattr(under, "base", getattr(under, "obj", None))) is not None:  # arrays, and views of memory
         under = below
@@ -142,7 +142,7 @@ def sent_apart(payloads: Sequence[bytes | memoryview], places: Sequence[int], de
 
 
 def pin(address: int, size: int) -> Callable[[], object] | None:
-    """Pin memory for all devices; see `kvabr.store.memory.Pin`."""
+    """Pin memory for all devices; see `kvabr.store.buffers.Pin`."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, 0)):  # the system allows no more
         with suppress(RuntimeError):  # what comes next on this thread would be told the error

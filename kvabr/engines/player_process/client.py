@@ -45,7 +45,7 @@ from kvabr.engines.player_process.messages import (
 from kvabr.engines.player_process.sockets import own_socket, private_folder
 from kvabr.engines.settings import INSIDE, OWN
 from kvabr.player.decode_queue import DecodeShare
-from kvabr.store.memory import GROUPS
+from kvabr.store.buffers import GROUPS
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.types.backoff import Backoff
 from kvabr.types.errors import ConnectionLostError, TransportError, UsageError, told_if_exhausted

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvabr.store import memory
+from kvabr.store import buffers
 from kvabr.types.errors import FormatError
 
 _STEP_BYTES = 2 << 20
@@ -121,7 +121,7 @@ def laid_out(pieces: Iterable[memoryview]) -> tuple[list[tuple[int, memoryview]]
     return placed, end
 
 
-def mapped(file: int, pin: memory.Pin | None) -> mmap.mmap | memoryview:
+def mapped(file: int, pin: buffers.Pin | None) -> mmap.mmap | memoryview:
     """Return a region as the reading process has it, and close the file.
 
     Args:
@@ -137,10 +137,10 @@ def mapped(file: int, pin: memory.Pin | None) -> mmap.mmap | memoryview:
             raise FormatError("shared memory that could be cut short")
         size = os.fstat(file).st_size
         if pin is not None:
-            pinned = memory.PinnedMemory(file, size)
+            pinned = buffers.PinnedMemory(file, size)
             pinned.undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(pinned)), size)
             if pinned.undo is not None:
                 return pinned
-        return memory.mapped(file, size)
+        return buffers.mapped(file, size)
     finally:
         os.close(file)

@@ -77,10 +77,10 @@ class VllmSettings(EngineSettings):
     token comes sooner, and the draft, which sees nothing of what was played, proposes worse."""
     publish_live: bool = False
     """Publish a cache while it is computed, step by step, so that another node plays it meanwhile. ``publish`` must be
-    a folder. Recurrent states are published when their request ends."""
+    an unencrypted folder. Recurrent states are published when their request ends."""
     publish_tokens: bool = False
     """Keep the token ids of what is published, of requests without a salt, beside the caches, so that `kvabr serve
-    --kv-events` can tell routers of them. ``publish`` must be a folder."""
+    --kv-events` can tell routers of them. ``publish`` must be an unencrypted folder."""
 
     @field_validator("policy")
     @classmethod
@@ -107,7 +107,7 @@ def read_settings(given: Mapping[str, Any], *, consumes: bool, produces: bool) -
     if consumes and settings.url is None:
         raise UsageError(f'{WHERE}: a consumer needs "url", the origin, as in moqt://origin.example:4443/')
     if produces and settings.publish is None:
-        raise UsageError(f'{WHERE}: a producer needs "publish", the folder that caches are written to')
+        raise UsageError(f'{WHERE}: a producer needs "publish", the folder or URL that caches are written to')
     return settings
 
 

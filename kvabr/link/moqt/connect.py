@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Unpack, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from kvabr.link.moqt.connection import MoqtConnection
 from kvabr.link.moqt.names import addresses_of
 from kvabr.link.moqt.options import (
     DRAFTS,
-    DialArguments,
     DialOptions,
     Names,
-    TransportChoice,
-    fingerprint_of,
-    read_token,
     trust,
     trusted_itself,
     why_refused,
-    with_defaults,
 )
-from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, Quic, QuicLibrary, installed_libraries, library
+from kvabr.link.quic.backend import IDLE_S, LIBRARIES, LibraryName, QuicLibrary, installed_libraries, library
 from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.tls import certificate_at, client_context
 from kvabr.link.tcp.transport import QmuxTransport
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
 from kvabr.transfer.interface import PeerConnection
-from kvabr.transfer.lanes import MOST_LANES, LanesConnection
+from kvabr.transfer.lanes import LanesConnection
 from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
 from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.peer import PeerOptions
 
 DEFAULT_PORT = 443
 FRAGMENT_TYPE = "kvcache"
@@ -106,11 +100,11 @@ def parse_namespace(name: str) -> TrackNamespace:
 
 def connect(
     url: str,
+    how: PeerOptions | None = None,
     *,
     drafts: tuple[str, ...] = DRAFTS,
     names: Names = "draft",
     needed: bool = True,
-    **how: Unpack[DialArguments],
 ) -> Connecting:
     """Return a context manager that connects to an origin or a relay, for ``async with``.
 
@@ -118,39 +112,19 @@ def connect(
 
     Args:
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
+        how: see `PeerOptions`.
         drafts: protocols to offer, preferred first.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
         needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
             in `Connection.trouble`, and dials again with each request.
-        how: see `DialArguments`.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
         TransportError: the peer cannot be reached, speaks another protocol, or refuses us.
     """
-    how = with_defaults(how)
-    token, token_file, quic, timeout_s = how["token"], how["token_file"], how["quic"], how["timeout_s"]
-    if not 0 < timeout_s < float("inf"):
-        raise UsageError(f"timeout {timeout_s:g} s: must be a positive number of seconds")
-    if quic not in get_args(Quic):
-        raise UsageError(f"unknown QUIC library {quic!r}; choose one of {', '.join(get_args(Quic))}")
-    transport = how["transport"]
-    if transport not in get_args(TransportChoice):
-        raise UsageError(f"unknown transport {transport!r}; choose one of {', '.join(get_args(TransportChoice))}")
-    lanes = how["lanes"]
-    if not 1 <= lanes <= MOST_LANES:
-        raise UsageError(f"{lanes} lanes; give 1 to {MOST_LANES} connections to a peer")
+    how = how or PeerOptions()
     host, port, path = parse_url(url)
-    if token is not None and token_file is not None:
-        raise UsageError("give a token or a file with one, not both")
-    secret = None if token_file is None else Path(token_file)
-    token = read_token(secret) if secret is not None else token or os.environ.get("KVABR_TOKEN") or None
-    pinned = None if how["fingerprint"] is None else fingerprint_of(how["fingerprint"])
-    roots = None if how["ca"] is None else Path(how["ca"])
-    options = DialOptions(
-        host, port, path, token, secret, roots, pinned, how["insecure"], drafts, timeout_s, names, lanes
-    )
-    return Connecting(options, quic, transport, needed=needed)
+    return Connecting(DialOptions(host, port, path, how.secret(), how, drafts, names), needed=needed)
 
 
 def peer_name(where: str, over: Over) -> str:
@@ -161,8 +135,8 @@ def peer_name(where: str, over: Over) -> str:
 class Connecting:
     """The async context manager that `connect` returns; entering it gives a `Connection`."""
 
-    def __init__(self, options: DialOptions, quic: Quic, transport: TransportChoice, *, needed: bool = True) -> None:
-        self._options, self._quic, self._transport, self._needed = options, quic, transport, needed
+    def __init__(self, options: DialOptions, *, needed: bool = True) -> None:
+        self._options, self._needed = options, needed
         self._where = f"{options.host}:{options.port}"
         self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
         self._connection: PeerConnection | None = None
@@ -178,8 +152,8 @@ class Connecting:
                 raise
             first = UnreachedConnection(str(error))
         self._connection = RedialledConnection(first, self._dial, peer=self.peers[0])
-        if self._options.lanes > 1:
-            self._connection = LanesConnection(self._connection, self._another, self._options.lanes)
+        if self._options.how.lanes > 1:
+            self._connection = LanesConnection(self._connection, self._another, self._options.how.lanes)
         return self._connection
 
     async def __aexit__(
@@ -221,13 +195,14 @@ class Connecting:
         return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
 
     async def _dial(self) -> MoqtConnection:
-        if (file := self._options.token_file) is not None:
+        how = self._options.how
+        if how.token_file is not None:
             with contextlib.suppress(UsageError):  # the token that was read last may still be good
-                self._options = replace(self._options, token=read_token(file))
-        if self._transport == "auto" and self._quic == "auto":
+                self._options = replace(self._options, token=how.secret())
+        if how.transport == "auto" and how.quic == "auto":
             made = await self._auto()
         else:
-            made = await self._dial_over("quic" if self._transport == "auto" else self._transport)
+            made = await self._dial_over("quic" if how.transport == "auto" else how.transport)
         self._works = cast("TransportName", made.backend)
         return made
 
@@ -250,7 +225,7 @@ class Connecting:
         if over != "quic":
             return (over,)
         works = next((name for name in LIBRARIES if name == self._works), None)
-        return installed_libraries(works or self._quic)
+        return installed_libraries(works or self._options.how.quic)
 
 
 async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s: float | None = None) -> MoqtConnection:
@@ -262,11 +237,11 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
         library(name)  # say that it is not installed before anything is dialled
     where = f"{options.host}:{options.port}"
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + options.timeout_s
+    end_s = loop.time() + options.how.timeout_s
     try:
-        addresses = await asyncio.wait_for(addresses_of(options.host, options.port), options.timeout_s)
+        addresses = await asyncio.wait_for(addresses_of(options.host, options.port), options.how.timeout_s)
     except TimeoutError as error:
-        raise NoAnswerError(f"{where}: the name server did not answer within {options.timeout_s:.3g} s") from error
+        raise NoAnswerError(f"{where}: the name server did not answer within {options.how.timeout_s:.3g} s") from error
     except OSError as error:
         raise NoAnswerError(
             f"{where}: no such host ({error.strerror or error}); check the host's name in the URL"
@@ -452,7 +427,7 @@ async def _dial_address(
         await asyncio.wait_for(asyncio.shield(connection.ready), max(0.0, end_s - clock()))
     except TimeoutError as error:
         await connection.close()
-        within = f"within {options.timeout_s:.3g} s"
+        within = f"within {options.how.timeout_s:.3g} s"
         if connection.shaken:
             raise TransportError(f"the peer accepted the connection but sent no SETUP {within}") from error
         over = "TCP" if name == "tcp" else "UDP"
@@ -466,7 +441,14 @@ async def _dial_address(
             connection.refused = await certificate_at(address[1], options.host, max(0.0, end_s - clock()))
             why = why_refused(connection.refused, options.host)
         if (itself := trusted_itself(connection.refused, options)) is not None:
-            return await _dial_address(name, replace(options, fingerprint=itself), alpn, address, timeout_s, connect_s)
+            return await _dial_address(
+                name,
+                replace(options, how=replace(options.how, fingerprint=itself)),
+                alpn,
+                address,
+                timeout_s,
+                connect_s,
+            )
         kind = UnauthorizedError if isinstance(error, UnauthorizedError) else TransportError
         raise kind(why) from error
     except BaseException:

@@ -336,9 +336,9 @@ class MoqtConnection(Endpoint, PeerConnection):
         """See `Endpoint.make_session`. A pinned certificate is checked before anything is sent."""
         options = self._options
         self.shaken = True
-        if options.fingerprint is not None:
+        if options.how.fingerprint is not None:
             try:
-                check_pinned(self.transport.peer_certificate(), options.fingerprint)
+                check_pinned(self.transport.peer_certificate(), options.how.fingerprint)
             except TransportError as error:
                 self._fail(str(error))
                 self.transport.close(SessionCode.NO_ERROR, "")

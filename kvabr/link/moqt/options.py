@@ -5,15 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import hmac
-import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvabr.link.quic.backend import Quic
 from kvabr.moqt import wire
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.errors import TransportError
+from kvabr.types.peer import PeerOptions, fingerprint_of
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -21,55 +20,13 @@ if TYPE_CHECKING:
 Names = Literal["draft", "split"]
 """How namespaces are written: as in the draft, or split at the slashes for peers that cannot carry one in a field."""
 
-TransportChoice = Literal["auto", "quic", "tcp"]
-"""How to reach a peer; see `DialArguments`."""
-
-MAX_TOKEN_BYTES = 4096
-
 DRAFTS = tuple(draft.alpn for draft in wire.DRAFTS)
 """ALPN identifiers of the moq-transport drafts to offer, preferred first."""
 
 
-class DialArguments(TypedDict, total=False):
-    """How to reach a peer: keyword arguments of `connect` and of all that dial through it. All have defaults."""
-
-    token: str | None
-    """Access token from the origin's operator; None: the environment's ``KVABR_TOKEN``, if it is set."""
-    token_file: str | os.PathLike[str] | None
-    """File with the token instead; read again for every dial, so that it may be replaced."""
-    ca: str | os.PathLike[str] | None
-    """PEM file of certificates to trust instead of the system's: authorities, or the peer's own certificate."""
-    fingerprint: str | None
-    """SHA-256 of the only certificate to trust, 64 hex digits, with or without colons."""
-    insecure: bool
-    """Do not verify the certificate. Anyone who can redirect packets can then read the token and the cache."""
-    quic: Quic
-    """QUIC library; ``auto`` takes qh3 if it is installed, and aioquic if qh3 cannot talk to the peer."""
-    transport: TransportChoice
-    """``quic``; ``tcp``, QMux over TLS; or ``auto``."""
-    timeout_s: float
-    """Seconds that connecting may take; 5 by default."""
-    lanes: int
-    """Most connections to the peer: further ones are opened where they bring more than those that there are. Object
-    stores have their own."""
-
-
-_DEFAULTS = DialArguments(
-    token=None, token_file=None, ca=None, fingerprint=None, insecure=False, quic="auto", transport="auto",
-    timeout_s=5.0, lanes=1,
-)  # fmt: skip
-
-
-def with_defaults(how: DialArguments) -> DialArguments:
-    """Return all arguments, in one order; a `TypeError` names one that there is not."""
-    if unknown := how.keys() - _DEFAULTS.keys():
-        raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}; there are {', '.join(_DEFAULTS)}")
-    return _DEFAULTS | how
-
-
 @dataclass(frozen=True, slots=True)
 class DialOptions:
-    """One peer, and how to connect to it; see `DialArguments`, and `kvabr.link.moqt.connect.connect`."""
+    """One peer, and how to connect to it."""
 
     host: str
     port: int
@@ -77,61 +34,23 @@ class DialOptions:
     """Path and query of the URL."""
     token: str | None = field(default=None, repr=False)
     """Sent once the connection is encrypted, and never logged."""
-    token_file: Path | None = None
-    """Read for every dial, and then sent instead."""
-    ca: Path | None = None
-    fingerprint: str | None = None
-    """Name and issuer of the certificate are then ignored; its dates are checked."""
-    insecure: bool = False
+    how: PeerOptions = field(default_factory=PeerOptions)
+    """Of a certificate with a given fingerprint, name and issuer are ignored, and its dates are checked."""
     drafts: tuple[str, ...] = DRAFTS
-    timeout_s: float = 5.0
-    """Seconds until the peer's SETUP must have arrived."""
+    """Protocols to offer, preferred first."""
     names: Names = "draft"
-    lanes: int = 1
-    """Most connections."""
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        UsageError: the file cannot be read, or holds no token.
-    """
-    try:
-        with path.open("rb") as file:
-            token = file.read(MAX_TOKEN_BYTES + 1).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as text ({error})") from error
-    if not token:
-        raise UsageError(f"{path}: is empty")
-    return check_token(token, f"{path}: the token")
-
-
-def check_token(token: str, where: str) -> str:
-    """Return a token; `UsageError` if it cannot be one."""
-    if len(token) > MAX_TOKEN_BYTES or not token.isprintable():
-        raise UsageError(f"{where} has more than {MAX_TOKEN_BYTES} characters, or some that cannot be printed")
-    return token
-
-
-def fingerprint_of(text: str) -> str:
-    """Return a SHA-256 fingerprint as 64 lower-case hex digits, or raise UsageError."""
-    plain = text.replace(":", "").strip().lower()
-    if len(plain) != 64 or not all(digit in "0123456789abcdef" for digit in plain):
-        raise UsageError(f"{text[:80]!r} is not a SHA-256 fingerprint: give 64 hex digits, with or without colons")
-    return plain
 
 
 def trust(configuration: Any, options: DialOptions, library: str) -> None:
     """Configure a QUIC library with the certificates to trust, or raise TransportError if they cannot be read."""
-    if options.insecure or options.fingerprint is not None:
+    if options.how.insecure or options.how.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before anything is sent.
         configuration.verify_mode = ssl.CERT_NONE
         if library == "qh3":
             configuration.verify_hostname = False
-    elif options.ca is not None:
-        check_ca(options.ca)
-        configuration.load_verify_locations(cafile=str(options.ca))
+    elif options.how.ca is not None:
+        check_ca(options.how.ca)
+        configuration.load_verify_locations(cafile=str(options.how.ca))
 
 
 def check_ca(path: Path) -> None:
@@ -152,13 +71,13 @@ def trusted_itself(der: bytes | None, options: DialOptions) -> str | None:
     A file of authorities may have it, self-signed as ``openssl req -x509`` makes it. That is an authority to itself,
     which qh3 does not accept of a server.
     """
-    if der is None or options.ca is None or options.fingerprint is not None:
+    if der is None or options.how.ca is None or options.how.fingerprint is not None:
         return None
     from cryptography import x509  # noqa: PLC0415  # slow to load
     from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415
 
     try:
-        known = x509.load_pem_x509_certificates(options.ca.read_bytes())
+        known = x509.load_pem_x509_certificates(options.how.ca.read_bytes())
         parsed = _parsed(der)
     except (OSError, ValueError, TransportError):
         return None

@@ -1,4 +1,4 @@
-"""A connection to an object store, or to an HTTP cache in front of one: requests for groups become ranges of spans.
+"""A connection to a store, or to an HTTP cache in front of one: requests for groups become ranges of objects.
 
 There is no peer to talk to, so what QUIC and an origin do otherwise is done here: which range goes when
 (`kvabr.link.objects.lanes`), lookups (`kvabr.link.objects.index`), timers for the first byte and for silence, and what
@@ -16,13 +16,14 @@ from collections.abc import Callable, Coroutine
 
 from kvabr.link.objects.index import StoreIndex, StrangeAnswers
 from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTransfer
-from kvabr.store.objects.direct import DirectReader
-from kvabr.store.objects.layout import profile_key
-from kvabr.store.objects.protocol import PART_BYTES, Objects
+from kvabr.store.direct import DirectReader
+from kvabr.store.names import FramePlace, profile_name
+from kvabr.store.store import PART_BYTES, Store
 from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer, LimitWatch
 from kvabr.transfer.work import cancel_all
 from kvabr.types.backoff import scattered
+from kvabr.types.catalog import MAX_PROFILE_BYTES
 from kvabr.types.errors import (
     ConnectionLostError,
     NotFoundError,
@@ -55,17 +56,17 @@ _FORGET_S = 30.0
 
 
 class StoreConnection(PeerConnection):
-    """Plays out of one bucket; for one event loop."""
+    """Plays out of one store; for one event loop."""
 
     protocol = PROTOCOL
 
-    def __init__(self, bucket: Objects, strange_answers: StrangeAnswers | None = None) -> None:
+    def __init__(self, store: Store, strange_answers: StrangeAnswers | None = None) -> None:
         """Ask for nothing yet; an event loop must be running. See `StoreIndex` for ``strange_answers``."""
-        self.backend, self.peer = bucket.where.scheme, bucket.url
+        self.backend, self.peer = store.url.partition("://")[0] if "://" in store.url else "folder", store.url
         self.closed = False
         self.trouble: str | None = None
-        self.index = self.finder = StoreIndex(bucket, self._answered, strange_answers)
-        self._bucket, self._direct = bucket, DirectReader.of(bucket)
+        self.index = self.finder = StoreIndex(store, self._answered, strange_answers)
+        self._store, self._direct = store, DirectReader.of(store)
         self._warming: asyncio.Task[None] | None = None
         self._lanes = Lanes()
         self._finding: dict[GroupTransfer, asyncio.Task[None]] = {}
@@ -108,7 +109,7 @@ class StoreConnection(PeerConnection):
         elif is_live(track) or request.standing:
             reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
             transfer.fail(NotFoundError(f"{request}: a store only has what is complete", reason=reason))
-        elif (place := self.index.place(namespace, track, request.group, request.digest)) is not None:
+        elif (place := self.index.place(namespace, track, request.group)) is not None:
             self._want(transfer, place)
         else:
             self._find(transfer, lambda: self._locate(transfer))
@@ -138,7 +139,7 @@ class StoreConnection(PeerConnection):
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""
-        self._bucket.close()
+        self._store.close()
         if self._direct is not None:
             self._direct.relieve()
 
@@ -146,7 +147,7 @@ class StoreConnection(PeerConnection):
         """See `Connection.answers`."""
         try:
             async with asyncio.timeout(within_s):
-                await self.index.models(fresh=True)
+                await self.index.models()
         except (TimeoutError, TransportError):
             return False
         return not self.closed
@@ -167,7 +168,7 @@ class StoreConnection(PeerConnection):
         await self.index.close()
         if self._direct is not None:
             await self._direct.close()
-        self._bucket.close()
+        self._store.close()
 
     # ---------------------------------------------------------- where things are
 
@@ -185,7 +186,7 @@ class StoreConnection(PeerConnection):
 
         self._finding[transfer] = asyncio.get_running_loop().create_task(run())
 
-    async def _whole(self, transfer: GroupTransfer, coming: Coroutine[None, None, bytes]) -> None:
+    async def _whole(self, transfer: GroupTransfer, coming: Coroutine[None, None, bytes | memoryview]) -> None:
         data = await coming
         transfer.push(memoryview(data), self.received(len(data)))
         transfer.finish()
@@ -193,20 +194,24 @@ class StoreConnection(PeerConnection):
     async def _locate(self, transfer: GroupTransfer) -> None:
         """Find out where a group is that no lookup told of, or a codec profile, and ask for it."""
         request, namespace = transfer.request, transfer.request.namespace
-        place: tuple[str, int, int] | None
+        place: FramePlace | None
         if request.track == PROFILE_TRACK:
-            place = profile_key(namespace.prompt), 0, await self.index.profile_bytes(namespace.prompt)
+            name, size = profile_name(namespace.prompt), self.index.profile_bytes(namespace.prompt)
+            if size is None:
+                await self._whole(transfer, self.index.whole(name, min(request.limit, MAX_PROFILE_BYTES)))
+                return
+            place = FramePlace(name, 0, size, "")
         else:
             if not self.index.knows(namespace):
                 await self.index.catalog(namespace)
-            place = self.index.place(namespace, request.track, request.group, request.digest)
+            place = self.index.place(namespace, request.track, request.group)
         if place is None:
             reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
             raise NotFoundError(f"{request}: not found in {self.peer}", reason=reason)
         self._want(transfer, place)
 
-    def _want(self, transfer: GroupTransfer, place: tuple[str, int, int]) -> None:
-        key, begin, end = place
+    def _want(self, transfer: GroupTransfer, place: FramePlace) -> None:
+        key, begin, end, _ = place
         if end - begin > transfer.request.limit:
             transfer.too_long()
             return
@@ -252,7 +257,7 @@ class StoreConnection(PeerConnection):
         if self._direct is not None:
             await self._direct.receive(*span, arriving, part_bytes=part_bytes, urgent=not transfer.kind)
         else:
-            async with contextlib.aclosing(self._bucket.stream(*span, part_bytes=part_bytes)) as parts:
+            async with contextlib.aclosing(self._store.stream(*span, part_bytes=part_bytes)) as parts:
                 async for part in parts:
                     arriving.push(part)
         if (seconds := time.monotonic() - begun_s) > 0:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from kvabr.types.errors import TransportError
 from kvabr.types.installing import WHERE, extra
+from kvabr.types.peer import Quic
 
 MOST_AT_ONCE = 32
 """Maximum packets in a batch: enough for the savings, few enough that acknowledgements are not late."""
@@ -127,7 +128,6 @@ class BatchTransport(asyncio.DatagramTransport):
 
 
 LibraryName = Literal["aioquic", "qh3"]
-Quic = Literal["auto", "aioquic", "qh3"]
 """A QUIC library by name; ``auto`` is the fastest that is installed."""
 LIBRARIES: tuple[LibraryName, ...] = ("qh3", "aioquic")
 """Fastest first."""

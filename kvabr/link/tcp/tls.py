@@ -20,13 +20,13 @@ offered as well, for peers that take them (moq-transport #1626)."""
 def client_context(options: DialOptions, drafts: Iterable[str]) -> ssl.SSLContext:
     """Return what a client trusts, and offers; `TransportError` if certificates cannot be read."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if options.insecure or options.fingerprint is not None:
+    if options.how.insecure or options.how.fingerprint is not None:
         # `check_pinned` checks a pinned certificate before anything is said.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    elif options.ca is not None:
-        check_ca(options.ca)
-        context.load_verify_locations(cafile=str(options.ca))
+    elif options.how.ca is not None:
+        check_ca(options.how.ca)
+        context.load_verify_locations(cafile=str(options.how.ca))
     else:
         context.load_default_certs()
     return _with_protocols(context, drafts)

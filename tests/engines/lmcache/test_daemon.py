@@ -31,7 +31,7 @@ from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextP
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from tests import kvdata
-from tests.engines.served import Origin
+from tests.engines.served import Origin, harmed
 
 LAYERS, HEADS, DIM, CHUNK = 4, 3, 64, 256
 LAYOUT = MemoryLayoutDesc([torch.Size([2, LAYERS, CHUNK, HEADS * DIM])], [torch.float16])
@@ -169,17 +169,13 @@ def test_what_a_daemon_stores_another_loads_to_the_byte(origin, daemon, layout, 
 
 def test_a_damaged_object_ends_the_prefix_and_no_more(origin, daemon, caplog):
     before = set(origin.holdings.assets)
-    keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
     one = daemon(publish=str(origin.root), tracks=["FP16"], **reach(origin))
+    keys, chunks = keys_of(range(60_000, 61_024)), chunks_of(4, seed=7)
     store(one, keys, chunks)
     origin.look(len(before) + 4)
-    names = {
-        asset.catalog.position: asset.catalog.chunks[-1] for asset in origin.holdings.assets if asset not in before
-    }
-    for frame in (origin.root / names[512] / "groups" / "FP16").iterdir():
-        frame.write_bytes(frame.read_bytes()[:-1000] + bytes(1000))  # as long as it was
+    (asset,) = (each for each in origin.holdings.assets if each not in before and each.catalog.position == 512)
     other = daemon(store_mib=0, **reach(origin, deadline_s=3.0))
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
+    with harmed(asset, 0, "FP16", "corrupt"), caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         came, got = fetch(other, [keys])
     assert came == [keys[:2]]
     assert all(torch.equal(got[key], chunk) for key, chunk in zip(keys[:2], chunks, strict=False))

@@ -22,6 +22,7 @@ from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
 from kvabr.engines.lmcache.chunks import PLACES, as_kv
+from kvabr.store.locations import open_asset
 from tests import kvdata
 from tests.engines.served import Origin
 
@@ -180,8 +181,9 @@ def test_what_waits_is_published_before_lmcache_frees_its_memory(tmp_path, engin
     chunk.ref_count_down()
     threading.Timer(0.2, go_on.set).start()
     LMCacheEngineBuilder.destroy("engine-0")
-    (asset,) = (tmp_path / "assets").iterdir()
-    assert len(list(asset.glob("groups/FP16/*"))) == 2
+    asset = open_asset(tmp_path / "assets")
+    asset.check_frames()
+    assert asset.catalog.groups == 2
 
 
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
@@ -245,7 +247,7 @@ def test_lmcaches_own_test_of_a_remote_storage(origin, monkeypatch, capsys, dtyp
         extra_config={
             f"{PREFIX}module_path": "kvabr.engines.lmcache.connector", f"{PREFIX}class_name": "KvabrAdapter",
             f"{PREFIX}publish": str(origin.root), f"{PREFIX}fingerprint": origin.fingerprint,
-            f"{PREFIX}quic": "aioquic", f"{PREFIX}policy": f"fixed:{exact}", f"{PREFIX}deadline_s": 10.0,
+            f"{PREFIX}policy": f"fixed:{exact}", f"{PREFIX}deadline_s": 10.0,
         },
     )  # fmt: skip
     monkeypatch.setattr(utils, "_config_instance", config)

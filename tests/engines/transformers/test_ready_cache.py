@@ -19,6 +19,7 @@ from kvabr.engines.transformers.model_loader import engine_of, load_model
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError, PlayError, UsageError
 from kvabr.types.kv import RopeSpec
+from kvabr.types.peer import PeerOptions
 from tests import tinymodels
 from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
@@ -84,7 +85,7 @@ def test_blocking_over_quic(root, engine, folder, tmp_path):
     with closing(Served(root, tmp_path)) as served:
         model = engine_of(engine.model, folder)
         assert model.spec == engine.spec
-        with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
+        with Client(served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S)) as client:
             ready = play_cache(
                 client,
                 model,

@@ -41,7 +41,7 @@ async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
     def faults(ask):
         return Fault(refuse=0x10) if ask.group == lost and ask.track in asset.catalog.by_name else None
 
-    find = partial(PublishedAssets(asset.path).find, EVERYTHING)
+    find = partial(PublishedAssets(asset.store).find, EVERYTHING)
     options = PlayOptions(policy=f"fixed:{track}", gpu_price=float("inf"))
     async with (
         MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link,

@@ -14,7 +14,8 @@ from kvabr.engines.transformers import engine as engines
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.resident import RoomyCache
 from kvabr.player.assembler import Assembler
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.asset import Asset
+from kvabr.store.locations import open_asset
 from kvabr.types.catalog import RECOMPUTED
 from kvabr.types.errors import ModelError
 from tests.client.virtual import virtual
@@ -47,9 +48,8 @@ class Watched(TransformersEngine):
 
 
 @pytest.fixture
-def asset(root: Path) -> FolderAsset:
-    (folder,) = [path.parent for path in root.rglob("catalog.json")]
-    return FolderAsset.open(folder)
+def asset(root: Path) -> Asset:
+    return open_asset(root)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def watched(engine: TransformersEngine) -> Watched:
     return Watched(engine)
 
 
-def test_only_what_has_changed_is_copied_to_the_device(asset: FolderAsset, watched: Watched) -> None:
+def test_only_what_has_changed_is_copied_to_the_device(asset: Asset, watched: Watched) -> None:
     catalog = asset.catalog.to_play
     play = Assembler(catalog, None, dtype=torch.float32)
     engine = EngineCache(watched, catalog, PREFIX, play)
@@ -88,7 +88,7 @@ def test_only_what_has_changed_is_copied_to_the_device(asset: FolderAsset, watch
     assert watched.rooms[0]() is None  # freed with the play
 
 
-def test_a_failed_computation_leaves_nothing_that_counts_as_computed(asset: FolderAsset, watched: Watched) -> None:
+def test_a_failed_computation_leaves_nothing_that_counts_as_computed(asset: Asset, watched: Watched) -> None:
     catalog = asset.catalog.to_play
     play = Assembler(catalog, None, dtype=torch.float32)
     engine = EngineCache(watched, catalog, [*PREFIX[:128], 10**6, *PREFIX[129:]], play)

@@ -12,8 +12,8 @@ from kvabr.engines.transformers.cache import read_cache, states_of
 from kvabr.publish.encoder import ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
+from kvabr.store.prompt import Prompt
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import time_prefills
 from kvabr.types.errors import FormatError, ModelError, PlayError, UsageError
@@ -131,8 +131,7 @@ async def test_a_state_of_another_class_is_refused(engine, library, root):
     states = [group for group, unit in enumerate(catalog.units) if engine.spec.classes[unit.part].kind == "state"]
     name, number = catalog.address(states[-1], "Raw")
     other, first = catalog.address(0, "Raw")
-    (folder,) = (root / engine.spec.model.replace("/", "-")).iterdir()
-    foreign = FolderAsset.open(folder).frame(first, other)
+    foreign = open_asset(root / engine.spec.model.replace("/", "-")).frame(first, other)
     for fault in (Fault(replace=bytes(foreign)), Fault(corrupt_at=300)):
 
         def faults(ask, fault=fault):

@@ -7,7 +7,7 @@ import pytest
 from kvabr.publish.encoder import compute_cache, publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.model import answer_of, score_classes
-from kvabr.store.asset import Prompt
+from kvabr.store.prompt import Prompt
 from tests.engines.transformers.text import IDS
 from tests.engines.transformers.tiny import tiny
 

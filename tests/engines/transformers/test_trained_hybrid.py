@@ -12,8 +12,8 @@ from kvabr.engines.transformers.publish import find_profile
 from kvabr.publish.encoder import publish
 from kvabr.publish.frames import MemoryFrames
 from kvabr.publish.texts import measuring_texts
-from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAsset
+from kvabr.store.locations import open_asset
+from kvabr.store.prompt import Prompt
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -53,11 +53,11 @@ def test_snapshots_of_states_are_encoded_inspected_and_refused_between_groups(tm
     words = ["encode", "--text", text, "--tokens", 256, "--continuation", 8, "--model", MODEL, "--out", out]
     words += ["--tracks", "Raw", "Int8", "--snapshots-every"]
     assert main([*map(str, words), "128"]) == 0
-    catalog = FolderAsset.open(out).catalog
+    catalog = open_asset(out).catalog
     states = [number for number, each in enumerate(catalog.spec.classes) if each.kind == "state"]
     assert [unit.first for unit in catalog.units if unit.part in states] == [128, 128, 256, 256]
     assert main(["inspect", str(out), "--check"]) == 0
     capsys.readouterr()
     assert main([*map(str, words), "100", "--force"]) == 1
     assert "snapshots every 100 tokens do not lie between groups of 128" in capsys.readouterr().err
-    assert FolderAsset.open(out).catalog == catalog
+    assert open_asset(out).catalog == catalog

@@ -14,6 +14,7 @@ from kvabr.engines.transformers import Steps, play_cache
 from kvabr.engines.transformers.cache import cache_kv
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import PlayError
+from kvabr.types.peer import PeerOptions
 from tests.client.coarse import COARSER
 from tests.client.served import LIMIT_S, Served
 from tests.engines.transformers.text import IDS, cold
@@ -25,7 +26,7 @@ SLOW = PrefillCost.from_rate(1000.0)
 @pytest.fixture
 def link(root, tmp_path):
     served = Served(root, tmp_path)
-    with Client(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S) as client:
+    with Client(served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S)) as client:
         yield client
     served.close()
 
@@ -99,7 +100,7 @@ def test_late_upgrades_of_a_play_reach_the_cache(link, engine):
 
 def test_an_origin_that_has_gone_and_no_engine(root, engine, tmp_path):
     served = Served(root, tmp_path)
-    with Client(served.url, fingerprint=served.fingerprint, engine=engine, timeout_s=LIMIT_S) as client:
+    with Client(served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S), engine=engine) as client:
         client.connect()
         served.close()
         with pytest.raises(PlayError):

@@ -16,8 +16,8 @@ from kvabr.codec.container import pack, unpack
 from kvabr.engines.vllm.plays import sizes, within
 from kvabr.engines.vllm.promises import Promises, Terms
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.asset import Prompt
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
+from kvabr.store.prompt import Prompt
 from kvabr.types.cost import PrefillCost
 from kvabr.types.naming import TrackNamespace, chain
 from tests.client.playing import connection
@@ -52,15 +52,15 @@ def published(folder, count, tokens=64):
     for number in range(count):
         ids = (number % VOCABULARY, number // VOCABULARY, *asset.prompt().tokens[2:])
         chunks = tuple(chain(ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=BLOCK))
-        with FolderAssetWriter(folder / "all" / f"{tokens}-{number}") as writer:
+        with open_store(folder / "all" / f"{tokens}-{number}").writer() as writer:
             tracks = []
             for track in catalog.tracks:
                 digests = []
                 for group, chunk in enumerate(chunks):
                     header, payload = unpack(asset.frame(group, track.name))
                     frame = pack(payload, replace(header, chunk=chunk))
-                    writer.frame(group, track.name, frame)
                     digests.append(hashlib.sha256(frame).hexdigest())
+                    writer.frame(group, track.name, frame, digests[-1])
                 tracks.append(replace(track, digests=tuple(digests)))
             writer.prompt(Prompt(ids, ()))
             name = TrackNamespace(SPEC.model, chunks[-1])

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from tests.engines.served import assets_of
 from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.tinies import tiny_draft, tiny_eagle, tiny_llama
 from tests.engines.vllm.world import SMALL, VllmWorld
@@ -69,7 +70,7 @@ def test_as_many_tokens_are_accepted_as_behind_a_computed_cache(world, method):
     world.start(model)
     cold, _ = world.says(OTHER, SAID, publish=True)
     world.end()
-    assets = len(list(world.assets.iterdir()))
+    assets = len(assets_of(world.assets))
     world.origin.wait_for_assets(assets)
     world.start(model, method=method, model=str(draft))
     text, _, cold_rate = world.accepted(OTHER, play=False)

@@ -11,12 +11,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from kvabr.engines.generation import Generation
 from kvabr.engines.vllm import ADAPTER
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_store
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
+from tests.engines.served import assets_of, harmed
 from tests.engines.smollm2_folder import smollm2_folder
 from tests.engines.vllm.engine import TEXT, RealEngine, prompts_of
 from tests.engines.vllm.halves import LONGEST
@@ -56,13 +58,13 @@ class World(VllmWorld):
         self.engine.counted()
 
     def asset_of(self, prompt):
-        """The folder of the asset that a prompt's own computation made."""
+        """The asset that a prompt's own computation made."""
         from kvabr.types.naming import chain
 
         spec = self.engine.half._model.spec
         groups = len(prompt) // spec.group_tokens
         name = chain(prompt[: groups * spec.group_tokens], model=spec.model, tokenizer=spec.tokenizer)[-1]
-        return self.assets / name
+        return open_store(self.assets).open(name)
 
     def run(self, prompts=None, **params):
         """All prompts at once, with nothing in vLLM's own cache."""
@@ -126,18 +128,19 @@ def test_sixteen_requests_at_once_play_what_was_published(world):
     assert counted.get("publish_dropped_known", 0) + world.engine.counted().get("publish_dropped_known", 0) == 16
 
 
-def test_after_a_reset_of_its_caches_nothing_from_before_is_played(world):
+def test_after_a_reset_of_its_caches_nothing_from_before_is_played(world, monkeypatch):
     """vLLM tells the connector when its weights may have changed: here they have not, so the text is the same."""
-    prompt, cold, asset = world.prompts[7], world.cold[7], world.asset_of(world.prompts[7])
+    monkeypatch.setattr(world.engine.half, "_generation", Generation())  # the other tests go on with what was published
+    prompt, cold = world.prompts[7], world.cold[7]
     world.origin.wait_for_assets(16)
-    before = len(list(asset.parent.glob("*/catalog.json")))
+    before = len(assets_of(world.assets))
     assert world.engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     texts, counted, _ = world.run([prompt])
     assert texts == [cold]
     assert counted["lookups_miss"] == 1
     assert "tokens_loaded" not in counted
     world.engine.settle()  # published under its new name
-    assert len(list(asset.parent.glob("*/catalog.json"))) == before + 1
+    assert len(assets_of(world.assets)) == before + 1
     world.origin.wait_for_assets(before + 1)
     texts, counted, _ = world.run([prompt])
     assert texts == [cold]
@@ -148,17 +151,10 @@ def test_after_a_reset_of_its_caches_nothing_from_before_is_played(world):
 def test_a_group_that_is_lost_is_computed_and_what_is_before_it_is_used(world, which):
     prompt, cold = world.prompts[5], world.cold[5]
     asset = world.asset_of(prompt)
-    groups = Catalog.read(asset / "catalog.json").groups
+    groups = asset.catalog.groups
     group = {"first": 0, "middle": groups // 2, "last": groups - 1}[which]
-    frame = asset / "groups" / "FP16" / f"{group:05d}.kvg"
-    data = frame.read_bytes()
-    broken = bytearray(data)
-    broken[len(data) // 2] ^= 1
-    frame.write_bytes(broken)
-    try:
+    with harmed(asset, group, "FP16", "corrupt"):
         texts, counted, took_s = world.run([prompt])
-    finally:
-        frame.write_bytes(data)
     assert texts == [cold]
     assert counted["plays_cut"] == 1
     assert counted.get("tokens_loaded", 0) == group * 128

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 
@@ -115,8 +114,8 @@ def test_what_is_published_and_found_is_told_and_what_is_gone_is_taken_back(worl
     assert world.wait(lambda: len(world.stored()) > 1 and world.stored()[-1]) == told
     world.wait(lambda: world.held.cached(PROMPT) == {PrefixHolder("engine", "kv@e@tiny"): 480})
 
-    for asset in list(world.assets.iterdir()):
-        shutil.rmtree(asset)
+    for catalog in world.assets.glob("a/*"):
+        catalog.unlink()
     world.wait(lambda: not engine.finds(PROMPT))
     engine.forget()
     engine.generate([PROMPT], 4, publish=False)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
 from kvabr.codec.quantised import numbers_of, scales_of
 from kvabr.engines.transformers import model_loader
-from kvabr.types.catalog import Catalog
+from tests.engines.served import assets_of
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama, tiny_scaled
 from tests.engines.vllm.world import SMALL, VllmWorld
@@ -43,7 +43,7 @@ class World(VllmWorld):
         """What the engine says, and the cache that it publishes meanwhile, as it was read out of its blocks."""
         text, counted, given = self.watched("read", prompt, publish=True, **more)
         assert counted["published"] == 1
-        self.origin.wait_for_assets(len(list(self.assets.iterdir())))
+        self.origin.wait_for_assets(len(assets_of(self.assets)))
         return text, given[0][1][0]
 
     def played(self, prompt, **more):
@@ -98,9 +98,7 @@ def test_an_fp8_cache_with_scales(world, tmp_path, monkeypatch):
     text, counted, kv = world.played(PROMPT)
     assert (text, counted["tokens_loaded"]) == (cold, LAST)
     assert same(kv, codes[:, :, :, :LAST])
-    (asset,) = (each for each in world.assets.glob("*/catalog.json") if "float8" in each.read_text())
-    catalog = Catalog.read(asset)
-    assert catalog.spec == spec
+    (catalog,) = (each.catalog for each in assets_of(world.assets) if each.catalog.spec == spec)
     assert [track.name for track in catalog.tracks] == ["Raw", "Int4"]
     worker = world.engine.worker
     worker._settings = worker._settings.model_copy(update={"policy": "fixed:Int4"})

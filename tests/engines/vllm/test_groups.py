@@ -12,12 +12,12 @@ from kvabr.engines.layouts import BlockLayout
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.windows import KeptWindows
 from kvabr.publish.frames import FrameEncoder
-from kvabr.store.asset_folder import FolderAssetStore
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
 from tests.client.served import Served
 from tests.engines.paging import paged_blocks
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.halves import BLOCK, Bench, request
 
 pytestmark = pytest.mark.process
@@ -54,13 +54,13 @@ def numbers(tokens=160, seed=0):
 
 def publish(root):
     chunks = chain(TOKENS, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens)
-    with FolderAssetStore(root).writer(chunks[-1]) as writer:
+    with open_store(root).writer(chunks[-1]) as writer:
         frames = FrameEncoder(SPEC, chunks, len(TOKENS), TRACKS, None, writer)
         frames.encode(numbers())
         losses = {"FP16": [1e-6] * len(frames.units), "Int4": [0.01] * len(frames.units)}
         seconds = {track: frames.decode_seconds(track) for track in TRACKS}
         writer.commit(frames.catalog(losses, seconds, loss_method="made up", source="test"))
-    return root / chunks[-1]
+    return open_asset(root)
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +152,11 @@ def test_a_copy_that_fails_fails_the_request_and_nothing_is_asked_again(served):
 @pytest.mark.parametrize(("track", "group"), [("full", 0), ("full", 4), ("window40", 7), ("window40", 9)])
 def test_whatever_is_lost_the_rest_is_computed(tmp_path, track, group):
     asset = publish(tmp_path / "assets")
-    frame = asset / "groups" / f"FP16.{track}" / f"{group:05d}.kvg"
-    data = bytearray(frame.read_bytes())
-    data[200] ^= 1
-    frame.write_bytes(data)
-    with closing(Served(tmp_path / "assets", tmp_path)) as served, closing(bench_of(served, deadline_s=20.0)) as bench:
+    with (
+        harmed(asset, group, f"FP16.{track}", "corrupt"),
+        closing(Served(tmp_path / "assets", tmp_path)) as served,
+        closing(bench_of(served, deadline_s=20.0)) as bench,
+    ):
         asked = request(tokens=[*TOKENS, 7])
         count, tables = load(bench, asked)
         assert count < 16 * (group + 1)  # never with the group that was lost
@@ -213,8 +213,7 @@ def test_what_windows_drop_is_published_all_the_same(served, tmp_path):
         assert bench.steps()[0] == {"p"}
         bench.published()
         assert bench.worker.counts.take()["published"] == 1
-        (path,) = (tmp_path / "out").glob("*/catalog.json")
-        assert Catalog.read(path).tokens == 144
+        assert open_asset(tmp_path / "out").catalog.tokens == 144
     with closing(Served(tmp_path / "out", tmp_path)) as other, closing(bench_of(other)) as bench:
         for shared in (144, 64):
             count, tables = load(bench, request(f"r{shared}", [*tokens[:shared], 1, 2]))
@@ -233,7 +232,7 @@ def test_what_was_not_kept_is_not_published(served, tmp_path):
             assert bench.scheduler.finished(asked, tables)  # of the second vLLM had all
             assert bench.steps()[0] == {asked.request_id}
             assert bench.worker.counts.take()["publish_skipped_window"] == 1
-        assert not list((tmp_path / "out").iterdir())
+        assert not assets_of(tmp_path / "out")
 
 
 def test_a_later_prompt_finds_there_what_vllm_did_not_compute_again(served, tmp_path):

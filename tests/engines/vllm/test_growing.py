@@ -10,7 +10,7 @@ import pytest
 
 from kvabr.engines.vllm.caches import EngineCaches, Pages
 from kvabr.engines.vllm.growing import Growth
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset
 from kvabr.types.kv import LayerClass
 from tests.client.served import LIMIT_S, Served
 from tests.engines.vllm.halves import TOKENS, Bench, exact, near, request
@@ -101,8 +101,7 @@ def test_a_cache_is_published_while_it_is_computed(served, tmp_path, beside):
         bench.worker._publications.beside = beside  # as on a GPU
         asked = asking(bench)
         compute(bench, asked, 20)
-        (folder,) = wait_for(lambda: [path for path in (tmp_path / "out").iterdir() if path.is_dir()])
-        frames = wait_for(lambda: list(folder.rglob("*.kvg")))
+        frames = wait_for(lambda: list((tmp_path / "out").glob("g/[0-9a-f]*")))
         assert len(frames) == 1  # before the request has ended
         for tokens in (20, 24, 6):
             compute(bench, asked, tokens)
@@ -152,8 +151,7 @@ def test_one_that_is_aborted_leaves_a_shorter_prompt(served, tmp_path):
         assert bench.scheduler.finished(asked, [list(range(1, 6))])
         assert bench.steps()[0] == {"p"}
         bench.published()
-        (path,) = (tmp_path / "out").glob("*/catalog.json")
-        assert Catalog.read(path).tokens == 32
+        assert open_asset(tmp_path / "out").catalog.tokens == 32
     played(tmp_path / "out", tmp_path, tokens=32)
 
 
@@ -175,8 +173,7 @@ def test_after_a_reset_what_has_grown_ends_and_the_request_goes_on(served, tmp_p
         assert bench.scheduler.counts.take()["publish_skipped_old"] == 1
         bench.published()
         assert given_back == []  # its blocks were still its own
-        (path,) = (tmp_path / "out").glob("*/catalog.json")
-        assert Catalog.read(path).tokens == 32
+        assert open_asset(tmp_path / "out").catalog.tokens == 32
     played(tmp_path / "out", tmp_path, tokens=32)
 
 

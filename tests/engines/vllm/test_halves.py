@@ -16,11 +16,12 @@ from kvabr.engines.vllm import plays
 from kvabr.engines.vllm.config import VllmSettings
 from kvabr.engines.vllm.plays import leave_client, take_client
 from kvabr.publish.publisher import Publisher, with_heads
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset, open_store
 from kvabr.types.naming import chain
 from tests.chaos.nodes import free_port
 from tests.client.served import LIMIT_S, Served
 from tests.engines.paging import paged_blocks
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.halves import BLOCK, LONGEST, TOKENS, Bench, exact, near, request
 from tests.toymodel import SPEC, ToyModel, toy_asset
 
@@ -148,25 +149,19 @@ def test_parameters_of_others_are_theirs(bench, caplog):
     assert "kv_transfer_params" not in caplog.text
 
 
-@pytest.mark.parametrize("harm", ["damaged", "missing"])
-def test_what_a_group_failed_of_is_counted_and_told(tmp_path, harm, caplog):
-    toy_asset(tmp_path / "assets" / "one", ("FP16",))
-    frame = tmp_path / "assets" / "one" / "groups" / "FP16" / "00002.kvg"
-    data = bytearray(frame.read_bytes())
-    data[200] ^= 1
+@pytest.mark.parametrize(
+    ("harm", "counts", "computed"), [("corrupt", "groups_damaged", 32), ("missing", "groups_failed", 64)]
+)
+def test_what_a_group_failed_of_is_counted_and_told(tmp_path, harm, counts, computed, caplog):
+    asset = toy_asset(tmp_path / "assets" / "one", ("FP16",))
     served = Served(tmp_path / "assets", tmp_path)
-    if harm == "damaged":
-        frame.write_bytes(data)
-    else:
-        frame.unlink()
     bench = Bench(served)
     try:
-        with caplog.at_level("WARNING"):
+        with caplog.at_level("WARNING"), harmed(asset, 2, "FP16", harm):
             bench.load(request())
-        counted = bench.worker.counts.take()
-        assert counted["groups_damaged" if harm == "damaged" else "groups_failed"] >= 1
+        assert bench.worker.counts.take()[counts] >= 1
         end_s = time.monotonic() + LIMIT_S  # the play is reported before it is logged
-        while "a play brought less than was wanted: 32 tokens are computed: " not in caplog.text:
+        while f"a play brought less than was wanted: {computed} tokens are computed: " not in caplog.text:
             assert time.monotonic() < end_s
             time.sleep(0.005)
         assert "last fault: " in caplog.text
@@ -263,7 +258,7 @@ def test_after_a_reset_nothing_old_is_played_and_what_is_new_is_published(tmp_pa
         assert bench.scheduler.finished(new, [list(range(9))])
         assert bench.steps()[0] == {"new"}
         bench.published()
-        assert len(list((tmp_path / "assets").glob("*/catalog.json"))) == 2
+        assert len(assets_of(tmp_path / "assets")) == 2
         assert other.matched(request("other")) == (64, True)  # of an engine with the old weights
 
 
@@ -335,7 +330,7 @@ def test_what_was_computed_is_published_and_played(served, assets):
         assert sent == {"p"}
         name = chain(tokens[:64], model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=16)[-1]
         bench.published()
-        assert (assets / name / "catalog.json").exists()
+        assert open_store(assets).has(name)
         assert bench.worker.counts.take()["published"] == 1
         assert bench.scheduler.finished(asked, [numbers])
         bench.steps()
@@ -358,7 +353,7 @@ def test_a_prefill_that_is_not_finite_is_counted_and_not_published(served, tmp_p
         counted = bench.worker.counts.take()
         assert counted["publish_dropped_not_finite"] == 1
         assert not {"published", "publish_dropped_failed"} & counted.keys()
-        assert not list((tmp_path / "out").glob("*/catalog.json"))
+        assert not assets_of(tmp_path / "out")
         assert caplog.text.count("keys of layer 1 are NaN or infinite") == 1
     finally:
         bench.close()
@@ -374,8 +369,7 @@ def test_of_a_session_that_goes_on_what_it_came_with_is_published(served, tmp_pa
         assert bench.scheduler.finished(asked, [list(range(9))])
         bench.steps()
         bench.published()
-        (path,) = (tmp_path / "out").glob("*/catalog.json")
-        assert Catalog.read(path).tokens == 32
+        assert open_asset(tmp_path / "out").catalog.tokens == 32
 
 
 @pytest.mark.parametrize("heads", [None, range(1, 2)])
@@ -386,7 +380,7 @@ def test_what_was_computed_behind_a_lossy_cache_is_not_published(served, tmp_pat
         bench.steps()
         counted = bench.worker.counts.take()
         assert counted["publish_dropped_lossy"] == 1
-        assert not list((tmp_path / "out").iterdir())
+        assert not assets_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("computed", "shared", "lossy"), [(0, 8, 1), (0, 7, 0), (32, 40, 1), (32, 39, 0)])

@@ -12,8 +12,8 @@ from kvabr.client.options import PlayOptions
 from kvabr.data import default_catalog
 from kvabr.engines.vllm import worker
 from kvabr.publish.publisher import Publisher, with_heads
-from kvabr.types.catalog import Catalog
 from tests.client.served import LIMIT_S, Served
+from tests.engines.served import assets_of
 from tests.engines.vllm.halves import TOKENS, Bench, request
 from tests.toymodel import SPEC, ToyModel
 
@@ -32,8 +32,7 @@ def store_of(bench):
 
 
 def published_bytes(folder):
-    catalogs = [Catalog.read(path) for path in folder.glob("*/catalog.json")]
-    return sum(track.total_bytes for catalog in catalogs for track in catalog.tracks)
+    return sum(track.total_bytes for asset in assets_of(folder) for track in asset.catalog.tracks)
 
 
 def until(bench):

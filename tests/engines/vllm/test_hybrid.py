@@ -15,11 +15,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset
 from kvabr.types.errors import PlayError, UsageError
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.engine import NEEDS_FP8, TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_delta, tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed, zeroed
+from tests.engines.vllm.world import SMALL, VllmWorld, zeroed
 from tests.needs import GEMMA as NEEDS_GEMMA
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("settled")]
@@ -45,9 +46,9 @@ class World(VllmWorld):
         self.other_cold = self.computed(self.other)
         self.model = self.engine.half._model
         self.origin.wait_for_assets()
-        (self.asset,) = (path.parent for path in self.assets.glob("*/catalog.json"))
+        self.asset = open_asset(self.assets)
         self.last = (length - 1) // self.model.block * self.model.block
-        self.last = min(self.last, Catalog.read(self.asset / "catalog.json").tokens)
+        self.last = min(self.last, self.asset.catalog.tokens)
 
     def computed(self, prompt, *, publish=False):
         """What vLLM says without any cache."""
@@ -172,8 +173,9 @@ def test_behind_what_vllm_has_itself(world):
 @pytest.mark.parametrize("harm", ["corrupt", "missing"])
 def test_whatever_is_lost_the_text_stays(world, harm):
     for name in world.model.spec.names:
-        frame = max((world.asset / "groups" / f"{world.exact}.{name}").glob("*.kvg"))
-        with harmed(frame, harm):
+        track = f"{world.exact}.{name}"
+        last = len(world.asset.catalog.published_track(track).bytes) - 1
+        with harmed(world.asset, last, track, harm):
             text, counted = world.played(deadline_s=30.0)
         assert text == world.cold, name
         assert counted.get("tokens_loaded", 0) < (world.last if world.model.caches.passing else 1), name
@@ -196,13 +198,13 @@ def test_a_copy_that_fails_is_computed(world, monkeypatch):
 def test_what_was_computed_behind_an_exact_cache_is_published(world):
     """Its windows were kept when the beginning was computed here."""
     world.engine.worker.lossy.clear()  # vLLM's own cache is empty: nothing of another test is in it
-    before = set(world.assets.iterdir())
+    before = len(assets_of(world.assets))
     longer = [*world.prompt, 7 if world.engine.half._promises else 11, *world.other[-150:]]
     cold = world.computed(longer)
     text, counted = world.played(longer, publish=True)
     assert text == cold
     assert counted["tokens_loaded"] > 0
-    assert len(set(world.assets.iterdir()) - before) == 1
+    assert len(assets_of(world.assets)) == before + 1
 
 
 @with_states

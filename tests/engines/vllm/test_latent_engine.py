@@ -14,6 +14,7 @@ import torch
 
 from kvabr.engines.vllm import config
 from kvabr.engines.vllm.idle import IdleScheduler
+from tests.engines.served import assets_of
 from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.tinies import tiny_latent
 from tests.engines.vllm.world import SMALL, VllmWorld
@@ -60,7 +61,7 @@ def test_what_is_published_comes_back_bit_for_bit(world, kind, monkeypatch):
     monkeypatch.setattr(config, "_check_playable", lambda *_: None)
     world.start(kind)
     try:
-        before = len(list(world.assets.iterdir()))
+        before = len(assets_of(world.assets))
         world.says(PROMPT, play=False, publish=True)
         computed = world.held()
         world.origin.wait_for_assets(before + 1)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from kvabr.engines.transformers.adapter_digest import CONFIG, WEIGHTS, folder_digest
 from kvabr.engines.vllm import loras
 from kvabr.engines.vllm.config import lora_facts
-from kvabr.types.catalog import Catalog
+from kvabr.store.locations import open_asset
 from kvabr.types.naming import with_facts
 from tests.client.served import Served
 from tests.engines.vllm.halves import Bench, lora, request
@@ -60,9 +60,8 @@ def test_adapters_and_their_base_do_not_mix(empty, live):
         assert bench.scheduler.finished(mine, [list(range(9))])
         bench.steps()
         bench.published()
-        (path,) = (folder / "assets").glob("*/catalog.json")
         name = with_facts(SPEC.model, {"adapters": folder_digest(folder / "one")})
-        assert Catalog.read(path).spec.model == name
+        assert open_asset(folder / "assets").catalog.spec.model == name
     with closing(Served(folder / "assets", folder)) as again, closing(Bench(again)) as bench:
         for who, tokens in [
             (lora(folder / "renamed", "another"), 64),

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from tests.engines.served import assets_of
 from tests.engines.vllm.engine import TEXT, RealEngine, transfer_of
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_adapter, tiny_llama
@@ -89,7 +90,6 @@ def test_an_adapter_has_caches_of_its_own(started):
     names = ("one", "other", "renamed")
     one, other, renamed = (LoRARequest(name, i + 1, str(started.folder / name)) for i, name in enumerate(names))
     loras = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
-    assets = started.assets
     started.start(transfer_of(started.playing() | started.publishing("FP16")), **loras)
     base, _ = started.says(PROMPT, SAID, play=False)
     cold = {}
@@ -97,8 +97,7 @@ def test_an_adapter_has_caches_of_its_own(started):
         cold[lora.lora_name], counted = started.says(PROMPT, SAID, lora=lora, play=False, publish=lora is one)
         assert counted.get("published", 0) == (lora is one)
     assert len({tuple(text) for text in (base, *cold.values())}) == 3
-    published = len(list(assets.glob("*/catalog.json")))
-    started.origin.wait_for_assets(published)
+    started.origin.wait_for_assets(len(assets_of(started.assets)))
     for lora, text, tokens in [(renamed, cold["one"], 384), (other, cold["other"], 0), (one, cold["one"], 384)]:
         said, counted = started.says(PROMPT, SAID, lora=lora)
         assert (said, counted.get("tokens_loaded", 0)) == (text, tokens)

@@ -6,16 +6,15 @@ receives (vLLM 0.32, `CPUModelRunner.warming_up_model`).
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from tests.engines.served import assets_of, harmed
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.other import OtherEngine
 from tests.engines.vllm.tinies import tiny_gemma
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed
+from tests.engines.vllm.world import SMALL, VllmWorld
 
 pytestmark = pytest.mark.model
 
@@ -47,12 +46,9 @@ def cold(world):
 
 
 def test_each_stage_publishes_its_own_layers(world, cold):
-    catalogs = [json.loads(path.read_text()) for path in world.assets.glob("*/catalog.json")]
     name = world.engine.half._model.spec.model
-    told = sorted(str(catalog) for catalog in catalogs)
-    assert len(told) == 2
-    assert any(f"{name}+layers0-3" in each for each in told)
-    assert any(f"{name}+layers4-7" in each for each in told)
+    told = {asset.catalog.spec.model for asset in assets_of(world.assets)}
+    assert told == {f"{name}+layers0-3", f"{name}+layers4-7"}
     assert len(cold) == 16
 
 
@@ -67,9 +63,8 @@ def test_stages_play_what_stages_have_published(world, cold):
 
 def test_one_stage_lacks_a_group(world, cold):
     world.engine.settle()
-    paths = [path for path in world.assets.iterdir() if "+layers4-7" in (path / "catalog.json").read_text()]
-    (frame,) = (paths[0] / "groups" / "FP16.full").glob("00001.kvg")
-    with harmed(frame):
+    (asset,) = (each for each in assets_of(world.assets) if each.catalog.spec.model.endswith("+layers4-7"))
+    with harmed(asset, 1, "FP16.full", "corrupt"):
         text, counted = world.says(world.prompt, deadline_s=30.0)
     assert text == cold
     assert counted["plays_cut"] >= 1

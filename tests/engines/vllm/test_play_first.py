@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import time
 import weakref
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvabr.codec.container import pack, unpack
 from kvabr.engines.layouts import BlockLayout
+from kvabr.store.locations import open_store
 from kvabr.types.cost import PrefillCost
 from kvabr.types.digests import SHA256, digest_of
 from kvabr.types.errors import PlayError
@@ -105,7 +106,7 @@ def test_what_stays_is_judged_by_what_others_lose_that_share_it(tmp_path, how):
     tails = (TailLoss(16, 0.2), TailLoss(128, 0.1))
     tracks = tuple(replace(track, tails=tails) for track in made.catalog.tracks)
     catalog = replace(made.catalog, tracks=tracks)
-    (tmp_path / "assets" / "one" / "catalog.json").write_text(catalog.dumps())
+    Path(made.location).write_text(catalog.dumps())
     (tmp_path / "policies.py").write_text(LONGEST + EARLIER)
     with (
         closing(Served(tmp_path / "assets", tmp_path)) as served,
@@ -231,21 +232,22 @@ def test_a_copy_that_fails_is_not_used(served):
         assert bench.worker.counts.take()["plays_failed"] == 1
 
 
-def spoil(asset, group):
-    """A publisher's error: a frame with NaN, which nothing but decoding it shows."""
-    path = asset / "groups" / "FP16" / f"{group:05d}.kvg"
-    header, payload = unpack(path.read_bytes())
-    frame = pack(b"\xff" * len(payload), header)
-    path.write_bytes(frame)
-    catalog = json.loads((asset / "catalog.json").read_text())
-    catalog["tracks"][0]["digests"][group] = digest_of(frame, SHA256)
-    (asset / "catalog.json").write_text(json.dumps(catalog))
+def spoilt(asset, group, root):
+    """A publisher's error: an asset again, but with NaN in a frame, which nothing but decoding it shows."""
+    frames = [bytes(asset.frame(number, "FP16")) for number in range(asset.catalog.groups)]
+    header, payload = unpack(frames[group])
+    frames[group] = pack(b"\xff" * len(payload), header)
+    digests = tuple(digest_of(frame, SHA256) for frame in frames)
+    with open_store(root).writer(live=True) as writer:
+        for number, frame in enumerate(frames):
+            writer.frame(number, "FP16", frame, digests[number])
+        (track,) = asset.catalog.tracks
+        writer.commit(replace(asset.catalog, tracks=(replace(track, digests=digests, packs=()),)))
 
 
 @pytest.mark.parametrize("group", [0, 2])
 def test_a_group_that_cannot_be_decoded_after_the_promise_is_computed(tmp_path, group):
-    toy_asset(tmp_path / "assets" / "one", ("FP16",))
-    spoil(tmp_path / "assets" / "one", group)
+    spoilt(toy_asset(tmp_path / "made", ("FP16",)), group, tmp_path / "assets")
     with closing(Served(tmp_path / "assets", tmp_path)) as served, closing(Bench(served)) as bench:
         asked = request()
         assert bench.load(asked) == (64, set(range(2 * group, 8)))

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")
 
+from kvabr.store.locations import open_asset
+from tests.engines.served import harmed
 from tests.engines.vllm.engine import TEXT, RealEngine
 from tests.engines.vllm.tinies import tiny_llama
-from tests.engines.vllm.world import SMALL, VllmWorld, harmed
+from tests.engines.vllm.world import SMALL, VllmWorld
 from tests.processes import LIMIT_S
 
 pytestmark = pytest.mark.model
@@ -44,8 +46,9 @@ def test_the_next_turn_needs_nothing_but_its_lookup(world):
     (cold,) = world.engine.generate([PROMPT], 16, **params)
     world.followed()
     with ExitStack() as stack:
-        for frame in world.assets.glob("*/groups/*/*"):
-            stack.enter_context(harmed(frame, "corrupt"))
+        asset = open_asset(world.assets)
+        for group in range(asset.catalog.groups):
+            stack.enter_context(harmed(asset, group, "FP16", "corrupt"))
         world.engine.forget()
         (says,) = world.engine.generate([PROMPT], 16, kv_transfer_params={"publish": False})
     world.engine.settle()

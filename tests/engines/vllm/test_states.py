@@ -11,8 +11,10 @@ import torch
 from kvabr.engines.vllm.caches import EngineCaches, Pages, Quantisation, UnknownCacheError, engine_caches
 from kvabr.engines.vllm.snapshots import Boundaries, KeptStates
 from kvabr.engines.vllm.states import StateForm, forms_of
+from kvabr.store.locations import open_asset
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.client.served import Served
+from tests.engines.served import harmed
 from tests.engines.vllm.halves import BLOCK, Bench, request
 
 pytestmark = pytest.mark.process
@@ -256,11 +258,8 @@ def test_a_state_that_was_played_with_losses_is_not_kept(served, tmp_path):
 
 
 def test_a_damaged_state_is_computed(served, tmp_path):
-    (frame,) = (tmp_path / "assets").glob("*/groups/Raw.state-recurrent/*.kvg")
-    data = bytearray(frame.read_bytes())
-    data[len(data) // 2] ^= 1
-    frame.write_bytes(data)
-    with closing(bench_of(served)) as bench:
+    asset = open_asset(tmp_path / "assets")
+    with harmed(asset, 0, "Raw.state-recurrent", "corrupt"), closing(bench_of(served)) as bench:
         asked = request(tokens=[*TOKENS[:64], 99])
         count, _ = bench.matched(asked)
         assert count == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -12,19 +11,6 @@ from tests.engines.vllm.origin import ServedFolder
 
 SMALL = {"max_model_len": 768, "block_size": 32, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
 """Options of an engine with a small model, which computes a prompt in several steps."""
-
-
-@contextmanager
-def harmed(frame, harm="missing"):
-    """A file has another byte (``corrupt``) or is not there (``missing``); afterwards it is as it was."""
-    data = frame.read_bytes()
-    broken = bytearray(data)
-    broken[len(data) // 2] ^= 1
-    frame.unlink() if harm == "missing" else frame.write_bytes(broken)
-    try:
-        yield
-    finally:
-        frame.write_bytes(data)
 
 
 def zeroed(monkeypatch, blocks, part):

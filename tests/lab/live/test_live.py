@@ -40,7 +40,7 @@ def asset(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def origin(asset):
-    with LiveOrigin(asset.path, "aioquic") as process:
+    with LiveOrigin(asset.store.where(asset.prompt_digest), "aioquic") as process:
         yield process
 
 
@@ -125,9 +125,10 @@ def test_the_command_plays_compares_and_reports(asset, tmp_path, capsys):
     files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "jsonl", "pf")}
     status = main(
         [
-            "replay", str(tmp_path / "t.csv"), "--asset", str(asset.path), "--live", "--deadline", "60", "--rtt", "20",
-            "--policy", "fixed:Int4", "cheapfirst", "--json", str(files["json"]), "--html", str(files["html"]),
-            "--log", str(files["jsonl"]), "--perfetto", str(files["pf"]),
+            "replay", str(tmp_path / "t.csv"), "--asset", asset.store.where(asset.prompt_digest), "--live",
+            "--deadline", "60", "--rtt", "20", "--policy", "fixed:Int4", "cheapfirst",
+            "--json", str(files["json"]), "--html", str(files["html"]), "--log", str(files["jsonl"]),
+            "--perfetto", str(files["pf"]),
         ]
     )  # fmt: skip
     assert status == 0
@@ -171,7 +172,7 @@ def test_an_error_leaves_no_process_behind(asset, tmp_path):
 
 
 async def test_an_origin_that_is_killed_ends_the_replay(asset, shaper):
-    with LiveOrigin(asset.path, "aioquic") as origin, Shaper(origin.address) as link:
+    with LiveOrigin(asset.store.where(asset.prompt_digest), "aioquic") as origin, Shaper(origin.address) as link:
         for deadline_s in (0.5, 5.0, 50.0):  # on a loaded machine a play may be over before it is seen to have begun
             options = ReplayOptions(deadline_s, rtt_s=0.02, config=PlayerConfig(give_up_after=2.0))
             live = LiveExperiment(Experiment(asset.catalog, options), asset, origin, link, LiveOptions())
@@ -194,7 +195,16 @@ async def test_a_cold_play_over_a_dead_link_is_given_up_not_an_error(play):
 
 def test_ctrl_c_ends_all_processes(asset, tmp_path):
     (tmp_path / "t.csv").write_text("time_s,bits_per_second\n0,8000\n60,0\n")
-    command = [sys.executable, "-m", "kvabr", "replay", str(tmp_path / "t.csv"), "--asset", str(asset.path), "--live"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvabr",
+        "replay",
+        str(tmp_path / "t.csv"),
+        "--asset",
+        asset.store.where(asset.prompt_digest),
+        "--live",
+    ]
     with subprocess.Popen(  # noqa: S603
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as parent:

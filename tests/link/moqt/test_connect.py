@@ -25,6 +25,7 @@ from kvabr.link.quic.backend import LIBRARIES, installed_libraries
 from kvabr.server.certificates import make
 from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.client.playing import play
 from tests.client.served import LIMIT_S, Served
 from tests.toymodel import SPEC, prompt
@@ -95,24 +96,26 @@ def test_fragments_name_assets():
 )
 def test_options_that_make_no_sense(options):
     with pytest.raises(UsageError):
-        connect("moqt://h/", **options)
+        connect("moqt://h/", PeerOptions(**options))
 
 
 def test_the_environment_has_a_token(monkeypatch):
     monkeypatch.setenv("KVABR_TOKEN", "from-the-environment")
     assert connect("moqt://h/")._options.token == "from-the-environment"  # noqa: S105
-    assert connect("moqt://h/", token="mine")._options.token == "mine"  # noqa: S105, S106
+    assert connect("moqt://h/", PeerOptions(token="mine"))._options.token == "mine"  # noqa: S105, S106
     colons = ":".join([DIGEST[:2].upper()] * 32)
-    assert connect("moqt://h/", fingerprint=colons)._options.fingerprint == DIGEST
+    assert connect("moqt://h/", PeerOptions(fingerprint=colons))._options.how.fingerprint == DIGEST
 
 
 # ------------------------------------------------------------- real networks
 
 
 async def test_auto_takes_the_fastest_that_is_installed(served, monkeypatch):
-    async with connect(served.url, ca=served.pem, timeout_s=LIMIT_S) as origin:
+    async with connect(served.url, PeerOptions(ca=served.pem, timeout_s=LIMIT_S)) as origin:
         assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
-    async with connect(served.url, fingerprint=served.fingerprint, timeout_s=LIMIT_S, transport="quic") as origin:
+    async with connect(
+        served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S, transport="quic")
+    ) as origin:
         assert origin.backend == next(name for name in LIBRARIES if importlib.util.find_spec(name))
     monkeypatch.setitem(sys.modules, "qh3", None)
     assert installed_libraries("auto") == ("aioquic",)
@@ -125,13 +128,13 @@ def test_the_blocking_twin_says_what_is_wrong_and_leaves_nothing():
     before = threads()
     with pytest.raises(UsageError):
         Client("ftp://h/")
-    with Client("moqt://127.0.0.1:9/", timeout_s=0.3) as client, pytest.raises(TransportError):
+    with Client("moqt://127.0.0.1:9/", PeerOptions(timeout_s=0.3)) as client, pytest.raises(TransportError):
         client.connect()
     assert threads() == before
 
 
 def test_ctrl_c_cancels_what_the_main_thread_waits_for(served, monkeypatch):
-    with Client(served.url, timeout_s=LIMIT_S, ca=served.pem, quic="aioquic", model=SPEC) as client:
+    with Client(served.url, PeerOptions(timeout_s=LIMIT_S, ca=served.pem, quic="aioquic"), model=SPEC) as client:
         begun, ended = [], []
 
         async def forever():
@@ -197,11 +200,11 @@ async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, 
     bundle.write_bytes(self_signed()[0] + certificate[0] + make()[0])
     try:
         for ca in (served.pem, str(served.pem), bundle):
-            async with connect(served.url, ca=ca, quic=library, timeout_s=LIMIT_S) as origin:
+            async with connect(served.url, PeerOptions(ca=ca, quic=library, timeout_s=LIMIT_S)) as origin:
                 assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
         bundle.write_bytes(self_signed(**made)[0])  # the same name, another key
         with pytest.raises(TransportError, match="not signed by a trusted authority"):
-            async with connect(served.url, ca=bundle, quic=library, timeout_s=LIMIT_S):
+            async with connect(served.url, PeerOptions(ca=bundle, quic=library, timeout_s=LIMIT_S)):
                 pass
     finally:
         served.close()
@@ -219,5 +222,5 @@ async def test_a_file_that_has_no_certificates_is_named(served, tmp_path, librar
         garbage = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
         path.write_bytes({"empty": b"", "key": key, "der": der, "garbage": garbage, "cut": pem[: len(pem) // 2]}[what])
     with pytest.raises(TransportError, match=re.escape(f"{path}: ")):
-        async with asyncio.timeout(300), connect(served.url, ca=str(path), quic=library, timeout_s=5.0):
+        async with asyncio.timeout(300), connect(served.url, PeerOptions(ca=str(path), quic=library, timeout_s=5.0)):
             pass

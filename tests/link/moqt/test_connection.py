@@ -24,6 +24,7 @@ from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
+from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
 
@@ -52,7 +53,8 @@ def asset(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
-    arguments = (PublishedAssets(asset.path, log=LOG), "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
+    published = PublishedAssets(asset.store.folder, log=LOG)
+    arguments = (published, "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
     library = library if library in LIBRARIES else "aioquic"
     async with quicserver.Server(*arguments, quic=library, drafts=drafts) as server:
         yield server
@@ -60,7 +62,7 @@ async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
 
 def options(server, tls, **more):
     host, port = server.address
-    return DialOptions(host, port, fingerprint=check(tls).fingerprint, timeout_s=300.0, **more)
+    return DialOptions(host, port, how=PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=300.0), **more)
 
 
 @contextlib.asynccontextmanager

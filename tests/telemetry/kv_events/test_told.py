@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvabr.store.names import prompt_name
 from kvabr.telemetry.kv_events.hashes import BlockHashes
 from kvabr.telemetry.kv_events.told import ToldAssets, ToldPrompt, prompt_of
 from kvabr.telemetry.kv_events.wire import encoded
@@ -82,9 +83,10 @@ def test_assets_tell_their_tokens_if_they_may(tmp_path):
     assert len(told.tokens) == 70
     assert prompt_of(toy_asset(tmp_path / "salted", salt=b"secret")) == "salted"
     assert prompt_of(toy_passage(tmp_path / "passage", range(20))) == "passage"
-    (tmp_path / "plain" / "prompt.json").unlink()
+    told_of = tmp_path / "plain" / prompt_name(plain.name)
+    told_of.unlink()
     assert prompt_of(plain) == "no tokens"
-    (tmp_path / "plain" / "prompt.json").write_text("{}")
+    told_of.write_text("{}")
     store = ToldAssets(HASHES, prompt_of)
     list(store.changes({"plain": plain}))
     assert store.untold == {"unreadable": 1}

@@ -102,7 +102,7 @@ PLAYERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class BucketModel:
     """What an object store carries."""
 
     bytes_per_s: float = 100 * _GBIT
@@ -146,7 +146,7 @@ class Tree:
     edges: int
     middle: CacheMachine | None = None
     middles: int = 0
-    store: Store = field(default_factory=Store)
+    store: BucketModel = field(default_factory=BucketModel)
 
     def __post_init__(self) -> None:
         if self.edges < 1 or self.middles < 0 or (self.middle is None) != (self.middles == 0):

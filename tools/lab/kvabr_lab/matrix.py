@@ -24,7 +24,10 @@ from kvabr.replay.experiment import ReplayOptions
 from kvabr.replay.passages import EXACT, QUESTION, prompt_of
 from kvabr.replay.readers import find, read
 from kvabr.replay.trace import Trace
+from kvabr.store.admin import names_in
 from kvabr.store.files import read_text
+from kvabr.store.locations import open_catalog
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import MISS_PENALTY, PrefillCost
 from kvabr.types.engine import EngineMode
@@ -381,20 +384,22 @@ def _offer(item: Any) -> Offer:
     if text == SHIPPED:
         return Offer(SHIPPED, default_catalog())
     path = Path(text)
-    if not path.exists():
-        raise AssetError(f"{path}: no such asset; `kvabr encode` makes one")
-    found = path / "catalog.json" if path.is_dir() else path
     notes: list[str] = []
-    if found.exists():
-        catalog = Catalog.read(found)
-    elif below := sorted(path.glob("*/catalog.json")):
+    if path.is_dir():
+        stores = names_in(StoreTree(path))
+        named = sorted(stores)
+        catalogs = [stores[name].open(name.rpartition("/")[2]).catalog for name in named]
+    else:
+        named, catalogs = [text], [open_catalog(path)[0]]
+    if not catalogs:
+        raise AssetError(f"{path}: no asset is here; `kvabr encode` makes one")
+    catalog = catalogs[0]
+    if len(catalogs) > 1:
 
         def computed(number: int, reason: str) -> None:
-            notes.append(f"{below[number].parent} is computed: {reason}")
+            notes.append(f"{named[number]} is computed: {reason}")
 
-        catalog = prompt_of([Catalog.read(each) for each in below], EXACT, refused=computed)
-    else:
-        raise AssetError(f"{path}: neither an asset nor a folder of passages, which would be one prompt")
+        catalog = prompt_of(catalogs, EXACT, refused=computed)
     name = path.name.removesuffix(".json").removesuffix(".catalog").removesuffix(".asset")
     return Offer(name, catalog, tuple(notes))
 

@@ -20,7 +20,7 @@ from kvabr.codec.profile import ClassProfile, Depth
 from kvabr.codec.quantiser import RATIO
 from kvabr.data import default_catalog
 from kvabr.publish.offer import TrackOffer
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.locations import open_store
 from kvabr.types.digests import digest_of
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import LAYERS, chain
@@ -64,7 +64,7 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
         below: list[Index | None] = [None, *indices]
         return [coder.encode_indices(*each) for each in zip(sample.depths, indices, below, strict=False)]
 
-    with FolderAssetWriter(path, force=True) as writer, ThreadPoolExecutor() as pool:
+    with open_store(path).writer(force=True) as writer, ThreadPoolExecutor() as pool:
         frames = offer.encoder(chunks, len(tokens), writer)
         frames.write_profile()
         for group, parts in enumerate(pool.map(coded, range(len(chunks)))):
@@ -72,6 +72,7 @@ def draw_asset(path: Path, shape: coder_speed.CacheShape, tokens: Sequence[int],
                 payload = payload_head(part) + _NONE_LISTED + part
                 context = GroupContext(spec, group * spec.group_tokens, spec.group_tokens, profile)
                 frame = framed(payload, track, context, chunks[group], group)
-                writer.frame(group, track, frame)
-                frames.bytes[track][group], frames.digests[track][group] = len(frame), digest_of(frame, frames.digest)
+                digest = digest_of(frame, frames.digest)
+                writer.frame(group, track, frame, digest)
+                frames.bytes[track][group], frames.digests[track][group] = len(frame), digest
         writer.commit(offer.catalog(frames))

@@ -2,7 +2,7 @@
 
 Each question stands behind a few documents of a collection, in random order. What the store lacks is published, and a
 store that is full forgets the least recently used. Everything is kvabr's own: chained names, a folder with a quota, an
-origin, and lookups over QUIC. Only the caches are small and of zeros.
+origin, and lookups over QUIC. Only the caches are small and of random numbers.
 
 The names differ in what they cover. By *content*: the document alone, as kvabr names passages. By *prefix*: the
 document and all before it, as prefix caches name blocks. And *both*: stored by prefix and looked up by content, with
@@ -30,11 +30,13 @@ from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
-from kvabr.store.asset_folder import FolderAssetWriter
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.local import LocalStore
 from kvabr.store.quota import FolderQuota
 from kvabr.transfer.interface import Connection
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.passage import Passage, PassageNotes, passage_chain
+from kvabr.types.peer import PeerOptions
 
 Naming = Literal["content", "prefix", "both"]
 NAMINGS: tuple[Naming, ...] = get_args(Naming)
@@ -84,7 +86,7 @@ async def reuse(collection: Collection, naming: Naming, progress: Callable[[], N
         await server.start()
         try:
             url = f"moqt://127.0.0.1:{server.address[1]}/"
-            async with connect(url, fingerprint=check(tls).fingerprint) as origin:
+            async with connect(url, PeerOptions(fingerprint=check(tls).fingerprint)) as origin:
                 return await _asked(collection, naming, _Shelf(root, library, collection), origin, progress)
         finally:
             await server.close()
@@ -94,10 +96,10 @@ class _Shelf:
     """A folder that forgets, and the origin that serves it."""
 
     def __init__(self, root: Path, library: PublishedAssets, collection: Collection) -> None:
-        self._root, self._library = root, library
+        self._assets, self._library = AssetStore(LocalStore(root)), library
         self._documents = collection.passages()
         size = sum(self._store(passage, b"") for passage in self._documents)
-        self.quota = FolderQuota(root, int(size * collection.room))
+        self.quota = FolderQuota(LocalStore(root), int(size * collection.room))
         self.quota.make_room(self._documents[-1].name(SPEC).prompt)
         self.look()
 
@@ -115,15 +117,16 @@ class _Shelf:
         chunks = passage_chain(
             passage.ids, model=SPEC.model, tokenizer=SPEC.tokenizer, group_tokens=SPEC.group_tokens, salt=salt
         )
-        path = self._root / chunks[-1]
-        with FolderAssetWriter(path, force=True) as writer:
+        drawn = torch.Generator().manual_seed(int(chunks[-1][:12], 16))
+        with self._assets.writer(chunks[-1], force=True) as writer:
             frames = FrameEncoder(SPEC, chunks, len(passage.ids), (_TRACK,), None, writer, passage=PassageNotes("mean"))
-            frames.encode((torch.zeros(SPEC.shape(len(passage.ids))),))
+            frames.encode((torch.randn(SPEC.shape(len(passage.ids)), generator=drawn),))
             loss = {_TRACK: [0.0] * len(chunks)}
             writer.commit(
                 frames.catalog(loss, {_TRACK: 0.0}, loss_method="not measured", estimated=True, source="a bench")
             )
-        return sum(file.stat().st_size for file in path.iterdir())
+        made = self._assets.open(chunks[-1])
+        return sum(made.objects.values()) + made.catalog_size
 
 
 def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:

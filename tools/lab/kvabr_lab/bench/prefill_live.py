@@ -24,7 +24,6 @@ from kvabr.engines.transformers.cache import new_cache
 from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.engines.transformers.publish import cache_publisher, prefill_live, publish_cache, runs
-from kvabr.link.quic.backend import Quic
 from kvabr.publish.encoding_threads import SHARE
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.replay.trace import BYTES_PER_MBIT, Trace
@@ -32,6 +31,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError
 from kvabr.types.kv import KVSpec
 from kvabr.types.live import PublishedFrames
+from kvabr.types.peer import PeerOptions, Quic
 from kvabr_lab.live.child import Child
 from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
@@ -235,7 +235,9 @@ def _decode(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec: KVSp
 
 async def _serve(pipe: Connection, url: str, fingerprint: str, quic: Quic, spec: KVSpec) -> None:
     limits = Limits(memory_bytes=0)
-    async with AsyncClient(url, fingerprint=fingerprint, quic=quic, limits=limits, timeout_s=60.0) as client:
+    async with AsyncClient(
+        url, PeerOptions(fingerprint=fingerprint, quic=quic, timeout_s=60.0), limits=limits
+    ) as client:
         await client.connect()
         pipe.send(True)
         while True:

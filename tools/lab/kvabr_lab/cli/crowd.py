@@ -27,7 +27,7 @@ examples:
 
 The players come evenly, and each plays the asset with the real policy over its share of what its cache (the edge)
 carries. Edges get what they have not from middle caches or from the store, each byte once. Edges: `nginx` and
-`nginx-tls` are machines of 16 cores with a card of 100 Gbit/s that serve spans of a bucket over HTTP, `relay` is one
+`nginx-tls` are machines of 16 cores with a card of 100 Gbit/s that serve objects of a bucket over HTTP, `relay` is one
 process of `kvabr relay`, which also takes 1.3 ms for each group on each level. What they carry per core was measured on
 loopback; the network between them is not modelled, and neither are failures.
 
@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--decoders", type=int, default=8, metavar="N", help="threads of a player that decode (default: 8)"
     )
     asset = parser.add_argument_group("the asset")
-    asset.add_argument("--asset", help="an asset, or its catalog.json (default: the catalog that comes with kvabr)")
+    asset.add_argument("--asset", help="an asset, or its catalog (default: the catalog that comes with kvabr)")
     asset.add_argument(
         "--kv-bytes", type=float, metavar="B",
         help="bytes that a token's FP16 cache has in your model (default: 131072, Llama-3.1-8B; with --asset, its own)",
@@ -191,7 +191,7 @@ def _check_tree(args: argparse.Namespace) -> None:
 
 
 def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
-    from kvabr_lab.crowd import MACHINES, Store, Tree
+    from kvabr_lab.crowd import MACHINES, BucketModel, Tree
 
     middle = None if args.middle is None else MACHINES[args.middle].serving(group_bytes)
     return Tree(
@@ -199,7 +199,7 @@ def _tree(args: argparse.Namespace, group_bytes: float) -> Tree:
         edges=1,
         middle=middle,
         middles=0 if middle is None else args.middles,
-        store=Store(args.store_gbit * 125e6, args.store_gets),
+        store=BucketModel(args.store_gbit * 125e6, args.store_gets),
     )
 
 

@@ -70,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--no-both", action="store_true", help="the engine here cannot compute a beginning while the end is loaded"
     )
     size = parser.add_argument_group("bytes of the cache")
-    size.add_argument("--asset", help="an asset, or its catalog.json (default: the catalog that comes with kvabr)")
+    size.add_argument("--asset", help="an asset, or its catalog (default: the catalog that comes with kvabr)")
     size.add_argument(
         "--floor", type=float, default=0.01, metavar="NATS",
         help="quality floor: most loss of the whole cache, nats per generated token (default: %(default)g)",
@@ -81,7 +81,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     size.add_argument("--decoders", type=int, default=8, metavar="N", help="threads that decode (default: %(default)s)")
     now = parser.add_argument_group("what the request finds")
-    now.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, or a prompt.json, for the events")
+    now.add_argument("--prompt", type=Path, metavar="F.json", help="its token ids, for the events")
     events = "KV events of an engine or a store %s: what it has of the prompt is cached there"
     now.add_argument("--local-events", metavar="ENDPOINT[,REPLAY]", help=events % "here")
     now.add_argument("--remote-events", metavar="ENDPOINT[,REPLAY]", help=events % "there")

@@ -30,6 +30,7 @@ from kvabr.types.engine import EngineMode
 from kvabr.types.errors import TransportError
 from kvabr.types.events import PlayEvent
 from kvabr.types.kv import KVSpec
+from kvabr.types.peer import PeerOptions
 from kvabr.types.units import computed_shape
 from kvabr_lab.live.child import Usage
 from kvabr_lab.live.lane import LEAST_QUEUE_BYTES, Conditions
@@ -155,9 +156,7 @@ class LiveExperiment:
         host, port = self._shaper.address
         return connect(
             f"moqt://{host}:{port}/",
-            fingerprint=self._origin.fingerprint,
-            quic=self._options.quic,
-            timeout_s=self._patience_s(),
+            PeerOptions(fingerprint=self._origin.fingerprint, quic=self._options.quic, timeout_s=self._patience_s()),
         )
 
     def _driver(self, session: Session, connection: Connection) -> Driver:

@@ -12,8 +12,8 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
-from kvabr.link.quic.backend import Quic
 from kvabr.types.errors import KvabrError
+from kvabr.types.peer import Quic
 from kvabr_lab.live.child import Child, Usage
 
 

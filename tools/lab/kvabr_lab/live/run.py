@@ -60,7 +60,7 @@ async def replay_live(
     report = Report({})
     runs: list[dict[str, Any]] = []
     simulated: list[dict[str, Any]] = []
-    with LiveOrigin(asset.location, options.quic) as origin, Shaper(origin.address) as shaper:
+    with LiveOrigin(asset.store.where(asset.prompt_digest), options.quic) as origin, Shaper(origin.address) as shaper:
         live = LiveExperiment(experiment, asset, origin, shaper, options)
         for task in tasks(matrix):
             trace = matrix.traces[task.trace]

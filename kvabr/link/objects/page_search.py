@@ -1,0 +1,171 @@
+"""Finds the longest prefix of a prompt among the pages of a store, in two rounds of requests. No I/O.
+
+A page is named by the chained digest of any of its groups. The first round asks for the pages of every 16th group, each
+of which should be whole, and of the last group; the second for the pages inside the first one that is absent. More than
+`_AT_ONCE` pages are searched for 17-ary first, so that a long prompt of which little is cached costs few requests.
+
+A page counts only as far as its chained digests are those of the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple
+
+from kvabr.store.names import PAGE_GROUPS
+from kvabr.store.pages import Entries, Page
+from kvabr.transfer.interface import FoundPrefix
+from kvabr.types.catalog import Catalog, CommonFacts, Level, Track
+from kvabr.types.errors import FormatError
+from kvabr.types.naming import TrackNamespace
+from kvabr.types.records import fields_of
+from kvabr.types.units import hit, units_of
+
+_AT_ONCE = 31
+"""Whole pages that are all asked for in the first round: prompts of up to 511 groups."""
+_PROBES = 16
+
+
+class Ask(NamedTuple):
+    """One object that may be there."""
+
+    kind: Literal["page", "end"]
+    """A page, or the last page of an asset with recurrent states."""
+    group: int
+    """The group of the prompt whose digest names it."""
+
+
+class PageSearch:
+    """The search for one prompt. Ask for what `wanted` returns until that is nothing, then see `found`."""
+
+    def __init__(self, digests: Sequence[str], *, states: bool = False) -> None:
+        """Begin with the chained digests of the prompt, or the beginnings of them.
+
+        ``states``: the spec has a class of them.
+        """
+        self._digests, self._states = digests, states
+        self._full = len(digests) // PAGE_GROUPS
+        self._pages: dict[int, Page] = {}
+        """Whole pages that are there, by number."""
+        self._missing: set[int] = set()
+        self._tails: list[Page] = []
+        """Pages of which the prompt shares a part only, or that end their asset."""
+        self._asked: set[Ask] = set()
+        self._round: list[Ask] = []
+
+    def wanted(self) -> list[Ask]:
+        """Return what to ask for in the next round; empty: the search is over."""
+        self._round = [ask for ask in self._next() if ask not in self._asked]
+        self._asked.update(self._round)
+        return list(self._round)
+
+    def take(self, answers: Mapping[Ask, Page | None]) -> None:
+        """Take the pages that were there of what was wanted; None, or nothing, for those that were not."""
+        for ask in self._round:
+            page = answers.get(ask)
+            number = ask.group // PAGE_GROUPS
+            shared = page.shared(self._digests) if page is not None and page.first == number * PAGE_GROUPS else 0
+            whole = ask.kind == "page" and (ask.group + 1) % PAGE_GROUPS == 0
+            if whole and shared < PAGE_GROUPS:
+                self._missing.add(number)
+            elif whole and page is not None:
+                self._pages[number] = page
+            elif shared and page is not None and page not in self._tails:
+                self._tails.append(page)
+
+    @property
+    def found(self) -> list[Page]:
+        """The pages of the longest prefix, in order; of the last one the prompt may share only the first groups.
+
+        All have the kind of the first one.
+        """
+        run = self._run()
+        tails = [page for page in self._tails if page.first <= run * PAGE_GROUPS]
+        best = max(tails, key=lambda page: page.first + page.shared(self._digests), default=None)
+        whole = [self._pages[number] for number in range(run)]
+        # The page that ends an asset has a snapshot that the one inside an asset lacks.
+        if best is not None and best.first + best.shared(self._digests) >= run * PAGE_GROUPS:
+            whole = [*whole[: best.first // PAGE_GROUPS], best]
+        return list(takewhile(lambda page: page.kind == whole[0].kind, whole))
+
+    # -------------------------------------------------------------- internals
+
+    def _run(self) -> int:
+        """Return how many whole pages are there from the first one on."""
+        return next((number for number in range(self._full) if number not in self._pages), self._full)
+
+    def _next(self) -> list[Ask]:
+        if not self._asked:
+            return [*map(self._page, self._probes(0, self._full)), *self._last()]
+        absent = min(self._missing, default=self._full)
+        known = max((number for number in self._pages if number < absent), default=-1)
+        unknown = [number for number in range(absent) if number not in self._pages]
+        if unknown:  # the pages below what was found, and what lies between that and the first that is missing
+            below = [number for number in unknown if number < known]
+            return list(map(self._page, [*below, *self._probes(known + 1, absent)]))
+        return self._inside(self._run())
+
+    @staticmethod
+    def _probes(first: int, end: int) -> list[int]:
+        """Return the numbers of some pages of ``range(first, end)``: all, or evenly spaced ones with the last."""
+        count = end - first
+        if count <= _AT_ONCE:
+            return list(range(first, end))
+        return [first + (count * (probe + 1) + _PROBES - 1) // _PROBES - 1 for probe in range(_PROBES)]
+
+    @staticmethod
+    def _page(number: int) -> Ask:
+        return Ask("page", (number + 1) * PAGE_GROUPS - 1)
+
+    def _last(self) -> list[Ask]:
+        """Return what a prompt that was played before is found by at once."""
+        last = len(self._digests) - 1
+        asks = [Ask("page", last)] if len(self._digests) % PAGE_GROUPS else []
+        return [*asks, Ask("end", last)] if self._states else asks
+
+    def _inside(self, run: int) -> list[Ask]:
+        """Return what may be there of a page that is not there as a whole."""
+        first, groups = run * PAGE_GROUPS, len(self._digests)
+        if any(page.first <= first and page.shared(self._digests) + page.first == groups for page in self._tails):
+            return []
+        asks = [Ask("page", group) for group in range(first, min(first + PAGE_GROUPS - 1, groups))]
+        whole = self._states and first + PAGE_GROUPS <= groups
+        return [*asks, Ask("end", first + PAGE_GROUPS - 1)] if whole else asks
+
+
+def prefix_of(pages: Sequence[Page]) -> FoundPrefix:
+    """Return what consecutive pages from the first group on make: a catalog, cut to what there are snapshots for.
+
+    Raises `FormatError` if they do not fit together.
+    """
+    facts, spec = pages[0], pages[0].spec
+    chunks, size = tuple(digest for page in pages for digest in page.chunks), pages[0].spec.group_tokens
+    if not all(page.whole for page in pages[:-1]):
+        raise FormatError("pages: one lacks tokens, although another follows it")
+    tokens, entries = pages[-1].first * size + pages[-1].tokens, Entries(pages)
+    limited_by: str | None = None
+    units = units_of(spec, tokens)
+    names = [part.track_name(facts.levels[0].name) for part in spec.parts]
+    if any((names[unit.part], unit.group) not in entries for unit in units):
+        # The last page is not the last of its asset: there is no snapshot of a state at its end.
+        groups, limited_by = hit(spec, len(chunks), tokens + 1)
+        if not groups:
+            return FoundPrefix(None, limited_by)
+        chunks, tokens = chunks[:groups], groups * size
+        units = units_of(spec, tokens)
+    # What is left behind tails is a share of what a whole asset loses; the last page of one is as a rule not full.
+    rest: dict[str, Any] = {} if not pages[-1].whole else {"tails": ()}
+    tracks = [Track(**fields_of(level, Level) | rest, **entries.listing(spec, level, units)) for level in facts.levels]
+    catalog = Catalog(
+        namespace=TrackNamespace(spec.model, chunks[-1]),
+        spec=spec,
+        tokens=tokens,
+        chunks=chunks,
+        tracks=tuple(tracks),
+        **fields_of(facts, CommonFacts),
+        position=facts.position,
+    )
+    tag = hashlib.sha256("".join(digest for track in tracks for digest in track.digests).encode()).hexdigest()
+    return FoundPrefix(catalog, limited_by, tag)

@@ -1,0 +1,67 @@
+"""How to play: the options that programs, the command line and replays share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from kvabr.abr.plugins import load_estimator, load_policy
+from kvabr.abr.policies import DEFAULT
+from kvabr.abr.tail import MAX_TAIL
+from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
+from kvabr.types.cost import MISS_PENALTY
+from kvabr.types.fields import Shown, check_fields
+
+DEFAULT_SELECTOR = "question-peaks"
+"""Name in `kvabr.blend.selectors`, which needs torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayChoices:
+    """How to play."""
+
+    policy: Annotated[str, Shown("-p --policy NAME|FILE.py:CLASS")] = DEFAULT
+    """ABR policy: a name that `kvabr policies` lists, or ``FILE.py:CLASS``."""
+    estimator: Annotated[str | None, Shown("--estimator NAME")] = None
+    """Bandwidth estimator, see `kvabr estimators` (default: the policy's own)."""
+    gpu_price: Annotated[float, Ge(0), Shown("--gpu-price NATS")] = GPU_PRICE
+    """Price of a second of the engine's time, nats per generated token: 0 where it is idle, inf to compute only
+    what would be late."""
+    time_price: Annotated[float, Ge(0), Lt(math.inf), Shown("--time-price NATS")] = TIME_PRICE
+    """Price of a second before the first token, nats per generated token; 0: only the deadline counts. A play ends
+    as soon as nothing that could still arrive is worth its wait."""
+    live: bool = True
+    """Play caches that are still being prefilled, too: groups come as they are published. A complete cache of as
+    many tokens is preferred."""
+    wait_for_producer_s: Annotated[float, Ge(0), Lt(math.inf), Shown("--wait-for-producer S")] = 0.0
+    """If nothing of a prompt is cached, seconds to wait for a producer to start, which count against the deadline.
+    An engine that must begin to be in time begins."""
+    max_loss: Annotated[float, Ge(0), Shown("--max-loss X")] = MISS_PENALTY
+    """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated
+    token. By default the price of a missed deadline. Infinite: passages whose fusion loss nobody has measured are
+    joined, too."""
+    selector: str = DEFAULT_SELECTOR
+    """Chooses the tokens of passages that are computed again: a name that `kvabr selectors` lists, or
+    ``FILE.py:CLASS``."""
+    question_tokens: Annotated[int, Ge(0), Le(MAX_TAIL), Shown("--question N")] = 0
+    """Tokens that the engine will compute behind the prompt, such as a question's: losses are those behind them,
+    and the last tokens of the cache may be left to the same call."""
+    tail: Annotated[int | None, Ge(0), Le(MAX_TAIL), Shown("--tail N")] = None
+    """Most tokens at the end of what is cached that are left to that call, if that is worth its time (default: 512
+    with an engine, else none). Most of a coded cache's loss sits there."""
+    patience: Annotated[float, Ge(1), Lt(math.inf), Shown("--patience X")] = 1.0
+    """Deadlines after which a play ends although groups are missing. An engine may complete it beyond that, within
+    twice the time of a whole prefill."""
+    after: Annotated[float | None, Gt(0)] = None
+    """Seconds for which upgrades continue after the cache was handed over, see `Upgrades`; `math.inf`: until there
+    is nothing to upgrade; None: no upgrades."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        # Unknown names are found here, before anything is asked of the network.
+        load_policy(self.policy)
+        if self.estimator is not None:
+            load_estimator(self.estimator)

@@ -1,0 +1,259 @@
+"""What a store, or a folder of stores, holds; whether it is undamaged; and copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvabr.store.asset import Asset, is_damage
+from kvabr.store.asset_store import AssetStore
+from kvabr.store.blocking import each
+from kvabr.store.names import CATALOGS, GROUPS
+from kvabr.store.pages import page_kind
+from kvabr.store.removing import Progress, objects_of, read_catalogs, remove_assets, silent
+from kvabr.store.store import listing
+from kvabr.store.store_tree import StoreTree
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import AssetError, KvabrError, MissingAssetError, NotFoundError, UsageError, VersionError
+
+REPAIR = "remove it with --repair, and publish it again"
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """An asset that a store holds."""
+
+    name: str
+    """Path of its store below the location, and its prompt digest."""
+    model: str
+    tokens: int
+    created_s: float
+    """When it was published, by the store's clock, seconds since 1970."""
+    measured: bool
+    """Whether its losses were measured, as `kvabr encode` does, which is expensive."""
+    objects: Mapping[str, int]
+    """Bytes of its objects, by their path below the location; assets may share them."""
+    tracks: Mapping[str, int]
+    """Bytes of each track."""
+
+    @property
+    def bytes(self) -> int:
+        """All its bytes, with those that it shares with other assets."""
+        return sum(self.objects.values())
+
+
+def total_bytes(holdings: Iterable[Holding]) -> int:
+    """Return the bytes of assets together; what they share counts once."""
+    shared: dict[str, int] = {}
+    for holding in holdings:
+        shared.update(holding.objects)
+    return sum(shared.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a store holds."""
+
+    holdings: tuple[Holding, ...]
+    """Its assets, by name."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Assets that cannot be read, and why."""
+    unreferenced_bytes: int = 0
+    """Bytes of frames that no catalog names: of a publisher at work, of a cache of groups, or garbage."""
+
+
+def inventory(tree: StoreTree, progress: Progress = silent) -> Inventory:
+    """Return what there is; lists all frames and reads all catalogs."""
+    found, damaged = tree.find()
+    held, unreferenced = list[Holding](), 0
+    for label, store in found.items():
+        catalogs, bad, times, sizes = store.store.blocked(_survey(store, progress))
+        damaged |= {label + prompt: why for prompt, why in bad.items()}
+        held += [_holding(label, catalog, *times[prompt]) for prompt, catalog in catalogs.items()]
+        named = {name for catalog in catalogs.values() for name in objects_of(catalog)}
+        unreferenced += sum(size for name, size in sizes.items() if name not in named)
+    return Inventory(tuple(sorted(held, key=lambda one: one.name)), damaged, unreferenced)
+
+
+async def _survey(
+    store: AssetStore, progress: Progress
+) -> tuple[dict[str, Catalog], dict[str, str], dict[str, tuple[float, int]], dict[str, int]]:
+    listed = {name.removeprefix(CATALOGS): one for name, one in (await listing(store.store, CATALOGS)).items()}
+    wanted = [prompt for prompt in listed if store.only in (None, prompt)]
+    catalogs, bad = await read_catalogs(store.store, wanted, progress)
+    sizes = {name: one.size for name, one in (await listing(store.store, GROUPS)).items()}
+    return catalogs, bad, {prompt: (one.modified_s, one.size) for prompt, one in listed.items()}, sizes
+
+
+def _holding(label: str, catalog: Catalog, created_s: float, size: int) -> Holding:
+    prompt = catalog.namespace.prompt
+    objects = {label + name: own for name, own in objects_of(catalog).items()} | {f"{label}{CATALOGS}{prompt}": size}
+    tracks = {track.name: track.total_bytes for track in catalog.tracks}
+    measured = not catalog.estimated
+    return Holding(label + prompt, catalog.spec.model, catalog.tokens, created_s, measured, objects, tracks)
+
+
+def full_name(names: Collection[str], text: str) -> str:
+    """Return the name of an asset that ``text`` names or begins; `NotFoundError` if none does, or several do."""
+    found = [text] if text in names else [name for name in names if name.startswith(text)]
+    if len(found) != 1:
+        what = "no asset" if not found else f"{len(found)} assets"
+        raise NotFoundError(f"{text}: {what} of that name; `kvabr store ls` lists them")
+    return found[0]
+
+
+def names_in(tree: StoreTree) -> dict[str, AssetStore]:
+    """Return the names of all assets, and the store of each."""
+    stores, _ = tree.find()
+    return {label + prompt: store for label, store in stores.items() for prompt in store.list().versions}
+
+
+def remove(tree: StoreTree, names: Collection[str], *, unreferenced: bool = False, progress: Progress = silent) -> int:
+    """Remove assets by their names; return the bytes that this frees. Otherwise as `remove_assets`."""
+    freed, stores = 0, tree.find()[0]
+    for label, store in stores.items():
+        own = [name.removeprefix(label) for name in names if name.startswith(label) and "/" not in name[len(label) :]]
+        if own or unreferenced:
+            work = remove_assets(store.store, own, unreferenced=unreferenced, progress=progress)
+            freed += store.store.blocked(work)
+    return freed
+
+
+# ------------------------------------------------------- checks
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with an asset."""
+
+    name: str
+    what: str
+    advice: str = REPAIR
+    repaired: bool = False
+
+
+def find_damage(tree: StoreTree, *, deep: bool = False, progress: Progress = silent) -> list[Damage]:
+    """Return what is wrong with the assets; ``deep`` also reads all frames.
+
+    Raises `AssetError` if the store cannot be reached.
+    """
+    assets, done = names_in(tree), count(1)
+    bad = [Damage(name, why, "it may be undamaged") for name, why in sorted(tree.find()[1].items())]
+
+    def check(name: str) -> Damage | None:
+        try:
+            asset = assets[name].open(name.rpartition("/")[2])
+            asset.check_parts()
+            if deep:
+                asset.check_frames()
+        except MissingAssetError:
+            return None  # it was removed meanwhile
+        except KvabrError as error:
+            return Damage(name, str(error), _advice(error))
+        finally:
+            progress("checking", next(done), len(assets))
+        return None
+
+    return bad + [damage for damage in each(_AT_ONCE, check, sorted(assets)) if damage is not None]
+
+
+def _advice(error: KvabrError) -> str:
+    if isinstance(error, VersionError):
+        return "upgrade kvabr if a newer version publishes here; otherwise remove it"
+    return REPAIR if is_damage(error) else "it may be undamaged"
+
+
+# ------------------------------------------------------- copies
+
+
+@dataclass(slots=True)
+class Copied:
+    """What was copied."""
+
+    assets: list[str] = field(default_factory=list)
+    """Names in the source."""
+    kept: list[str] = field(default_factory=list)
+    """Those that were there already."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Those that are damaged, or could not be written, and why."""
+    bytes: int = 0
+    """Bytes of the frames that were copied."""
+
+
+def copy_assets(
+    source: StoreTree,
+    target: AssetStore,
+    *,
+    names: Collection[str] = (),
+    model: str | None = None,
+    progress: Progress = silent,
+) -> Copied:
+    """Copy assets, each frame checked against its catalog. What is there already stays unless it lacks a part.
+
+    Args:
+        source: where they are.
+        target: where they go, by the digest of their prompt.
+        names: in the source, whole; none: all of them.
+        model: only assets of this model.
+        progress: is called as the work goes on.
+
+    Raises `UsageError` if the source has no asset of one of these names.
+    """
+    done, there = Copied(), names_in(source)
+    if missing := set(names) - there.keys():
+        raise UsageError(f"{source.location}: has no asset {min(missing)}; `kvabr store ls` lists them")
+    wanted = sorted(names or there)
+    for number, name in enumerate(wanted):
+        progress("copying", number, len(wanted))
+        try:
+            asset = there[name].open(name.rpartition("/")[2])
+            if model not in (None, asset.catalog.spec.model):
+                continue
+            if (held := _held(target, asset.prompt_digest)) is None or held:
+                done.bytes += _copy(asset, target, force=held is not None)
+                done.assets.append(name)
+            else:
+                done.kept.append(name)
+        except UsageError:
+            raise
+        except KvabrError as error:
+            done.failed[name] = str(error)
+    progress("copying", len(wanted), len(wanted))
+    return done
+
+
+def _held(store: AssetStore, prompt: str) -> bool | None:
+    """Return whether what a store has of an asset is damaged; None if it has nothing. Frames are not read."""
+    if not store.has(prompt):
+        return None
+    try:
+        store.open(prompt).check_parts()
+    except KvabrError as error:
+        return is_damage(error)
+    return False
+
+
+def _copy(asset: Asset, target: AssetStore, *, force: bool) -> int:
+    """Copy one asset; return the bytes of its frames."""
+    catalog, size = asset.catalog, 0
+    with target.writer(catalog.namespace.prompt, force=force) as writer:
+        whole = catalog.passage is None and not catalog.position
+        kind = page_kind(catalog.spec, catalog.tracks, catalog.profile, catalog.digest_kind) if whole else ""
+        writer.begin(catalog.spec, catalog.chunks, kind)
+        profile = asset.profile_bytes()
+        if profile is not None:
+            writer.profile(profile)
+        published = catalog.published.values()
+        for group in range(max(len(track.bytes) for track in published)):
+            for track in published:
+                if group < len(track.bytes):
+                    frame = asset.frame(group, track.name)
+                    writer.frame(group, track.name, frame, track.digests[group])
+                    size += len(frame)
+        with suppress(AssetError):  # only a publisher's own folder has them
+            writer.prompt(asset.prompt())
+        writer.commit(catalog)
+    return size

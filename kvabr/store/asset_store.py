@@ -1,0 +1,130 @@
+"""The assets of a store, each named by the digest of its prompt."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from kvabr.store.asset import Asset, AssetVersion, as_asset_errors, version_in
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.files import check_makeable
+from kvabr.store.local import LocalStore
+from kvabr.store.names import CATALOGS, catalog_name
+from kvabr.store.store import Store, exists, listing
+from kvabr.types.errors import AssetError, MissingAssetError, UsageError
+
+MAX_LISTED = 1 << 18
+"""Assets of a store that are looked at."""
+LOOK_EVERY_S = 5.0
+"""Seconds that a server leaves between two looks at a store that is not a folder."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class AssetListing:
+    """The assets of a store."""
+
+    versions: dict[str, AssetVersion]
+    """By name."""
+    complete: bool = True
+    """False if the store holds more than was looked at."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Names of folders that cannot be read, and why."""
+
+
+class AssetStore:
+    """The assets of one store."""
+
+    def __init__(self, store: Store, only: str | None = None) -> None:
+        """Take the store; nothing is requested yet. ``only``: a prompt digest, to use that asset alone."""
+        self.store, self.only = store, only
+
+    @property
+    def location(self) -> str:
+        """Path or URL."""
+        return self.store.url if self.only is None else self.store.where(self.only)
+
+    @property
+    def look_every_s(self) -> float:
+        """Seconds that a server should leave between two looks for new assets, at least."""
+        return 0.0 if isinstance(self.store, LocalStore) else LOOK_EVERY_S
+
+    def prepare(self) -> None:
+        """Make the store if it does not exist, and check that assets can be published there.
+
+        Raises `UsageError` or `AssetError`.
+        """
+        with as_asset_errors():
+            self.store.blocked(self.store.check_writable())
+
+    def list(self) -> AssetListing:
+        """Find all assets without reading them; `AssetError` if the store cannot be reached or listed."""
+        with as_asset_errors():
+            found = self.store.blocked(listing(self.store, CATALOGS))
+        versions: dict[str, AssetVersion] = {}
+        for each in found.values():
+            prompt = each.name.removeprefix(CATALOGS)
+            if DIGEST.fullmatch(prompt) and self.only in (None, prompt) and len(versions) < MAX_LISTED:
+                versions[prompt] = AssetVersion(each.size, each.modified_s)
+        return AssetListing(versions, complete=len(versions) < MAX_LISTED)
+
+    def has(self, prompt: str) -> bool:
+        """Return whether there is an asset of this prompt digest; `AssetError` if the store cannot be reached."""
+        with as_asset_errors():
+            return self.store.blocked(exists(self.store, catalog_name(prompt)))
+
+    def open(self, prompt: str | None = None, name: str | None = None, version: AssetVersion | None = None) -> Asset:
+        """Open an asset; only its catalog is read.
+
+        Args:
+            prompt: prompt digest; None: the only asset of the store.
+            name: what to call it; None: the digest.
+            version: as listed; None: found out.
+
+        Raises:
+            AssetError: there is no such asset, or there are several to choose from.
+            FormatError: its catalog is damaged, or of a newer version.
+        """
+        prompt = prompt or self.only or self._sole()
+        if not DIGEST.fullmatch(prompt):
+            raise UsageError(f"{self.location}: assets are named by 64 hex digits, not {prompt[:80]!r}")
+        if version is None and isinstance(self.store, LocalStore):
+            version = version_in(self.store, prompt)
+        try:
+            return Asset(self.store, name or prompt, prompt, version or AssetVersion(0, 0.0))
+        except AssetError as error:
+            if not self.has(prompt):
+                raise MissingAssetError(f"{self.store.where(prompt)}: no such asset") from error
+            raise
+
+    def writer(self, prompt: str | None = None, *, force: bool = False, live: bool = False) -> AssetWriter:
+        """Return a writer of an asset, which replaces what is there only by ``force``; nothing is created yet.
+
+        Args:
+            prompt: prompt digest; None: that of the catalog that will be written.
+            force: replace an asset that is there.
+            live: frames are objects of their own, which can be played before the asset is complete.
+
+        Raises `UsageError` if the asset is there already, `AssetError` if the folder cannot be written.
+        """
+        prompt = prompt or self.only
+        if prompt is not None and not DIGEST.fullmatch(prompt):
+            raise UsageError(f"{self.location}: assets are named by 64 hex digits, not {prompt[:80]!r}")
+        if prompt is not None and not force and self.has(prompt):
+            raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
+        if isinstance(self.store, LocalStore):
+            check_makeable(self.store.folder)
+        return AssetWriter(self.store, prompt, force=force, live=live)
+
+    def close(self) -> None:
+        """Release connections; a later request opens new ones."""
+        self.store.close()
+
+    def _sole(self) -> str:
+        names = sorted(self.list().versions)
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            raise MissingAssetError(f"{self.location}: no asset is here; make one with: kvabr encode")
+        some = ", ".join(name[:16] + "..." for name in names[:3])
+        raise AssetError(f"{self.location}: has {len(names)} assets ({some}); name one: {self.store.where('DIGEST')}")

@@ -1,0 +1,336 @@
+"""Publishes an asset: frames first, the catalog last, and nothing that is there is written again.
+
+Of several publishers of one page, the first wins, and the others list its frames: so the frames that a catalog names
+are those that the pages of the store name. Whatever a publisher leaves that ends before its catalog is written, no
+catalog names; `kvabr store rm --unreferenced` or a lifecycle rule removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Self
+
+from kvabr.store.asset import as_asset_errors
+from kvabr.store.local import LocalStore
+from kvabr.store.names import (
+    CATALOGS,
+    MAX_MODELS,
+    PAGE_GROUPS,
+    catalog_name,
+    has_states,
+    model_name,
+    pack_groups,
+    pack_name,
+    page_name,
+    place,
+    profile_name,
+    prompt_name,
+)
+from kvabr.store.pages import MAX_PAGE_BYTES, Page, pages_of, with_pages
+from kvabr.store.prompt import Prompt
+from kvabr.store.removing import objects_of
+from kvabr.store.store import Store, exists
+from kvabr.types.catalog import Catalog, Track
+from kvabr.types.errors import AssetError, FormatError, NotFoundError, TransportError, UsageError
+from kvabr.types.kv import MAX_MODELS_BYTES, KVSpec, specs_from_json
+
+_MOST_PUTS, _MOST_PUT_BYTES = 32, 256 << 20
+"""Objects that are on their way at the same time, and their bytes."""
+
+
+class AssetWriter:
+    """Writes one asset; a context manager. Frames may be read back before `commit`.
+
+    All methods raise `AssetError` if the store refuses, for instance because the disk is full.
+    """
+
+    def __init__(self, store: Store, prompt: str | None, *, force: bool = False, live: bool = False) -> None:
+        """See `AssetStore.writer`."""
+        self.store, self._prompt, self._force, self._live = store, prompt, force, live
+        self._spec: KVSpec | None = None
+        self._kind = ""
+        self._chunks: Sequence[str] = ()
+        self._packs: dict[str, int] = {}
+        """Groups per object, by published track."""
+        self._sizes: dict[str, dict[int, int]] = {}
+        self._digests: dict[str, dict[int, str]] = {}
+        self._open: dict[tuple[str, int], dict[int, bytes | memoryview]] = {}
+        """Frames that wait until their pack is full, by published track and number of the pack."""
+        self._shared: dict[int, Page | None] = {}
+        """Pages that another asset with this prefix has, by number, as far as they were looked for."""
+        self._puts: deque[tuple[Future[bool], int]] = deque()
+        self._put_bytes = 0
+        self._profile = b""
+        self._token_ids: Prompt | None = None
+        self._fresh = False
+        self._entered = False
+        self.catalog: Catalog | None = None
+        """The catalog as it was written, once it is: with what is taken over from other assets."""
+        self.published = False
+        """Whether it is this writer's catalog that is in the store; another's may have been first."""
+
+    @property
+    def location(self) -> str:
+        """Path or URL of the asset; without the name that only its catalog gives it, of its store."""
+        return self.store.url if self._prompt is None else self.store.where(self._prompt)
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        self._fresh = isinstance(self.store, LocalStore) and not self.store.folder.exists()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for put, _size in self._puts:
+            put.cancel()
+        self._puts.clear()
+        self._open.clear()
+        self._entered = False
+        if self._fresh and isinstance(self.store, LocalStore) and not (self.store.folder / CATALOGS).exists():
+            shutil.rmtree(self.store.folder, ignore_errors=True)  # nothing of it is an asset
+
+    def begin(self, spec: KVSpec, chunks: Sequence[str] = (), kind: str = "") -> None:
+        """Say what will be written.
+
+        Args:
+            spec: of the cache.
+            chunks: chained prompt digests of its groups.
+            kind: that of its pages (`page_kind`); the groups of pages of this kind that are in the store already are
+                taken from there, and not written. Empty: none.
+        """
+        self._spec, self._chunks, self._kind = spec, chunks, "" if has_states(spec) else kind
+
+    def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
+        """Write the frame of one group on one published track; ``digest`` is the frame's."""
+        self._check_entered()
+        if self._shares(group):
+            return
+        pack = self._pack(track, len(frame))
+        self._sizes.setdefault(track, {})[group] = len(frame)
+        self._digests.setdefault(track, {})[group] = digest
+        waiting = self._open.setdefault((track, group // pack), {})
+        waiting[group] = frame
+        if len(waiting) == pack:
+            self._write_pack(track, group // pack)
+
+    def read_frame(self, group: int, track: str) -> memoryview:
+        """Return a frame that was written, or is taken from the store."""
+        page = self._shares(group)
+        if page is not None:
+            found = page.place(track, group)
+        else:
+            pack = self._packs[track]
+            if (waiting := self._open.get((track, group // pack), {}).get(group)) is not None:
+                return memoryview(waiting)
+            numbers = [
+                at for at in range(group - group % pack, group - group % pack + pack) if at in self._sizes[track]
+            ]
+            sizes, digests = ([values[track][at] for at in numbers] for values in (self._sizes, self._digests))
+            found = place(numbers[0], sizes, digests, pack, group)  # type: ignore[arg-type]
+            self._wait(0)
+        assert found is not None  # noqa: S101  # it was written
+        with as_asset_errors():
+            return self.store.blocked(
+                self.store.get(found.name, found.first, found.last, limit=found.last - found.first)
+            )
+
+    def profile(self, data: bytes) -> None:
+        """Write the codec profile."""
+        self._profile = data
+
+    def prompt(self, prompt: Prompt) -> None:
+        """Write the token ids; only folders keep them."""
+        self._token_ids = prompt
+
+    def commit(self, catalog: Catalog) -> None:
+        """Write the catalog. If another publisher's catalog of this prompt is there by now, it stays."""
+        self._check_entered()
+        prompt = catalog.namespace.prompt
+        if self._prompt not in (None, prompt) and not self._live:
+            raise UsageError(f"this is the writer of {self._prompt}, not of {prompt}")
+        with as_asset_errors():
+            if (
+                self._prompt is None
+                and not self._force
+                and self.store.blocked(exists(self.store, catalog_name(prompt)))
+            ):
+                raise UsageError(f"{self.store.where(prompt)}: this asset exists; add --force to replace it")
+        for track, number in list(self._open):
+            self._write_pack(track, number)
+        with as_asset_errors():
+            self._commit(catalog, prompt)
+        self._prompt = prompt
+
+    # -------------------------------------------------------------- internals
+
+    def _commit(self, catalog: Catalog, prompt: str) -> None:
+        if catalog.profile is not None:
+            if hashlib.sha256(self._profile).hexdigest() != catalog.profile:
+                raise UsageError("the profile that was written is not the one that the catalog names")
+            self._put(profile_name(catalog.profile), self._profile)
+        if isinstance(self.store, LocalStore) and self._token_ids is not None:
+            self._replace(prompt_name(prompt), self._token_ids.dumps().encode())
+        self._put_model(catalog.spec)
+        pages = [self._shared.get(number) or page for number, page in enumerate(pages_of(self._packed(catalog)))]
+        self._wait(0)
+        if isinstance(self.store, LocalStore) and self._live:
+            self.store.flush(objects_of(self._packed(catalog)))
+        if catalog.passage is None:
+            pages = self._put_pages(catalog, pages)
+        self.catalog = with_pages(self._packed(catalog), pages)
+        made = self.catalog.dumps().encode()
+        if self._force:
+            self.store.blocked(self.store.delete([catalog_name(prompt)]))
+        self.published = self.store.blocked(self.store.put_new(catalog_name(prompt), made))
+
+    def _put_pages(self, catalog: Catalog, pages: Sequence[Page]) -> list[Page]:
+        """Write the pages, and return those that the store has now."""
+        states, found = has_states(catalog.spec), list[Page]()
+        for page in pages:
+            end = page is pages[-1] and states
+            own = page.dumps()
+            last = page_name(page.chunks[-1], end=end)
+            if self._force:
+                self.store.blocked(self.store.delete([last]))
+            if not self.store.blocked(self.store.put_new(last, own)):
+                page = self._winner(last, page)  # noqa: PLW2901
+                own = page.dumps()
+            rest = page.chunks if end else page.chunks[:-1]
+            for chunk in rest:
+                self._put(page_name(chunk), own)
+            found.append(page)
+        self._wait(0)
+        return found
+
+    def _winner(self, name: str, own: Page) -> Page:
+        """Return the page that another publisher has written, if it can take the place of ours."""
+        try:
+            found = Page.loads(self.store.blocked(self.store.get(name, limit=MAX_PAGE_BYTES)))
+        except (NotFoundError, FormatError):
+            return own
+        alike = found.kind == own.kind and found.chunks == own.chunks and found.position == own.position
+        same_packs = [level.packs for level in found.levels] == [level.packs for level in own.levels]
+        return found if alike and same_packs and found.tracks[0].first == own.tracks[0].first else own
+
+    def _put_model(self, spec: KVSpec) -> None:
+        """Write the spec under the first number that is free, unless it has one."""
+        text = json.dumps({"models": [spec.to_json()]}).encode()
+        for number in range(MAX_MODELS):
+            name = model_name(number)
+            if self.store.blocked(self.store.put_new(name, text)):
+                return
+            try:
+                there = specs_from_json(bytes(self.store.blocked(self.store.get(name, limit=MAX_MODELS_BYTES))))
+            except (FormatError, NotFoundError):
+                continue
+            if [found.digest() for found in there] == [spec.digest()]:
+                return
+        raise AssetError(
+            f"{self.store.url}: has {MAX_MODELS} models, and no room for another; publish into another prefix"
+        )
+
+    def _packed(self, catalog: Catalog) -> Catalog:
+        """Return the catalog with the number of groups in each object."""
+        spec, entries = catalog.spec, [page for page in self._shared.values() if page is not None]
+        if not self._packs and not entries:
+            return catalog
+
+        def packed(track: Track) -> Track:
+            packs = tuple(self._packs.get(part.track_name(track.name), 1) for part in spec.parts)
+            return replace(track, packs=packs if max(packs) > 1 else ())
+
+        made = replace(catalog, tracks=tuple(map(packed, catalog.tracks)))
+        if not entries:
+            return made
+        listed = {page.first // PAGE_GROUPS: page for page in entries}
+        # What is taken from the store was never made, so its sizes and digests are those of its pages.
+        tracks = []
+        for track in made.tracks:
+            sizes, digests, loss = list(track.bytes), list(track.digests), list(track.loss)
+            for number, page in listed.items():
+                taken, own = page.by_name[track.name], slice(number * PAGE_GROUPS, (number + 1) * PAGE_GROUPS)
+                sizes[own], digests[own], loss[own] = taken.bytes, taken.digests, taken.loss
+            tracks.append(replace(track, bytes=tuple(sizes), digests=tuple(digests), loss=tuple(loss)))
+        return replace(made, tracks=tuple(tracks))
+
+    def _pack(self, track: str, size: int) -> int:
+        if track not in self._packs:
+            spec = self._spec
+            state = spec is not None and spec.parts[spec.level_of(track)[1]].only.kind == "state"
+            self._packs[track] = 1 if self._live or state or spec is None else pack_groups(size)
+        return self._packs[track]
+
+    def _shares(self, group: int) -> Page | None:
+        """Return the page in the store that a group is taken from; None: it has to be written.
+
+        Only of caches with one layer class.
+        """
+        number = group // PAGE_GROUPS
+        chunks = self._chunks[number * PAGE_GROUPS : (number + 1) * PAGE_GROUPS]
+        if not self._kind or self._force or self._live or len(chunks) < PAGE_GROUPS:
+            return None
+        if number not in self._shared:
+            self._shared[number] = self._look(number, chunks)
+        return self._shared[number]
+
+    def _look(self, number: int, chunks: Sequence[str]) -> Page | None:
+        if number and self._shared.get(number - 1) is None:
+            return None  # it begins otherwise
+        try:
+            page = Page.loads(self.store.blocked(self.store.get(page_name(chunks[-1]), limit=MAX_PAGE_BYTES)))
+        except (TransportError, FormatError):
+            return None
+        if page.kind != self._kind or page.chunks != tuple(chunks) or not page.whole:
+            return None
+        packs = {track.name: page.pack_of(track.name) for track in page.tracks}
+        if (number and packs != self._packs) or not self._exists(page):
+            return None
+        self._packs = packs
+        return page
+
+    def _exists(self, page: Page) -> bool:
+        """Return whether the frames of a page are there: a lifecycle rule may have removed them a little sooner."""
+        try:
+            return self.store.blocked(exists(self.store, min(page.base_objects)))
+        except TransportError:
+            return False
+
+    def _write_pack(self, track: str, number: int) -> None:
+        waiting = self._open.pop((track, number))
+        groups = sorted(waiting)
+        digests = [self._digests[track][group] for group in groups]
+        frames = [waiting[group] for group in groups]
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        name = pack_name(digests)
+        if self._force:
+            with as_asset_errors():
+                self.store.blocked(self.store.delete([name]))  # what is there may be damaged
+        with as_asset_errors():
+            self._put(name, data)
+
+    def _put(self, name: str, data: bytes | memoryview) -> None:
+        """Write an object, soon; raise what has failed before."""
+        self._wait(_MOST_PUT_BYTES - len(data))
+        self._puts.append((self.store.started(self.store.put_new(name, data)), len(data)))
+        self._put_bytes += len(data)
+
+    def _wait(self, most_bytes: int) -> None:
+        """Wait until at most so many bytes are on their way; 0: all have arrived."""
+        while self._puts and (self._put_bytes > most_bytes or len(self._puts) >= _MOST_PUTS or most_bytes <= 0):
+            put, size = self._puts.popleft()
+            self._put_bytes -= size
+            with as_asset_errors():
+                put.result()
+
+    def _replace(self, name: str, data: bytes) -> None:
+        self.store.blocked(self.store.delete([name]))
+        self.store.blocked(self.store.put_new(name, data))
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise UsageError("an asset is written inside its writer's with statement")

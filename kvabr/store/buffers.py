@@ -1,0 +1,181 @@
+"""Memory for large buffers: in huge pages where the system has them, and used again.
+
+The system clears each page of fresh memory when it is first written. With pages of 4 KiB that takes the processor as
+long as hashing what is written. With huge pages it takes a quarter of that, unless the system has to move other pages
+to make room for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+_HUGE_BYTES = 2 << 20
+"""The size of a huge page on nearly every system."""
+_MIN_HUGE_BYTES = 4 << 20
+"""Smaller memory is not rounded up to whole huge pages, which would waste too much of it."""
+_MIN_POOLED_BYTES = 256 << 10
+"""The system's allocator reuses smaller memory by itself."""
+_STEP_BYTES = 64 << 10
+"""Sizes of pooled memory are multiples of this, so that groups of almost the same size share it."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class PinnedMemory(mmap.mmap):
+    """Memory whose pages the system never moves, so that a device copies from it by itself."""
+
+    pinned = True
+    """How code that knows nothing of this module tells it, by the base of an array."""
+    undo: Callable[[], object] | None = None
+    """Unpins it."""
+
+    def __del__(self) -> None:
+        # Not by `weakref.finalize`: that is called when the memory is no longer mapped, and perhaps somebody else's.
+        if self.undo is not None and not sys.is_finalizing():
+            self.undo()
+
+
+_Map = TypeVar("_Map", bound=mmap.mmap)
+Pin = Callable[[int, int], Callable[[], object] | None]
+"""Pins memory, given its address and bytes; returns how that is undone, or None if it could not be done."""
+
+
+class BufferPool:
+    """Buffers that are used again once no view of them is left. Its methods may be called from several threads."""
+
+    def __init__(self, most_spare_bytes: int) -> None:
+        """Begin without any; keep at most ``most_spare_bytes`` of unused memory, which the system may take back."""
+        self._most_spare_bytes = most_spare_bytes
+        self.spare_bytes = 0
+        """Bytes of unused memory that it keeps."""
+        self.fresh_bytes = 0
+        """Bytes of pooled memory that it had to allocate so far."""
+        self._spare: list[mmap.mmap] = []
+        """Unused memory, the longest unused first."""
+        self._pin: Pin | None = None
+        self._gave_up = False
+        self._lock = threading.RLock()
+        """Reentrant: collecting garbage within `take` may give memory back."""
+
+    def take(self, size: int) -> memoryview:
+        """Return a writable buffer of ``size`` bytes with arbitrary contents; `MemoryError` if there is no memory."""
+        if size < _MIN_POOLED_BYTES:
+            return memoryview(bytearray(size))
+        import numpy as np  # noqa: PLC0415  # loads slowly, and not every origin has groups as large
+
+        length = _rounded(size, _STEP_BYTES)
+        memory = self._reused(length)
+        if memory is None:
+            memory = self._fresh(length)
+            with self._lock:
+                self.fresh_bytes += len(memory)
+        # Views refer to the array, and arrays to the memory. When the array goes, the last view has gone.
+        shown = np.frombuffer(memory, dtype=np.uint8, count=size)
+        weakref.finalize(shown, self._give_back, memory).atexit = False
+        return shown.data
+
+    @property
+    def pin(self) -> Pin | None:
+        """What pins the memory; None if it is not pinned."""
+        return self._pin
+
+    def pin_with(self, pin: Pin, most_spare_bytes: int) -> None:
+        """Pin all memory that is allocated from now on, which takes long, and so keep more of it unused."""
+        with self._lock:
+            if self._pin is None and not self._gave_up:
+                self._pin, self._most_spare_bytes, self._spare = pin, most_spare_bytes, []
+                self.spare_bytes = 0
+
+    def _reused(self, length: int) -> mmap.mmap | None:
+        with self._lock:
+            for index in reversed(range(len(self._spare))):
+                if length <= len(self._spare[index]) <= length + length // 4:
+                    memory = self._spare.pop(index)
+                    self.spare_bytes -= len(memory)
+                    return memory
+        return None
+
+    def _fresh(self, length: int) -> mmap.mmap:
+        pin = self._pin
+        if pin is not None:
+            memory = _fresh(length, PinnedMemory)
+            undo = pin(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory))
+            if undo is not None:
+                memory.undo = undo
+                return memory
+            self._pin, self._gave_up = None, True  # the system allows no more
+        return _fresh(length, mmap.mmap)
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        pinned = isinstance(memory, PinnedMemory)
+        if len(memory) > self._most_spare_bytes or (self._pin is not None and not pinned):
+            return
+        if not pinned and len(memory) >= _MIN_HUGE_BYTES and hasattr(mmap, "MADV_FREE"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_FREE)  # costs nothing as long as the system has enough memory
+        with self._lock:
+            self._spare.append(memory)
+            self.spare_bytes += len(memory)
+            while self.spare_bytes > self._most_spare_bytes:
+                self.spare_bytes -= len(self._spare.pop(0))
+
+
+def _fresh(size: int, kind: type[_Map]) -> _Map:
+    """Return at least ``size`` bytes, in huge pages as far as these are full."""
+    if size >= _MIN_HUGE_BYTES:
+        # Systems align memory to huge pages only if its size is a multiple of theirs.
+        size = _rounded(size, _HUGE_BYTES)
+    try:
+        memory = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"{size:,} bytes cannot be allocated ({error})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _rounded(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+GROUPS = BufferPool(256 << 20)
+"""For encoded groups on their way from the network or a disk; those of one play that wait for the decoders of a fast
+link fit, as fresh memory costs more than all else that is done with them."""
+CACHES = BufferPool(512 << 20)
+"""For caches that plays fill. An engine keeps them as long as it needs them."""
+
+
+def mapped(handle: int, size: int) -> memoryview:
+    """Return the first ``size`` bytes of an open file, mapped read-only as long as a view of them is left.
+
+    The file must have them, and must not be cut short meanwhile. Unlike `mmap.mmap`, it keeps no file open. Raises
+    `OSError`.
+    """
+    libc = _libc()
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+    if address in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    shown = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(shown, libc.munmap, address, size).atexit = False
+    return memoryview(shown).cast("B").toreadonly()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc

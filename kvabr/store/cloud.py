@@ -1,0 +1,442 @@
+"""A store in a bucket, or behind an HTTP cache, through obstore.
+
+Requests fail with subclasses of `TransportError` (`kvabr.store.failures`), after at most two retries. Reads wait 30
+seconds for the first byte and between two pieces; a caller with less time cancels them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from kvabr.store.failures import UNREADABLE, Failure, strange
+from kvabr.store.names import PROBES
+from kvabr.store.obstore_clients import endpoint_of, load_obstore, make_client
+from kvabr.store.store import PART_BYTES, Store, StoredObject
+from kvabr.store.url import WEB, StoreUrl
+from kvabr.types.backoff import scattered
+from kvabr.types.errors import (
+    ConnectionLostError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    StoreError,
+    TransportError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ClientConfig
+
+    from kvabr.store.obstore_clients import ObstoreClient
+
+LOG = logging.getLogger("kvabr.store")
+
+_AT_ONCE = 1000
+
+
+class Listing:
+    """The pages of a listing; after a failure it goes on behind the last key that came."""
+
+    def __init__(self, begin: Callable[[str | None, int], Any]) -> None:
+        """Begin: ``begin`` takes the key to go on behind, and how many objects a page may have."""
+        self._begin, self._at_once = begin, _AT_ONCE
+        self._after: str | None = None
+        self._stream: Any = None
+
+    async def more(self) -> Sequence[ObjectMeta]:
+        """Return the next page, empty behind the last."""
+        while True:
+            try:
+                return self._came(await anext(aiter(self._open()), None))
+            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
+                self._failed(error)
+
+    def _open(self) -> Any:
+        if self._stream is None:
+            self._stream = self._begin(self._after, self._at_once)
+        return self._stream
+
+    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
+        if page:
+            self._after = page[-1]["path"]
+        return page or ()
+
+    def _failed(self, error: Exception) -> None:
+        """Leave out an object whose date cannot be one, which fails its whole page; raise anything else again."""
+        if isinstance(error, UNREADABLE) and self._at_once == 1:
+            LOG.warning("a store lists an object whose date is out of range; it is left out")
+            return
+        unreadable = isinstance(error, UNREADABLE)
+        if unreadable:
+            self._at_once = 1
+        self._stream = None
+        if not unreadable:
+            raise error
+
+
+T = TypeVar("T")
+
+WAIT_S = 30
+"""Seconds that a read waits for the first byte, and for each further one."""
+_CONNECT_S = 5
+_WRITE_BYTES_PER_S = 1 << 20
+"""A write may take as long as it takes at this rate, and `WAIT_S` more."""
+_TRIES, _BACKOFF_S = 3, 0.1
+_RENEW_S = 1.0
+"""Seconds for which credentials that were just read are not read again."""
+_DELETED_AT_ONCE = 1000
+_PROBERS = 6
+_SIGNED_FOR = timedelta(hours=1)
+IMMUTABLE = "public, max-age=31536000, immutable"
+_CACHE_CONTROL = {"a": "public, max-age=5", "i": "public, max-age=5", "probe": "no-store"}
+"""`Cache-Control` by the first part of a name; `IMMUTABLE` for the others."""
+_PROBED: set[str] = set()
+"""URLs of stores that were seen to honour conditional writes."""
+_LOCK = threading.Lock()
+
+
+class CloudStore(Store):
+    """A bucket, or a prefix in one; over plain HTTP for reading only."""
+
+    def __init__(self, url: str) -> None:
+        """Take a URL, see `kvabr.store.url`; nothing is requested yet.
+
+        Raises `UsageError` if it is not that of an object store, or obstore is not installed.
+        """
+        self.parsed = StoreUrl.parse(url)
+        load_obstore()
+        self.url, self.prefix = str(self.parsed), self.parsed.root
+        """The prefix comes before every name."""
+        self._stores: dict[int, ObstoreClient] = {}
+        """By the seconds that a request may take, 0 for reads."""
+        self._sound = False
+        """Whether the store has said of an object that it is not there."""
+        self.made, self._made_s = 0, -math.inf
+        """How often the stores were made anew because credentials were refused, and when last."""
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<CloudStore {self.url}>"
+
+    def renew(self, made: int, failure: Failure) -> bool:
+        """Read credentials again that were refused; return whether the request is worth another try.
+
+        They may have been replaced, in a file or by a service. ``made`` is what `made` was when the request began.
+        """
+        if not failure.refused:
+            return False
+        with self._lock:
+            if made == self.made:
+                if time.monotonic() < self._made_s + _RENEW_S:
+                    return False
+                self.made, self._made_s = made + 1, time.monotonic()
+                self._stores.clear()
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._stores.clear()
+
+    # ------------------------------------------------------- reading
+
+    async def get(
+        self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
+    ) -> memoryview:
+        async def once() -> memoryview:
+            path, options = self._path(name), _range(first, last)
+            clock = asyncio.get_running_loop().time
+            try:
+                async with asyncio.timeout(wait_s) as timer:
+                    result = await _ask("get", self._reader(), path, options=options)
+                    self._check(name, result, first, last, limit)
+                    timer.reschedule(wait_s and clock() + wait_s)
+                    if wait_s is None or result.range[1] - result.range[0] <= PART_BYTES:
+                        return self._whole(name, result, memoryview(await result.bytes_async()))
+                    parts = []
+                    async for part in result.stream(min_chunk_size=PART_BYTES):
+                        parts.append(part)
+                        timer.reschedule(wait_s and clock() + wait_s)
+                    return self._whole(name, result, memoryview(b"".join(parts)))
+            except TimeoutError as error:
+                raise self.silent(name, wait_s or 0.0) from error
+
+        return await self._tried(name, "cannot be read", once)
+
+    async def stream(
+        self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
+    ) -> AsyncGenerator[memoryview, None]:
+        tries = _Tries(self, 1)
+        while True:
+            try:
+                result = await _ask("get", self._reader(), self._path(name), options=_range(first, last))
+                break
+            except Exception as error:  # noqa: BLE001  # raised again unless the credentials may be new
+                tries.failed(name, "cannot be read", error)
+        self._check(name, result, first, last, last - first)
+        due = result.range[1] - result.range[0]
+        try:
+            async for part in result.stream(min_chunk_size=part_bytes):
+                due -= len(part)
+                if due < 0:
+                    break
+                yield memoryview(part)
+        except Exception as error:
+            raise self.failed(name, "cannot be read", error) from error
+        if due:
+            raise RequestError(f"{self.where(name)}: {abs(due)} bytes {'are missing' if due > 0 else 'too many'}")
+
+    async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
+        listing, empty = Listing(partial(self._listing, prefix)), True
+        while found := await self._tried(prefix, "cannot be listed", listing.more):
+            empty = False
+            for meta in found:
+                yield self._info(meta)
+        if empty:
+            await self._check_answers()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `address` may be asked: the store needs neither TLS nor a proxy."""
+        direct = urlsplit(self._plain())
+        return bool(direct.hostname) and ("http" not in getproxies() or bool(proxy_bypass(str(direct.hostname))))
+
+    async def address(self, key: str) -> str:
+        """Return the URL of an object on plain HTTP, signed for GETs within an hour if we have credentials."""
+        path = self._path(key)
+        if self.parsed.scheme in WEB or self.parsed.anonymous:
+            return f"{self._plain()}/{quote(path)}"
+        try:
+            return str(await load_obstore().sign_async(self._reader(), "GET", path, _SIGNED_FOR))
+        except Exception as error:
+            raise self.failed(key, "cannot be read", error) from error
+
+    def _plain(self) -> str:
+        """Return the URL without TLS that keys are below; empty if there is none."""
+        where = self.parsed
+        if where.scheme == "http":
+            return f"http://{where.bucket}"
+        endpoint = endpoint_of(where)
+        plain = where.scheme == "s3" and endpoint.startswith("http:")
+        return f"{endpoint.rstrip('/')}/{where.bucket}" if plain else ""
+
+    # ------------------------------------------------------- writing
+
+    async def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        return await self._tried(name, "cannot be written", lambda: self._put(name, data))
+
+    async def delete(self, names: Collection[str]) -> None:
+        every = list(names)
+        for first in range(0, len(every), _DELETED_AT_ONCE):
+            paths = [self._path(name) for name in every[first : first + _DELETED_AT_ONCE]]
+            with suppress(NotFoundError):  # an object that is gone
+                await self._tried(
+                    every[first],
+                    "cannot be deleted",
+                    lambda: _ask("delete", self._writer(0), paths),  # noqa: B023
+                )
+
+    async def check_writable(self) -> None:
+        """See `Store.check_writable`; tries create-if-absent, once per process and URL.
+
+        kvabr relies on it: of several publishers of one name, exactly one must win.
+        """
+        if self.url in _PROBED:
+            return
+        if self.parsed.scheme in WEB:
+            raise UsageError(f"{self.url}: an HTTP cache can only be read; publish to the store behind it")
+        await self._check_answers()
+        name, won, kept = "", list[int](), b""
+        for _ in range(_TRIES):
+            name = f"{PROBES}{secrets.token_hex(8)}"
+            told = await asyncio.gather(*(self.put_new(name, b"%d" % number) for number in range(_PROBERS)))
+            won = [number for number, written in enumerate(told) if written]
+            kept = bytes(await self.get(name, limit=64))
+            if won:
+                break  # if not, the winner's answer was lost, and its second try found what its first had written
+        else:
+            raise ConnectionLostError(
+                f"{self.url}: does not answer reliably; whether conditional writes work is unknown"
+            )
+        if await self.put_new(name, b"late") or len(won) != 1 or kept != b"%d" % won[0]:
+            raise StoreError(
+                f"{self.url}: the store does not honour conditional writes (If-None-Match: *): {len(won)} of "
+                f"{_PROBERS} writers of one object were told that theirs was written. Publishers would overwrite each "
+                "other; upgrade the store, or use another"
+            )
+        try:
+            await self.delete([name])
+        except (StoreError, RequestError):
+            pass  # a few bytes, which a lifecycle rule removes
+        except Exception as error:
+            if Failure.of(error.__cause__ or error).kind != "denied":
+                raise
+        with _LOCK:
+            _PROBED.add(self.url)
+
+    # ------------------------------------------------------- one try
+
+    def _listing(self, prefix: str, after: str | None, at_once: int) -> Any:
+        return load_obstore().list(self._reader(), self._path(prefix), offset=after, chunk_size=at_once)
+
+    async def _put(self, key: str, data: bytes | memoryview) -> bool:
+        control = _CACHE_CONTROL.get(key.partition("/")[0], IMMUTABLE)
+        attributes = {"Cache-Control": control, "Content-Type": "application/octet-stream"}
+        how: dict[str, Any] = {"mode": "create", "use_multipart": False, "attributes": attributes}
+        try:
+            await _ask("put", self._writer(len(data)), self._path(key), data, **how)
+        except Exception as error:
+            if Failure.of(error).kind == "conflict":
+                return False
+            raise
+        return True
+
+    # ------------------------------------------------------- checks and failures
+
+    async def _check_answers(self) -> None:
+        """Raise `StoreError` if the store answers for an object that cannot be there.
+
+        A log-in page or another web server at its address does, and obstore reads such a page as an empty listing.
+        """
+        if self._sound:
+            return
+        try:
+            why = strange(await self.get(f"{PROBES}{secrets.token_hex(8)}", limit=PART_BYTES))
+        except RequestError as error:
+            if error.reason != Reason.WRONG:
+                self._sound = isinstance(error, NotFoundError)
+                return
+            why = None
+        except TransportError:
+            return
+        told = f": {why}" if why else ""
+        raise StoreError(
+            f"{self.url}: no object store is there, but a server that answers for an object that does not exist{told}; "
+            "correct the URL or the endpoint"
+        )
+
+    def _check(self, key: str, result: GetResult, start: int, end: int | None, limit: int) -> None:
+        """Check the range that an answer says it has."""
+        first, last = result.range
+        try:
+            size = result.meta["size"]
+        except UNREADABLE:
+            size = last  # a date that is none does not matter here; the bytes are checked by who wants them
+        wanted = size if end is None else min(end, size)
+        if (first, last) != (min(start, size), max(wanted, min(start, size))):
+            told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
+            raise RequestError(told, reason=Reason.WRONG)
+        if last - first > limit:
+            told = f"{self.where(key)}: {last - first} bytes, more than the {limit} that this may have"
+            raise RequestError(told, reason=Reason.WRONG)
+
+    def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
+        first, last = result.range
+        if len(data) != last - first:
+            told = f"{self.where(key)}: truncated, {len(data)} of {last - first} bytes came"
+            raise RequestError(told, reason=Reason.WRONG)
+        return data.toreadonly()
+
+    async def _tried(self, key: str, what: str, once: Callable[[], Awaitable[T]]) -> T:
+        tries = _Tries(self)
+        while True:
+            try:
+                return await once()
+            except Exception as error:  # noqa: BLE001  # raised again unless it may pass
+                delay_s = tries.failed(key, what, error)
+            await asyncio.sleep(delay_s)
+
+    def failed(self, key: str, what: str, error: Exception) -> Exception:
+        """Return the error to raise where ``what`` has failed."""
+        if isinstance(error, UNREADABLE):
+            return RequestError(f"{self.where(key)}: {what}: the store tells a date or a number that cannot be one")
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("obstore"):
+            return error  # ours, or a mistake
+        return Failure.of(error).error(self.where(key), what)
+
+    def _info(self, meta: ObjectMeta) -> StoredObject:
+        key = meta["path"].removeprefix("/").removeprefix(self.prefix)
+        return StoredObject(key, meta["size"], meta["last_modified"].timestamp())
+
+    def _path(self, key: str) -> str:
+        return self.prefix + key
+
+    # ------------------------------------------------------- obstore's stores
+
+    def _reader(self) -> ObstoreClient:
+        return self._store(0)
+
+    def _writer(self, size: int) -> ObstoreClient:
+        if self.parsed.scheme in WEB:
+            raise UsageError(f"{self.url}: an HTTP cache can only be read")
+        wanted_s = WAIT_S
+        while wanted_s < WAIT_S + size / _WRITE_BYTES_PER_S:
+            wanted_s *= 2
+        return self._store(wanted_s)
+
+    def _store(self, most_s: int) -> ObstoreClient:
+        # obstore's own time limits: a read may take long as a whole, but not from one piece to the next. That limit
+        # would also end uploads, which have one for the whole.
+        with self._lock:
+            if most_s not in self._stores:
+                limits: ClientConfig = {"connect_timeout": f"{_CONNECT_S}s"}
+                if most_s:
+                    limits["timeout"] = f"{most_s}s"
+                else:
+                    limits["read_timeout"], limits["timeout"] = f"{WAIT_S}s", "1d"
+                self._stores[most_s] = make_client(self.parsed, limits)
+            return self._stores[most_s]
+
+
+class _Tries:
+    """Tries of one request: of what may pass three, and one more with credentials that were read again."""
+
+    def __init__(self, bucket: CloudStore, tries: int = _TRIES) -> None:
+        """Begin a request of a bucket."""
+        self._bucket, self._left, self._made, self._renewed = bucket, tries, bucket.made, False
+
+    def failed(self, key: str, what: str, error: Exception) -> float:
+        """Return the seconds to wait before the next try; raise if there is none."""
+        failure = Failure.of(error)
+        if failure.exhausted:
+            self._bucket.close()  # its idle connections may be what there are too many of
+        if not self._renewed and self._bucket.renew(self._made, failure):
+            self._renewed = True
+            return 0.0
+        self._left -= 1
+        if self._left and failure.passes:
+            return scattered(_BACKOFF_S * 2.0 ** (_TRIES - self._left))
+        told = self._bucket.failed(key, what, error)
+        try:
+            if told is error:
+                raise error
+            raise told from error
+        finally:
+            del told, error  # they know this frame: the two would keep each other, and with them a store's connections
+
+
+def _ask(what: str, *args: Any, **options: Any) -> Awaitable[Any]:
+    """Call a function of obstore's.
+
+    No coroutine: an error would keep its frame, and with that a store's connections.
+    """
+    answer: Awaitable[Any] = getattr(load_obstore(), f"{what}_async")(*args, **options)
+    return answer
+
+
+def _range(start: int, end: int | None) -> GetOptions | None:
+    if end is not None:
+        return {"range": (start, end)}
+    return {"range": {"offset": start}} if start else None

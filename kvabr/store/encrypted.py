@@ -1,0 +1,190 @@
+"""Encryption at rest: a store whose objects another store keeps encrypted. See `docs/design/store.md`.
+
+An object is a header, then segments of 64 KiB, each with a tag of its own, so that a range costs what it carries:
+
+    "KVEN" | version (1 byte) | key id (4 bytes) | nonce prefix (7 bytes) | segments
+
+Segment ``n`` is AES-256-GCM of its bytes under the nonce ``prefix | n (4 bytes) | last (1 byte)``, the STREAM
+construction (Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015), so segments cannot be moved, dropped or cut off. The
+object's name is authenticated with each.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvabr.store.files import read_bytes
+from kvabr.store.store import PART_BYTES, Store, StoredObject
+from kvabr.types.errors import Reason, RequestError, UsageError
+
+T = TypeVar("T")
+
+KEY_BYTES = 32
+SEGMENT_BYTES = 64 << 10
+_MAGIC = b"KVEN\x01"
+_ID_BYTES, _PREFIX_BYTES, _TAG_BYTES = 4, 7, 16
+_HEADER_BYTES = len(_MAGIC) + _ID_BYTES + _PREFIX_BYTES
+_SEALED_BYTES = SEGMENT_BYTES + _TAG_BYTES
+_HINT = "give the key that the store was written with (KVABR_STORE_KEY_FILE)"
+
+
+class WrongKeyError(RequestError):
+    """An object was encrypted under another key, was changed, or is not encrypted."""
+
+
+class EncryptedStore(Store):
+    """Encrypts what is written to a store, and decrypts what is read."""
+
+    def __init__(self, store: Store, key: bytes, previous: bytes | None = None) -> None:
+        """Wrap a store.
+
+        Args:
+            store: keeps the ciphertext.
+            key: 32 bytes; see `read_key`.
+            previous: the key before this one, for objects that were written with it.
+
+        Raises `UsageError` if a key does not have 32 bytes.
+        """
+        self.store, self.url = store, store.url
+        self._keys: dict[bytes, AESGCM] = {}
+        for each in (key, *(() if previous is None else (previous,))):
+            if len(each) != KEY_BYTES:
+                raise UsageError(f"a key of a store has {KEY_BYTES} bytes, not {len(each)}; {_HINT}")
+            self._keys[_id_of(each)] = AESGCM(each)
+        self._id = _id_of(key)
+
+    async def get(
+        self, name: str, first: int = 0, last: int | None = None, *, limit: int, wait_s: float | None = None
+    ) -> memoryview:
+        """See `Store.get`. Raises `WrongKeyError` if a segment is not what was written under this name and key."""
+        begin = first // SEGMENT_BYTES
+        if last is None:
+            most = _sealed_size(first + limit + 1)
+            data = await self.store.get(name, limit=most, wait_s=wait_s)
+            plain = self._opened(name, data[:_HEADER_BYTES], data[_HEADER_BYTES:], 0, ends=True)[first:]
+            if len(plain) > limit:
+                told = f"{self.where(name)}: {len(plain)} bytes, more than the {limit} that this may have"
+                raise RequestError(told, reason=Reason.WRONG)
+            return plain
+        if last <= first:
+            return memoryview(b"")
+        # One segment more tells whether the last one that is wanted ends the object.
+        end = -(-last // SEGMENT_BYTES)
+        where = _HEADER_BYTES + begin * _SEALED_BYTES, _HEADER_BYTES + end * _SEALED_BYTES + 1
+        if begin:
+            head = await self.store.get(name, 0, _HEADER_BYTES, limit=_HEADER_BYTES, wait_s=wait_s)
+            data = await self.store.get(name, *where, limit=where[1] - where[0], wait_s=wait_s)
+            if not data:  # it ends before
+                return data
+        else:
+            data = await self.store.get(name, 0, where[1], limit=where[1], wait_s=wait_s)
+            head, data = data[:_HEADER_BYTES], data[_HEADER_BYTES:]
+        whole = (end - begin) * _SEALED_BYTES
+        plain = self._opened(name, head, data[:whole], begin, ends=len(data) <= whole)
+        return plain[first - begin * SEGMENT_BYTES : last - begin * SEGMENT_BYTES]
+
+    async def stream(
+        self, name: str, first: int, last: int, *, part_bytes: int = PART_BYTES
+    ) -> AsyncGenerator[memoryview, None]:
+        """See `Store.stream`; parts are whole segments."""
+        step = max(1, part_bytes // SEGMENT_BYTES) * SEGMENT_BYTES * 16
+        while first < last:
+            end = min(last, first - first % SEGMENT_BYTES + step)
+            yield await self.get(name, first, end, limit=end - first)
+            first = end
+
+    async def put_new(self, name: str, data: bytes | memoryview) -> bool:
+        prefix, view = os.urandom(_PREFIX_BYTES), memoryview(data)
+        key, sealed = self._keys[self._id], [_MAGIC + self._id + prefix]
+        count = max(1, -(-len(view) // SEGMENT_BYTES))
+        for number in range(count):
+            part = view[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
+            sealed.append(key.encrypt(_nonce(prefix, number, last=number == count - 1), bytes(part), name.encode()))
+        return await self.store.put_new(name, b"".join(sealed))
+
+    async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
+        """See `Store.list`; sizes are those of the plain objects."""
+        async for found in self.store.list(prefix):
+            yield StoredObject(found.name, _plain_size(found.size), found.modified_s)
+
+    async def delete(self, names: Collection[str]) -> None:
+        await self.store.delete(names)
+
+    async def check_writable(self) -> None:
+        await self.store.check_writable()
+
+    def close(self) -> None:
+        self.store.close()
+
+    def blocked(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.store.blocked(work)
+
+    def started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return self.store.started(work)
+
+    def where(self, name: str) -> str:
+        return self.store.where(name)
+
+    def _opened(self, name: str, head: memoryview, data: memoryview, begin: int, *, ends: bool) -> memoryview:
+        """Return the plain bytes of consecutive segments; ``ends``: they are the last ones."""
+        if len(head) < _HEADER_BYTES or bytes(head[: len(_MAGIC)]) != _MAGIC:
+            raise WrongKeyError(f"{self.where(name)}: is not encrypted, or is damaged; open the store without a key")
+        key_id = bytes(head[len(_MAGIC) : len(_MAGIC) + _ID_BYTES])
+        key, prefix = self._keys.get(key_id), bytes(head[len(_MAGIC) + _ID_BYTES :])
+        if key is None:
+            raise WrongKeyError(f"{self.where(name)}: was encrypted with another key; {_HINT}")
+        plain = []
+        for at in range(0, max(1, len(data)), _SEALED_BYTES):
+            last = ends and at + _SEALED_BYTES >= len(data)
+            nonce = _nonce(prefix, begin + at // _SEALED_BYTES, last=last)
+            try:
+                plain.append(key.decrypt(nonce, bytes(data[at : at + _SEALED_BYTES]), name.encode()))
+            except InvalidTag as error:
+                what = "is damaged, cut short, or another object under this name"
+                raise WrongKeyError(f"{self.where(name)}: {what}") from error
+        return memoryview(plain[0] if len(plain) == 1 else b"".join(plain))
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in a file: 32 bytes, or their base64 or hex digits in a line; `UsageError` if it has none."""
+    data = read_bytes(path, 1024, unreadable=UsageError)
+    text = data.strip()
+    if len(data) == KEY_BYTES:
+        return data
+    for decode in (bytes.fromhex, lambda written: base64.b64decode(written, validate=True)):
+        try:
+            key: bytes = decode(text.decode("ascii"))
+        except ValueError:
+            continue
+        if len(key) == KEY_BYTES:
+            return key
+    raise UsageError(
+        f"key file {path}: must have {KEY_BYTES} bytes, or their hex digits; "
+        f"make one with: openssl rand -hex 32 > {path}"
+    )
+
+
+def _id_of(key: bytes) -> bytes:
+    return hashlib.sha256(b"kvabr.store-key/1\0" + key).digest()[:_ID_BYTES]
+
+
+def _nonce(prefix: bytes, number: int, *, last: bool) -> bytes:
+    return prefix + number.to_bytes(4, "big") + bytes([last])
+
+
+def _sealed_size(size: int) -> int:
+    return _HEADER_BYTES + size + max(1, -(-size // SEGMENT_BYTES)) * _TAG_BYTES
+
+
+def _plain_size(size: int) -> int:
+    body = size - _HEADER_BYTES
+    return max(0, body - max(1, -(-body // _SEALED_BYTES)) * _TAG_BYTES)

@@ -1,0 +1,216 @@
+"""What a failed request to an object store means, and what to tell the user. No text of a peer's gets into messages."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvabr.store.url import CREDENTIALS
+from kvabr.types.errors import (
+    ConnectionLostError,
+    ForbiddenError,
+    NotFoundError,
+    Reason,
+    RequestError,
+    StoreError,
+    TransportError,
+    UnauthorizedError,
+)
+
+Kind = Literal[
+    "absent",
+    "bucket",
+    "busy",
+    "clock",
+    "conflict",
+    "credentials",
+    "denied",
+    "foreign",
+    "lost",
+    "range",
+    "rejected",
+    "whole",
+    "other",
+]
+
+UNREADABLE = (ValueError, OverflowError)
+"""What obstore raises of dates that Python does not have, such as those of the year 0."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_SYSTEM = re.compile(r"\(os error (\d{1,3})\)")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>|\(code: ([A-Za-z0-9]{1,64})\)")
+_KINDS_BY_CODE: dict[str, Kind] = {
+    "NoSuchBucket": "bucket",
+    "ContainerNotFound": "bucket",
+    "InvalidBucketName": "bucket",
+    "RequestTimeTooSkewed": "clock",
+    "RequestExpired": "clock",
+    "AccessDenied": "denied",
+    "AuthorizationFailure": "denied",
+    **dict.fromkeys(
+        (
+            "AuthenticationFailed",
+            "ExpiredToken",
+            "ExpiredTokenException",
+            "InvalidAccessKeyId",
+            "InvalidAuthenticationInfo",
+            "InvalidClientTokenId",
+            "InvalidSecurity",
+            "InvalidToken",
+            "SignatureDoesNotMatch",
+            "TokenRefreshRequired",
+        ),
+        "rejected",
+    ),
+}
+"""What stores' own words mean, whatever was asked for."""
+_CAUSES = {
+    "ConnectionRefused": "connection refused",
+    "dns error": "no such host",
+    "InvalidCertificate": "its certificate is not trusted",
+    "InvalidContentType": "it does not speak TLS; is it an http:// endpoint?",
+    "NetworkUnreachable": "network unreachable",
+    "HostUnreachable": "host unreachable",
+}
+"""Why no connection was made, by what obstore's account of it contains."""
+_NO_DESCRIPTORS = "this process has no file descriptors left"
+_EMFILE = re.compile(r"\bos error 2[34]\b|\bcode: 2[34]\b")
+_RANGE = ("Requested range", "Wanted range", "range")
+_WHOLE = re.compile(r"Range request not supported|non-partial response|Requested \d+\.\.\d+, got")
+_LOST = ("error sending request", "body error", "decoding", "timed out", "timeout", "connection", "Connection")
+_KINDS_BY_TYPE: dict[str, Kind] = {
+    "FileNotFoundError": "absent",
+    "AlreadyExistsError": "conflict",
+    "PreconditionError": "conflict",
+    "PermissionDeniedError": "denied",
+    "UnauthenticatedError": "rejected",
+    "PermissionError": "denied",
+}
+_KINDS_BY_STATUS: dict[int | None, Kind] = {401: "rejected", 403: "denied", 404: "absent"}
+_UNAUTHORIZED: dict[Kind, str] = {
+    "clock": "this machine's clock is wrong{told}; set it, for example by NTP",
+    "credentials": f"no credentials were found; {CREDENTIALS}",
+    "rejected": f"these credentials are wrong or have expired{{told}}; {CREDENTIALS}",
+}
+"""What to tell of failures that concern everything that is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a request failed of."""
+
+    kind: Kind
+    status: int | None = None
+    """Status of the HTTP answer; None if there was none."""
+    code: str = ""
+    """The store's own word for it."""
+    cause: str = ""
+    """Why there is no connection, or what the system says, if that is known."""
+
+    @property
+    def told(self) -> str:
+        """Status and word, or the cause, for messages."""
+        return " ".join(str(part) for part in (self.status, self.code, self.cause) if part)
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may succeed a moment later."""
+        return self.kind in ("busy", "lost")
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this process has no descriptors left."""
+        return self.cause == _NO_DESCRIPTORS
+
+    @property
+    def refused(self) -> bool:
+        """Whether other credentials might have been accepted; an answer to a HEAD does not say more than 403."""
+        return self.kind in ("rejected", "credentials") or (self.kind == "denied" and not self.code)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Read an error of obstore's."""
+        text, _, account = str(error).partition("Debug source:")
+        text = text[:8000]
+        found, coded = _STATUS.search(text), _CODE.search(text)
+        status = None if found is None else int(found[1])
+        code = "" if coded is None else coded[1] or coded[2]
+        kind = _kind(error, text, status, code)
+        cause = "the answer does not say its length" if "Content-Length Header missing" in text else ""
+        if _EMFILE.search(account[:8000]) or _EMFILE.search(text):
+            return cls("lost", None, "", _NO_DESCRIPTORS)
+        if kind == "lost" and "kind: Connect" in account:
+            cause = next((cause for word, cause in _CAUSES.items() if word in account[:8000]), "")
+        elif status is None and (refused := _SYSTEM.search(text)) is not None:
+            cause = os.strerror(int(refused[1]))  # of the disk behind file://
+        return cls(kind, status, code, cause)
+
+    @classmethod
+    def of_status(cls, status: int) -> Failure:
+        """Return what an HTTP answer with a status says that is no success."""
+        return cls(_kind(ValueError(), "", status, ""), status)
+
+    def error(self, where: str, what: str) -> TransportError:
+        """Return the error to raise: ``what`` failed, for example "cannot be read", at the URL ``where``."""
+        told = f" ({self.told})" if self.told else ""
+        if self.kind == "absent":
+            return NotFoundError(f"{where}: there is no such object", reason=Reason.MISSING)
+        if self.kind == "bucket":
+            return StoreError(f"{where}: the bucket does not exist{told}; make it, or correct the URL or the endpoint")
+        if (why := _UNAUTHORIZED.get(self.kind)) is not None:
+            return UnauthorizedError(f"{where}: {what}: {why.format(told=told)}")
+        if self.kind == "denied":
+            return ForbiddenError(
+                f"{where}: {what}: the store refuses these credentials{told}: this identity may not do that, or there "
+                f"is nothing of that name and it may not list; {CREDENTIALS}"
+            )
+        if self.kind == "busy":
+            told = f"{where}: {what}: the store is overloaded{told}; try again later"
+            return RequestError(told, reason=Reason.BUSY, retry_after_s=5.0)
+        if self.kind == "lost":
+            why = "cannot be reached" if self.cause else "did not answer, or the connection broke"
+            return ConnectionLostError(f"{where}: {what}: the store {why}{told}")
+        if self.kind == "whole":
+            why = "the store, or a gateway in front of it, ignores ranges: other bytes came than were asked for"
+            return RequestError(f"{where}: {what}: {why}", reason=Reason.WRONG)
+        if self.kind == "foreign":
+            why = "no object store answers like that; correct the URL or the endpoint"
+            return RequestError(f"{where}: {what}{told}: {why}", reason=Reason.WRONG)
+        if self.kind == "range":
+            return RequestError(f"{where}: {what}: the object is shorter than was asked for; it was replaced{told}")
+        return RequestError(f"{where}: {what}{told}")
+
+
+def strange(data: bytes | memoryview) -> str | None:
+    """Return why an answer is no JSON object, as gateways make them; None if it may be one."""
+    begin, end = bytes(data[:64]).lstrip(), bytes(data[-64:]).rstrip()
+    if begin.startswith(b"\x1f\x8b"):
+        return "it is compressed (gzip), which was not asked for"
+    if begin.startswith(b"<"):
+        return "it is a page (HTML or XML)"
+    if not begin.startswith(b"{"):
+        return "it is no JSON"
+    return None if end.endswith(b"}") else "it is cut short"
+
+
+def _kind(error: BaseException, text: str, status: int | None, code: str) -> Kind:
+    if (kind := _KINDS_BY_CODE.get(code)) is not None:
+        return kind
+    if "169.254.169.254" in text or "metadata.google.internal" in text:
+        return "credentials"
+    if (kind := _KINDS_BY_TYPE.get(type(error).__name__)) is not None:
+        return kind
+    if (kind := _KINDS_BY_STATUS.get(status)) is not None:
+        return kind
+    if status is None and _WHOLE.search(text):
+        return "whole"
+    if status == 416 or (status is None and any(word in text for word in _RANGE)):
+        return "range"
+    if (status in (405, 501) and not code) or (status is None and "invalid list response" in text):
+        return "foreign"
+    if status == 429 or (status is not None and status >= 500 and status != 501):
+        return "busy"
+    if status is None and any(word in text for word in _LOST):
+        return "lost"
+    return "other"

@@ -1,0 +1,250 @@
+"""Assets in folders that are still being written: a producer writes numbered news, a server in another process polls.
+
+Under ``l/<key>/`` of the store are ``live``, a `kvabr.types.live.LiveCatalog`, and the news ``0``, ``1`` ... Frames are
+objects of their own, written before the news that name them. ``live`` is locked as long as its writer lives, so a
+follower notices a writer that was killed. The end is an ordinary catalog; then ``live`` goes, and the news an hour
+later, since followers may not have read them all.
+
+A producer that fails leaves what it has published as an asset of its own, under the name of the shorter prompt. For one
+that was killed a follower does that, see `LiveFollower.rescue`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvabr.store.asset import FrameReader, as_asset_errors, open_frame
+from kvabr.store.asset_writer import AssetWriter
+from kvabr.store.files import STALE_S
+from kvabr.store.local import LocalStore
+from kvabr.store.names import LIVE, FramePlace, catalog_name, group_name, profile_name
+from kvabr.store.store import listing
+from kvabr.types.catalog import MAX_PROFILE_BYTES, Catalog
+from kvabr.types.digests import has_digest
+from kvabr.types.errors import AssetError, FormatError, NotFoundError
+from kvabr.types.live import (
+    MAX_EDGE_BYTES,
+    MAX_LIVE_BYTES,
+    EdgeMessage,
+    LiveCatalog,
+    PublishedFrames,
+    parse_edge,
+    published_catalog,
+)
+
+LIVE_NAME = "live"
+_MOST_ENTRIES = 10_000
+"""Productions of a store that are looked at."""
+
+
+class LiveWriter(AssetWriter):
+    """An `AssetWriter` whose asset can be played before it is complete. Frames reach the disk at the end only."""
+
+    store: LocalStore
+
+    def __init__(self, store: LocalStore, prompt: str | None, *, force: bool = False) -> None:
+        """See `AssetStore.writer`."""
+        super().__init__(LocalStore(store.folder, sync=False), prompt, force=force, live=True)
+        self._key, self._news, self._lock = "", 0, -1
+        self._found: set[str] = set()
+        """Digests of frames that were in the store already: other assets may name them."""
+
+    def begin_live(self, live: LiveCatalog) -> None:
+        """Say what the asset will be; from now on it can be followed."""
+        self._key = live.key
+        with as_asset_errors():
+            sweep_live(self.store)
+            if live.catalog.profile is not None:
+                self._put(profile_name(live.catalog.profile), self._profile)
+            name = f"{LIVE}{self._key}/{LIVE_NAME}"
+            self.store.blocked(self.store.put_new(name, live.dumps().encode()))
+        with contextlib.suppress(OSError):  # a file system without locks
+            self._lock = os.open(self.store.path(name), os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def tell(self, message: EdgeMessage) -> None:
+        """Append a message, once the frames that it names are written."""
+        self._wait(0)
+        with as_asset_errors():
+            self.store.blocked(self.store.put_new(f"{LIVE}{self._key}/{self._news}", message.dumps()))
+        self._news += 1
+
+    def frame(self, group: int, track: str, frame: bytes | memoryview, digest: str) -> None:
+        """See `AssetWriter.frame`."""
+        if self.store.path(group_name(digest)).exists():
+            self._found.add(digest)
+        super().frame(group, track, frame, digest)
+
+    def discard(self, group: int, track: str) -> None:
+        """Remove a frame that no message has named, unless it was there before; there may be none."""
+        digest = self._digests.get(track, {}).pop(group, None)
+        if digest is not None and digest not in self._found:
+            with contextlib.suppress(AssetError), as_asset_errors():
+                self.store.blocked(self.store.delete([group_name(digest)]))
+
+    def __exit__(self, *given: object) -> None:
+        if self._key:
+            with contextlib.suppress(AssetError), as_asset_errors():
+                end_live(self.store, self._key)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        super().__exit__(*given)
+
+
+class LiveFollower:
+    """Follows an asset that is being written."""
+
+    def __init__(self, store: LocalStore, key: str) -> None:
+        """Read the live catalog of a production.
+
+        Raises:
+            AssetError: there is nothing to follow, or it cannot be read.
+            FormatError: what is there is damaged.
+        """
+        self.store, self.key = store, key
+        self._name = f"{LIVE}{key}/{LIVE_NAME}"
+        with as_asset_errors():
+            self.live = LiveCatalog.loads(bytes(store.blocked(store.get(self._name, limit=MAX_LIVE_BYTES))))
+        if self.live.key != key:
+            raise FormatError(f"{store.where(self._name)}: is of another production")
+        self._next = 0
+
+    def read(self) -> list[EdgeMessage]:
+        """Return the messages since the last call, at once.
+
+        Raises `FormatError` for what is no message, `AssetError` if it cannot be read. The messages before it are
+        returned first.
+        """
+        found: list[EdgeMessage] = []
+        try:
+            with as_asset_errors():
+                while True:
+                    name = f"{LIVE}{self.key}/{self._next}"
+                    found.append(parse_edge(bytes(self.store.blocked(self.store.get(name, limit=MAX_EDGE_BYTES)))))
+                    self._next += 1
+        except AssetError as error:
+            if not found and not isinstance(error.__cause__, NotFoundError):
+                raise
+        except FormatError:
+            if not found:
+                raise
+        return found
+
+    def has_writer(self) -> bool:
+        """Return whether the writer lives; also where the file system has no locks."""
+        try:
+            handle = os.open(self.store.path(self._name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    def open_frame(self, size: int, digest: str) -> FrameReader:
+        """Open a frame that a message has named; raises `AssetError`."""
+        return open_frame(self.store, FramePlace(group_name(digest), 0, size, digest))
+
+    def profile_bytes(self) -> bytes:
+        """Return the codec profile; `AssetError` if it is missing, `FormatError` if it is not the catalog's."""
+        catalog = self.live.catalog
+        name = profile_name(catalog.profile or "")
+        with as_asset_errors():
+            data = bytes(self.store.blocked(self.store.get(name, limit=min(catalog.profile_bytes, MAX_PROFILE_BYTES))))
+        if not has_digest(catalog.profile or "", data):
+            raise FormatError(
+                f"{self.store.where(name)}: not the profile that the live catalog names (SHA-256 differs)"
+            )
+        return data
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it is still being written, or was when its writer died."""
+        return self.store.path(self._name).exists()
+
+    def is_published(self, groups: int) -> bool:
+        """Return whether there is an asset of it, or of a beginning of at most ``groups`` groups of tokens."""
+        chunks = self.live.catalog.chunks
+        return any(self.store.path(catalog_name(chunk)).exists() for chunk in (chunks[-1], *reversed(chunks[:groups])))
+
+    def rescue(self, news: Sequence[PublishedFrames]) -> str | None:
+        """Make an asset of what a killed writer has published, under the name of the whole prompt or a shorter one.
+
+        Each frame is checked: after a power failure the last ones may be lost. Returns the asset's prompt digest; None
+        if there is nothing to keep, or such an asset exists.
+
+        Raises `AssetError` if that cannot be done, for instance because the folder belongs to somebody else.
+        """
+        catalog = published_catalog(self.live, news)
+        while catalog is not None and (sound := self._sound(catalog, news)) < len(catalog.chunks):
+            catalog = published_catalog(self.live, news[:sound])
+        made: str | None = None
+        with contextlib.suppress(FormatError):
+            if catalog is not None:
+                profile = b"" if catalog.profile is None else self.profile_bytes()
+                with AssetWriter(self.store, catalog.namespace.prompt, live=True) as writer:
+                    writer.profile(profile)
+                    writer.commit(catalog)
+                made = catalog.namespace.prompt if writer.published else None
+        with as_asset_errors():
+            end_live(self.store, self.key)
+        return made
+
+    def _sound(self, catalog: Catalog, news: Sequence[PublishedFrames]) -> int:
+        """Return how many groups of tokens are there, bit by bit."""
+        units = range(catalog.groups)
+        for unit in map(catalog.unit, units) if catalog.every_token else catalog.units:
+            for track in catalog.tracks:
+                size, digest = news[unit.chunk].frames[catalog.spec.parts[unit.part].track_name(track.name)]
+                try:
+                    frame = self.open_frame(size, digest)
+                    try:
+                        if not has_digest(digest, frame.read(0, size)):
+                            return unit.chunk
+                    finally:
+                        frame.close()
+                except AssetError:
+                    return unit.chunk
+        return len(catalog.chunks)
+
+
+def end_live(store: LocalStore, key: str) -> None:
+    """Say that nothing more of a production is written; raises `TransportError`."""
+    store.blocked(store.delete([f"{LIVE}{key}/{LIVE_NAME}"]))
+
+
+def sweep_live(store: LocalStore) -> None:
+    """Remove the news of productions that ended an hour ago or earlier; raises `TransportError`."""
+    found = store.blocked(listing(store, LIVE))
+    growing = {name.rpartition("/")[0] for name in found if name.endswith(f"/{LIVE_NAME}")}
+    old = [
+        name
+        for name, one in found.items()
+        if name.rpartition("/")[0] not in growing and one.modified_s < time.time() - STALE_S
+    ]
+    store.blocked(store.delete(old))
+
+
+def live_keys(store: LocalStore) -> list[str]:
+    """Return the keys of the productions in a store that have not ended, at once."""
+    try:
+        with os.scandir(store.folder / LIVE) as entries:
+            some = [Path(entry) for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False)]
+        return [path.name for path in some if (path / LIVE_NAME).exists()]
+    except OSError:
+        return []
+
+
+def new_key() -> str:
+    """Return a key for a production, see `LiveCatalog.key`."""
+    return secrets.token_hex(8)

@@ -1,0 +1,58 @@
+"""The token ids that an asset was made from, for recompute and verification. No server sends them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvabr.types.records import decode, read_schema
+
+MAX_PROMPT_BYTES = 64 << 20
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_PROMPT_SCHEMA = "kvabr.prompt/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The token ids that an asset was made from."""
+
+    tokens: tuple[TokenId, ...]
+    """The prompt, whose cache the asset is."""
+    continuation: tuple[TokenId, ...]
+    """The tokens that followed; the loss of a cache is measured on them."""
+    seal: str | None = None
+    """Ties a salted prompt to its asset, see `sealed`."""
+
+    def sealed(self, name: str) -> Prompt:
+        """Return this prompt tied to ``name``, the last chained digest, which needs the salt that is not kept."""
+        return replace(self, seal=self._seal(name))
+
+    def is_sealed_for(self, name: str) -> bool:
+        """Return whether the seal is the one that `sealed` makes for ``name`` and these token ids."""
+        return self.seal == self._seal(name)
+
+    def _seal(self, name: str) -> str:
+        parts = [name.encode()] + [struct.pack(f"<{len(ids)}I", *ids) for ids in (self.tokens, self.continuation)]
+        return hashlib.sha256(
+            b"kvabr.seal/1\0" + b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        ).hexdigest()
+
+    def dumps(self) -> str:
+        """Return the prompt as JSON text."""
+        value = {"schema": _PROMPT_SCHEMA, "tokens": list(self.tokens), "continuation": list(self.continuation)}
+        return json.dumps(value if self.seal is None else {**value, "seal": self.seal})
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> Prompt:
+        """Parse what `dumps` returned.
+
+        Raises `FormatError` if it is not such JSON, another version, or ids that are not token ids.
+        """
+        data = text.encode(errors="replace") if isinstance(text, str) else text
+        read_schema(data, "prompt", _PROMPT_SCHEMA)
+        return decode(data, cls, "prompt")

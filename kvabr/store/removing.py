@@ -1,0 +1,142 @@
+"""Removes assets from a store, and objects that no asset names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from kvabr.store.names import (
+    CATALOGS,
+    GROUPS,
+    LIVE,
+    PAGE_GROUPS,
+    PAGES,
+    PROFILES,
+    catalog_name,
+    has_states,
+    page_name,
+    profile_name,
+    prompt_name,
+)
+from kvabr.store.pages import MAX_PAGE_BYTES, Page, pages_of, placed
+from kvabr.store.spread import spread
+from kvabr.store.store import Store, StoredObject, listing
+from kvabr.types.catalog import MAX_CATALOG_BYTES, Catalog
+from kvabr.types.errors import FormatError, NotFoundError
+
+Progress = Callable[[str, int, int], object]
+"""Called with the name of a stage, how much of it is done, and how much there is."""
+_GRACE_S = 3600.0
+"""Seconds for which an object that no catalog names may be a publisher's at work."""
+
+
+def silent(_stage: str, _done: int, _total: int) -> None:
+    """Ignore progress."""
+
+
+def objects_of(catalog: Catalog) -> dict[str, int]:
+    """Return the bytes of each object with frames that a catalog names."""
+    sizes: dict[str, int] = {}
+    for track in catalog.published.values():
+        for group in range(len(track.bytes)):
+            if (found := placed(catalog, track.name, group)) is not None:
+                sizes[found.name] = max(sizes.get(found.name, 0), found.last)
+    return sizes
+
+
+async def read_catalogs(
+    store: Store, prompts: Iterable[str], progress: Progress = silent
+) -> tuple[dict[str, Catalog], dict[str, str]]:
+    """Return catalogs by prompt digest, and what is wrong with the damaged ones; those that are gone are left out."""
+    found, bad, names = dict[str, Catalog](), dict[str, str](), list(prompts)
+
+    async def read(prompt: str) -> None:
+        try:
+            data = await store.get(catalog_name(prompt), limit=MAX_CATALOG_BYTES)
+            catalog = Catalog.loads(bytes(data))
+            if catalog.namespace.prompt == prompt:
+                found[prompt] = catalog
+            else:
+                bad[prompt] = f"{store.where(catalog_name(prompt))}: is the catalog of another prompt"
+        except NotFoundError:
+            pass
+        except FormatError as error:
+            bad[prompt] = f"{store.where(catalog_name(prompt))}: {error}"
+        progress("catalogs", len(found) + len(bad), len(names))
+
+    await spread(map(read, names))
+    return found, bad
+
+
+async def remove_assets(
+    store: Store, prompts: Collection[str], *, unreferenced: bool = False, progress: Progress = silent
+) -> int:
+    """Remove assets and what only they name; return the bytes that this frees.
+
+    No more than the catalogs go while another catalog cannot be read, which may name anything. A publisher that takes
+    over a removed page at this moment publishes an asset that lacks it: plays miss that part.
+
+    Args:
+        store: the store.
+        prompts: prompt digests; one that is gone already is no error.
+        unreferenced: also remove objects that no catalog names and that are an hour old.
+        progress: is called as the work goes on.
+    """
+    there = await listing(store, CATALOGS)
+    going, _ = await read_catalogs(store, [prompt for prompt in prompts if catalog_name(prompt) in there], progress)
+    freed = sum(there[name].size for prompt in prompts if (name := catalog_name(prompt)) in there)
+    # Catalogs first: what a later one names is then seen below.
+    await store.delete([catalog_name(prompt) for prompt in prompts])
+    await store.delete([prompt_name(prompt) for prompt in prompts])
+    left = [name.removeprefix(CATALOGS) for name in await listing(store, CATALOGS)]
+    kept, unreadable = await read_catalogs(store, left, progress)
+    if unreadable:
+        return freed
+    names = {name for catalog in kept.values() for name in _all_names(catalog)}
+    doomed = {name for catalog in going.values() for name in _all_names(catalog)} - names
+    sizes = await _sizes(store)
+    if unreferenced:
+        before_s = time.time() - _GRACE_S
+        doomed |= {name for name, found in sizes.items() if found.modified_s < before_s} - names
+        doomed -= {name for name in sizes if name.startswith(LIVE) and f"{name.rpartition('/')[0]}/live" in sizes}
+    doomed &= sizes.keys()
+    await store.delete(sorted(doomed, reverse=True))  # pages, i/, before frames, g/
+    await _mend_pages(store, going.values(), kept.values(), sizes.keys() - doomed)
+    progress("removing", 1, 1)
+    return freed + sum(sizes[name].size for name in doomed)
+
+
+async def _sizes(store: Store) -> dict[str, StoredObject]:
+    found: dict[str, StoredObject] = {}
+    for prefix in (GROUPS, PAGES, PROFILES, LIVE):
+        found |= await listing(store, prefix)
+    return found
+
+
+def _all_names(catalog: Catalog) -> set[str]:
+    """Return the names of all objects that an asset needs."""
+    names = {*objects_of(catalog), *map(page_name, catalog.chunks)}
+    if has_states(catalog.spec):
+        last = (len(catalog.chunks) - 1) // PAGE_GROUPS * PAGE_GROUPS
+        names |= {page_name(chunk, end=True) for chunk in catalog.chunks[last:]}
+    if catalog.profile is not None:
+        names.add(profile_name(catalog.profile))
+    return names
+
+
+async def _mend_pages(store: Store, gone: Iterable[Catalog], kept: Iterable[Catalog], objects: Collection[str]) -> None:
+    """Replace pages that name removed frames, of groups that other assets have as well."""
+    shared = {chunk for catalog in gone for chunk in catalog.chunks}
+    for catalog in kept:
+        if not shared.intersection(catalog.chunks):
+            continue
+        for own in pages_of(catalog):
+            for chunk in shared.intersection(own.chunks):
+                name = page_name(chunk)
+                with suppress(NotFoundError, FormatError):
+                    page = Page.loads(await store.get(name, limit=MAX_PAGE_BYTES))
+                    if page.base_objects <= set(objects):
+                        continue
+                await store.delete([name])
+                await store.put_new(name, own.dumps())

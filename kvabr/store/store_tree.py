@@ -1,0 +1,77 @@
+"""The stores below a location: the one that it names, or those in a folder, at most `MAX_DEPTH` levels down."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvabr.store.asset_store import LOOK_EVERY_S, AssetStore
+from kvabr.store.local import LocalStore
+from kvabr.store.locations import Location, open_store
+from kvabr.store.names import CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES
+
+MAX_DEPTH = 4
+"""Folders below the root that a store may lie in: ``ROOT/a/b/c/store``."""
+MAX_FOLDERS = 100_000
+"""Folders that are looked at."""
+_OWN = {name.rstrip("/") for name in (CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES)}
+_MARKS = (CATALOGS.rstrip("/"), LIVE.rstrip("/"))
+"""Folders that tell a store from a folder of stores."""
+
+
+class StoreTree:
+    """A store, or a folder with stores in it, such as one for each tenant."""
+
+    def __init__(self, location: Location) -> None:
+        """Take a path or URL; errors as `open_store`."""
+        self._top = open_store(location, must_exist=True)
+        self.location = self._top.location
+        self._known: dict[str, AssetStore] = {}
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder; None if it is not on this machine."""
+        return self._top.store.folder if isinstance(self._top.store, LocalStore) else None
+
+    @property
+    def look_every_s(self) -> float:
+        """Seconds that a server should leave between two looks for new assets, at least."""
+        return 0.0 if self.folder is not None else LOOK_EVERY_S
+
+    def find(self) -> tuple[dict[str, AssetStore], dict[str, str]]:
+        """Return the stores by their path below the location, with a slash at its end, and why folders cannot be read.
+
+        The location itself comes first, under an empty path, whether or not there is an asset in it.
+        """
+        found, unreadable = {"": self._top}, dict[str, str]()
+        if self.folder is None or self._top.only is not None:
+            return found, unreadable
+        todo, left = [("", self.folder, 0)], MAX_FOLDERS
+        while todo and left:
+            label, folder, depth = todo.pop()
+            left -= 1
+            try:
+                names = sorted(entry.name for entry in os.scandir(folder) if entry.name[0] != "." and entry.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                unreadable[label.rstrip("/") or "."] = _why(folder, error)
+                continue
+            if label and any(mark in names for mark in _MARKS):
+                found[label] = self._known.get(label) or AssetStore(LocalStore(folder))
+            if depth < MAX_DEPTH:
+                todo += [(f"{label}{name}/", folder / name, depth + 1) for name in names if name not in _OWN]
+        self._known = found
+        return found, unreadable
+
+    def close(self) -> None:
+        """Release connections."""
+        self._top.close()
+
+
+def _why(path: Path, error: OSError) -> str:
+    """Say why a folder cannot be read, and what to do."""
+    what = f"{path}: cannot be looked into ({error.strerror})"
+    if not isinstance(error, PermissionError):
+        return what
+    return f"{what}; let this user read it, or publish with the group's right to read (chmod g+s on the folder above)"

@@ -1,0 +1,142 @@
+r"""Options that are written once: fields of frozen dataclasses with type, bounds, default and a docstring.
+
+From these the command line, `kvabr.toml` and the engines' settings are made (`kvabr.cli.fields`,
+`kvabr.engines.settings`). Bounds are those of the package annotated-types, as pydantic understands them:
+
+    timeout_s: Annotated[float, Gt(0), Shown("--timeout S")] = 5.0
+    '''Seconds that connecting may take.'''
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import operator
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from kvabr.types.errors import UsageError
+
+Bound = Gt | Ge | Lt | Le
+_BOUNDS = {
+    Gt: ("gt", operator.gt, "more than"),
+    Ge: ("ge", operator.ge, "at least"),
+    Lt: ("lt", operator.lt, "less than"),
+    Le: ("le", operator.le, "at most"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How a field appears on the command line, in an `Annotated` type; one without it does not."""
+
+    words: str = ""
+    """Its flags and metavar, as ``-d --deadline S``; by default, ``--`` and its name."""
+    alone: str = ""
+    """Fields with the same word here exclude each other."""
+    engines: bool = False
+    """Whether it is also a key of the engines' settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """A field of a dataclass of options."""
+
+    name: str
+    kind: Any
+    """Its type without None: float, int, str, bool or Path."""
+    choices: tuple[str, ...]
+    """The values of a `Literal`; empty: any."""
+    default: Any
+    bounds: tuple[Bound, ...]
+    shown: Shown | None
+    """None: it is for programs alone."""
+
+    def check(self, value: Any) -> None:
+        """Raise `OptionError` unless a value is within the bounds; None is."""
+        if self.choices and value not in self.choices:
+            raise OptionError(self.name, value, f"choose one of {', '.join(self.choices)}")
+        said = []
+        holds = True
+        for bound in self.bounds:
+            name, compare, words = _BOUNDS[type(bound)]
+            limit = getattr(bound, name)
+            holds = holds and bool(compare(value, limit))
+            said.append("finite" if limit == math.inf else f"{words} {limit:,}")
+        if not holds:
+            raise OptionError(self.name, value, f"must be {' and '.join(said)}")
+
+
+class OptionError(UsageError):
+    """An option has a wrong value."""
+
+    def __init__(self, name: str, value: object, why: str) -> None:
+        shown = f"{value:g}" if isinstance(value, float) else repr(value) if isinstance(value, str) else value
+        super().__init__(f"{name} is {shown}: {why}")
+        self.name, self.value, self.why = name, shown, why
+
+
+_KNOWN: dict[type, dict[str, OptionField]] = {}
+
+
+def option_fields(kind: type) -> dict[str, OptionField]:
+    """Return the fields of a dataclass of options, by name."""
+    if kind not in _KNOWN:
+        hints = get_type_hints(kind, include_extras=True)
+        _KNOWN[kind] = {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
+    return _KNOWN[kind]
+
+
+def check_fields(options: Any) -> None:
+    """Raise `OptionError` unless all fields of a dataclass are within their bounds; text for a path becomes a path."""
+    for name, field in option_fields(type(options)).items():
+        value = getattr(options, name)
+        if field.kind is Path and value is not None and not isinstance(value, Path):
+            object.__setattr__(options, name, Path(value))
+        elif value is not None:
+            field.check(value)
+
+
+def _described(field: dataclasses.Field[Any], hint: Any) -> OptionField:
+    bounds: list[Bound] = []
+    shown = None
+    choices: tuple[str, ...] = ()
+    while True:
+        if hasattr(hint, "__metadata__"):
+            for one in hint.__metadata__:
+                if isinstance(one, Shown):
+                    shown = one
+                elif type(one) in _BOUNDS:
+                    bounds.append(one)
+            hint = hint.__origin__
+        elif get_origin(hint) in {Union, UnionType}:
+            hint = next(one for one in get_args(hint) if one is not NoneType)
+        elif get_origin(hint) is Literal:
+            choices, hint = get_args(hint), str
+        else:
+            break
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return OptionField(field.name, hint, choices, default, tuple(bounds), shown)
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's attributes, by name; Python does not keep them, so its source is read."""
+    found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except OSError:  # there is no source
+        return found
+    assert isinstance(body, ast.ClassDef)  # noqa: S101  # of a class
+    for first, second in zip(body.body, body.body[1:], strict=False):
+        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
+            match second:
+                case ast.Expr(ast.Constant(str(text))):
+                    found[first.target.id] = " ".join(text.split())
+    return found

@@ -1,0 +1,212 @@
+"""Stores of all kinds, and folders of stores, are managed alike."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+import pytest
+
+from kvabr.link.objects.index import StoreIndex
+from kvabr.store import removing
+from kvabr.store.admin import (
+    REPAIR,
+    copy_assets,
+    find_damage,
+    full_name,
+    inventory,
+    names_in,
+    remove,
+    total_bytes,
+)
+from kvabr.store.locations import open_objects, open_store
+from kvabr.store.store_tree import StoreTree
+from kvabr.types.errors import AssetError, NotFoundError, UsageError
+from tests.assets import digests, spec
+from tests.store.noise import LEVELS, LONG, names, objects, publish, read_object, replace_object
+
+
+@pytest.fixture
+def place(small_place):
+    return small_place
+
+
+def damage(place):
+    return find_damage(StoreTree(place), deep=True)
+
+
+def put(place, tokens, **options):
+    return publish(place, tokens, **options)[0]
+
+
+def found(place, tokens):
+    """How many tokens of a prompt a player finds."""
+
+    async def find():
+        prefix = await StoreIndex(open_objects(place)).find(spec(), digests(tokens), any_dtype=False)
+        return 0 if prefix is None else prefix.catalog.tokens
+
+    return asyncio.run(find())
+
+
+def test_assets_are_listed_with_what_they_take(place):
+    first, second = put(place, LONG[:128]), put(place, LONG, measured=True)
+    other = put(place, LONG[:20], model="test/other")
+    held = {each.name: each for each in inventory(StoreTree(place)).holdings}
+    assert held.keys() == {first, second, other}
+    assert [held[name].tokens for name in (first, second, other)] == [128, 200, 20]
+    assert held[other].model == "test/other"
+    assert held[second].measured
+    assert not held[first].measured
+    assert held[first].tracks == dict.fromkeys(LEVELS, 32 * 200)
+    assert held[first].bytes > 2 * 32 * 200
+    assert all(abs(time.time() - each.created_s) < 3600 for each in held.values())
+    shared = held[first].bytes + held[second].bytes - total_bytes([held[first], held[second]])
+    assert shared == 2 * 32 * 200
+    listed = names_in(StoreTree(place))
+    assert full_name(listed, first) == full_name(listed, first[:12]) == first
+    for text in ("", "x"):
+        with pytest.raises(NotFoundError):
+            full_name(listed, text)
+
+
+def test_damage_is_found_and_removed_and_published_again(place):
+    good, bad, short = put(place, LONG[:20]), put(place, LONG[100:130]), put(place, LONG[150:190])
+    assert damage(place) == []
+    own = {name: sorted(open_store(place).open(name).objects) for name in (bad, short)}
+    data = bytearray(read_object(place, own[bad][0]))
+    data[-1] ^= 1
+    replace_object(place, own[bad][0], bytes(data))
+    replace_object(place, own[short][0], None)
+    (lacks,) = find_damage(StoreTree(place))
+    assert lacks.name == short
+    both = damage(place)
+    assert {each.name for each in both} == {bad, short}
+    assert all(each.advice == REPAIR for each in both)
+    remove(StoreTree(place), [each.name for each in both])
+    assert names(place) == {good}
+    assert damage(place) == []
+    assert put(place, LONG[100:130]) == bad
+    assert damage(place) == []
+
+
+def test_a_damaged_asset_is_replaced_by_force(place):
+    name = put(place, LONG[:70])
+    objects_of = sorted(open_store(place).open(name).objects)
+    replace_object(place, objects_of[0], b"short")
+    with pytest.raises(UsageError):
+        publish(place, LONG[:70])
+    assert publish(place, LONG[:70], force=True) == (name, True)
+    assert damage(place) == []
+    assert found(place, LONG[:70]) == 70
+
+
+def test_copies_between_all_kinds(place, tmp_path):
+    published = {put(place, LONG[:100]), put(place, LONG)}
+    for target in (str(tmp_path / "warm"), f"memory://{secrets.token_hex(6)}"):
+        done = copy_assets(StoreTree(place), open_store(target, create=True))
+        assert set(done.assets) == published
+        assert done.bytes == (25 + 50) * 2 * 200
+        assert damage(target) == []
+        for name in published:
+            assert open_store(target).open(name).catalog == open_store(place).open(name).catalog
+        again = copy_assets(StoreTree(place), open_store(target))
+        assert (again.assets, set(again.kept)) == ([], published)
+    target = open_store(tmp_path / "other", create=True)
+    assert copy_assets(StoreTree(place), target, model="unknown").assets == []
+    with pytest.raises(UsageError):
+        copy_assets(StoreTree(place), target, names=["nothing"])
+
+
+def test_a_damaged_asset_is_not_copied(place):
+    name, good = put(place, LONG[100:120]), put(place, LONG[:40])
+    damaged = min(open_store(place).open(name).objects)
+    replace_object(place, damaged, bytes(len(read_object(place, damaged))))
+    done = copy_assets(StoreTree(place), open_store(f"memory://{secrets.token_hex(6)}", create=True))
+    assert done.assets == [good]
+    assert done.failed.keys() == {name}
+
+
+def test_a_folder_of_stores_is_managed_as_one(tmp_path):
+    one, two = put(tmp_path / "one", LONG[:20]), put(tmp_path / "teams" / "two", LONG[:40])
+    tree = StoreTree(tmp_path)
+    assert names_in(tree).keys() == {f"one/{one}", f"teams/two/{two}"}
+    assert {each.name for each in inventory(tree).holdings} == names_in(tree).keys()
+    target = open_store(tmp_path / "all", create=True)
+    assert copy_assets(tree, target).assets == [f"one/{one}", f"teams/two/{two}"]
+    assert set(target.list().versions) == {one, two}
+    remove(StoreTree(tmp_path), [f"one/{one}"])
+    assert names_in(StoreTree(tmp_path)).keys() == {f"all/{one}", f"all/{two}", f"teams/two/{two}"}
+    with pytest.raises(AssetError):
+        StoreTree(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (b"kvabr.catalog/1", b"kvabr.catalog/9"),
+        (b'"tokens": 20', b'"tokens": 1%s' % (b"0" * 400)),
+        (b'"tokens": 20', b'"tokens": -20'),
+        (b'"bytes": [', b'"bytes": [1%s, ' % (b"0" * 400)),
+        (b'"bytes": [', b'"bytes": [-5, '),
+    ],
+)
+def test_a_catalog_that_cannot_be_read_hides_no_other_and_keeps_what_it_may_name(place, good, bad, monkeypatch):
+    kept, name = put(place, LONG[100:130]), put(place, LONG[:20])
+    data = read_object(place, f"a/{name}")
+    assert good in data
+    replace_object(place, f"a/{name}", data.replace(good, bad))
+    seen = inventory(StoreTree(place))
+    assert seen.damaged.keys() == {name}
+    assert [each.name for each in seen.holdings] == [kept]
+    (told,) = damage(place)
+    assert (told.name, told.advice == REPAIR) == (name, b"catalog" not in good)
+    monkeypatch.setattr(removing, "_GRACE_S", -3600.0)
+    before = objects(place, "g/")
+    remove(StoreTree(place), [kept], unreferenced=True)
+    assert objects(place, "g/") == before
+
+
+def test_removed_assets_leave_what_others_share(place):
+    short, long = put(place, LONG[:128], profile=b"shared"), put(place, LONG, profile=b"shared")
+    tree = StoreTree(place)
+    before = total_bytes(inventory(tree).holdings)
+    freed = remove(tree, [long])
+    assert names(place) == {short}
+    assert damage(place) == []
+    left = total_bytes(inventory(tree).holdings)
+    assert freed >= before - left > 0
+    assert remove(tree, [long]) == 0
+    assert remove(tree, [short]) >= left
+    assert objects(place) == ["m/0"]
+    assert put(place, LONG, profile=b"shared") == long
+    assert damage(place) == []
+
+
+def test_a_prompt_is_still_found_when_a_longer_one_that_begins_so_is_removed(place):
+    """The pages of its groups were those of the longer one, which was there first."""
+    long = put(place, LONG)
+    kept = put(place, LONG[:84])
+    remove(StoreTree(place), [long])
+    for tokens in (84, 80, 72, 64, 40):
+        assert found(place, LONG[:tokens]) >= tokens
+    assert damage(place) == []
+    remove(StoreTree(place), [kept])
+    assert objects(place, "i/") == objects(place, "g/") == []
+
+
+def test_what_no_asset_names_goes_once_it_is_an_hour_old(place, monkeypatch):
+    dead, kept = put(place, LONG[100:130]), put(place, LONG[:20])
+    replace_object(place, f"a/{dead}", None)  # as if its publisher had been killed
+    replace_object(place, "g/" + "ab" * 32, b"12345")
+    tree = StoreTree(place)
+    assert inventory(tree).unreferenced_bytes == 8 * 2 * 200 + 5
+    assert remove(tree, [], unreferenced=True) == 0
+    assert found(place, LONG[100:130]) == 30  # until then it can be played
+    monkeypatch.setattr(removing, "_GRACE_S", -3600.0)
+    assert remove(tree, [], unreferenced=True) >= 8 * 2 * 200 + 5
+    seen = inventory(tree)
+    assert ([each.name for each in seen.holdings], seen.unreferenced_bytes) == ([kept], 0)
+    assert damage(place) == []
+    assert found(place, LONG[100:130]) == 0

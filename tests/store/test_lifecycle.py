@@ -1,0 +1,125 @@
+"""A bucket's lifecycle rule removes objects whenever it likes: plays miss them, and never have a hole or a hang.
+
+Real rules count in days, so the objects are deleted here as a rule does: without a look at who reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.client.result import IncompleteError
+from kvabr.data import default_catalog
+from kvabr.publish.publisher import Publisher, Slot
+from kvabr.store.cloud import CloudStore
+from kvabr.store.locations import open_store
+from kvabr.store.store import listing
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PlayError
+from kvabr.types.events import RequestDone
+from tests.client.served import LIMIT_S
+from tests.toymodel import SPEC, ToyModel, prompt
+
+pytestmark = pytest.mark.process
+
+TOKENS = prompt(1300).tokens
+"""Six pages of up to 16 groups: more than a connection asks for at a time."""
+COST = PrefillCost(0.001, 0.03)
+"""A play fetches, and computes what does not come."""
+
+
+def publish(url):
+    """Publish the prompt unless it is there, whole; return whether it was published."""
+    outcomes = []
+    publisher = Publisher(url, SPEC, prior=default_catalog(), tracks=("FP16",))
+    try:
+        slot = publisher.reserve(TOKENS)
+        if isinstance(slot, Slot):
+            slot.fill(ToyModel().prefill(TOKENS), outcomes.append)
+    finally:
+        publisher.close()
+    return [outcome.verdict for outcome in outcomes] == ["published"]
+
+
+class Rule:
+    """Deletes all frames of a store once a play of it has received a group."""
+
+    def __init__(self, url):
+        self._bucket = CloudStore(url)
+        self.deleted = []
+
+    def __call__(self, event):
+        if isinstance(event, RequestDone) and not self.deleted:
+            self.deleted = list(self._bucket.blocked(listing(self._bucket, "g/")))
+            self._bucket.blocked(self._bucket.delete(self.deleted))
+
+
+async def play(urls, rule, engine=None, deadline=LIMIT_S):
+    options = PlayOptions(prefill_cost=None if engine is None else COST, time_price=0.0, log=rule)
+    async with AsyncClient(urls, engine=engine, options=options) as client:
+        return await client.play(TOKENS, deadline=deadline, model=SPEC)
+
+
+def is_right(played):
+    """Whether a cache is the one of the first tokens of the prompt."""
+    expected = ToyModel().prefill(TOKENS[: played.tokens]).float()
+    return torch.allclose(played.kv.float(), expected, atol=2e-2)
+
+
+def is_whole(played):
+    return played.tokens == len(TOKENS) and is_right(played)
+
+
+async def test_a_play_computes_what_the_rule_removed_under_it(seaweed):
+    url, engine = seaweed.url(), ToyModel()
+    assert await asyncio.to_thread(publish, url)
+    rule = Rule(url)
+    played = await play(url, rule, engine, deadline=10.0)
+    assert len(rule.deleted) >= 6
+    assert engine.prefilled > 0
+    assert is_whole(played)
+
+
+async def test_a_play_fetches_elsewhere_what_the_rule_removed_under_it(seaweed):
+    url, other = seaweed.url(), seaweed.url()
+    for each in (url, other):
+        assert await asyncio.to_thread(publish, each)
+    rule = Rule(url)
+    played = await play([url, other], rule)
+    assert len(rule.deleted) >= 6
+    assert is_whole(played)
+
+
+async def test_a_play_without_another_way_reports_what_is_missing_in_time(seaweed):
+    url = seaweed.url()
+    assert await asyncio.to_thread(publish, url)
+    rule, begun_s = Rule(url), time.monotonic()
+    with pytest.raises(IncompleteError):
+        await play(url, rule, deadline=5.0)
+    assert len(rule.deleted) >= 6
+    assert time.monotonic() - begun_s < LIMIT_S
+    # The pages, which a lookup finds, are still there; whoever plays finds out.
+    with pytest.raises(PlayError):
+        await play(url, lambda _event: None, deadline=1.0)
+    engine = ToyModel()
+    played = await play(url, lambda _event: None, engine, deadline=10.0)
+    assert played.tokens == engine.prefilled > 0
+    assert is_right(played)
+
+
+async def test_what_a_rule_removed_is_published_again_once_it_is_computed(seaweed):
+    url = seaweed.url()
+    assert await asyncio.to_thread(publish, url)
+    bucket = CloudStore(url)
+    await bucket.delete(list(await listing(bucket, "g/")))
+    until_s = time.monotonic() + LIMIT_S
+    while not await asyncio.to_thread(publish, url):  # an answer that takes longer counts the next time
+        assert time.monotonic() < until_s
+    (name,) = open_store(url).list().versions
+    open_store(url).open(name).check_parts()
+    assert is_whole(await play(url, lambda _event: None))
