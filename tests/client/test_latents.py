@@ -110,7 +110,6 @@ async def test_a_tensor_comes_for_every_class_in_the_engines_own_type(on_every_l
 
 @pytest.mark.parametrize("name", ["mla fp8", "sparse fp8", "gqa fp8"])
 def test_a_quantised_cache_is_published_as_it_is_and_smaller(tmp_path, name):
-    """The bytes of its tracks: its own, and fewer."""
     spec = SPECS[name]
     (asset,) = published(tmp_path, spec).assets
     catalog = asset.catalog
@@ -158,7 +157,6 @@ def test_the_assembler_takes_its_own_codes_or_numbers_and_no_others(tmp_path):
 @pytest.mark.parametrize("out", [False, True])
 @virtual
 async def test_what_the_engine_computes_itself_becomes_its_codes(tmp_path, out):
-    """Nothing of this prompt is published, and the engine gives numbers."""
     tokens = list(range(100, 150))
     into = torch.zeros(GQA_FP8.shape(60), dtype=torch.float8_e5m2) if out else None
     wanted = codes_of(numbers(GQA_FP8, tokens)[0], GQA_FP8)

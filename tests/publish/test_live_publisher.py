@@ -108,7 +108,6 @@ def name_of(spec, tokens=TOKENS):
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_followers_see_each_group_once_it_is_encoded_and_then_an_ordinary_asset(tmp_path, share):
-    """Whether the patient thread encodes it or the usual one."""
     made = LivePublisher(publisher(tmp_path), share=share, clock=lambda: 5.0)
     over, outcomes = threading.Event(), []
     slot = made.begin(TOKENS, pace=PACE, done=lambda outcome: (outcomes.append(outcome), over.set()))
@@ -271,7 +270,6 @@ def test_a_producer_that_fails_leaves_a_shorter_prompt(tmp_path, handed, reason,
 
 @pytest.mark.parametrize(("spec", "left"), [(SPEC, 0), (HYBRID, 0), (SNAPSHOTS, 32)])
 def test_what_cannot_be_played_is_not_left(tmp_path, spec, left):
-    """A prompt of less than a group; and one without a snapshot of the states behind it."""
     steps = Steps(tmp_path, spec, tracks=("FP16", "Int8"))
     steps.hand(0, 15 if spec is SPEC else 60)
     steps.production.fail("")
@@ -381,7 +379,6 @@ def test_closing_ends_what_still_grows(tmp_path):
 
 
 def test_an_end_that_is_given_up_leaves_what_was_offered(tmp_path):
-    """Interrupted while the tracks are made that were not offered."""
     steps = Steps(tmp_path, edge=("Int4",))
     steps.hand(0, 70)
     steps.production.end()
