@@ -14,9 +14,7 @@ from kvabr.client.result import save
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.quantised import codes_of
-from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
-from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
@@ -25,6 +23,7 @@ from kvabr.types.kv import KVSpec, LayerClass
 from tests.client.classes import Computer, numbers
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.store.publishing import outcome_of, publisher
 
 LATENT = LayerClass("latent", (0, 1, 2), 1, 576, 0, "bfloat16")
 """512 dims of the compressed keys and values, 64 that are rotated; one head."""
@@ -53,13 +52,8 @@ def cache_of(spec):
 
 
 def published(root, spec, **options):
-    publisher = Publisher(root, spec, prior=default_catalog(), **options)
-    slot = publisher.reserve(TOKENS)
-    assert isinstance(slot, Slot)
-    outcomes = []
-    slot.fill(cache_of(spec), outcomes.append)
-    publisher.close()
-    assert [outcome.verdict for outcome in outcomes] == ["published"], outcomes[0].why
+    made = publisher(root, spec, **options)
+    assert outcome_of(made, made.reserve(TOKENS), cache_of(spec)).verdict == "published"
     return PublishedAssets(root)
 
 

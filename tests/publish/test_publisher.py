@@ -24,24 +24,16 @@ from kvabr.types.errors import AssetError, ForeignError, TransportError, UsageEr
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
 from tests import kvdata
+from tests.store.publishing import outcome_of, publisher
 from tests.toymodel import SPEC, prompt
 
 TOKENS = list(range(48))
 KV = kvdata.related(SPEC, 48)
 
 
-def publisher(root, **options):
-    return Publisher(root, SPEC, **({"prior": default_catalog(), "source": "a test"} | options))
-
-
 def publish(made, tokens=TOKENS, kv=KV):
     slot = made.reserve(tokens)
-    if not isinstance(slot, Slot):
-        return slot
-    outcomes = []
-    slot.fill(kv, outcomes.append)
-    made.close()
-    return outcomes[0]
+    return outcome_of(made, slot, kv) if isinstance(slot, Slot) else slot
 
 
 def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):

@@ -21,6 +21,7 @@ from tests.assets import frame_file
 from tests.client.classes import HYBRID, numbers
 from tests.needs import ORDINARY_USER, may_read_everything
 from tests.store.noise import objects, replace_object
+from tests.store.publishing import outcome_of, publisher
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = list(prompt(48).tokens)
@@ -42,33 +43,26 @@ def publish(place, **options):
     return outcomes[0].verdict
 
 
-def damage_frame(root):
-    name = next(iter(open_store(root).list().versions))
-    path = frame_file(root / name, 1, "FP16")
+def damage(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
 
 
-def lose_frame(root):
-    name = next(iter(open_store(root).list().versions))
-    frame_file(root / name, 1, "FP16").unlink()
+HARM = {
+    "a damaged frame": lambda root: damage(frame_file(root, 1, "FP16")),
+    "a lost frame": lambda root: frame_file(root, 1, "FP16").unlink(),
+    "a damaged catalog": lambda root: next((root / "a").iterdir()).write_bytes(bytes(300)),
+}
 
 
-def damage_catalog(root):
-    name = next(iter(open_store(root).list().versions))
-    (root / "a" / name).write_bytes(bytes(300))
-
-
-@pytest.mark.parametrize("harm", [damage_frame, lose_frame, damage_catalog])
+@pytest.mark.parametrize("harm", HARM)
 def test_a_damaged_asset_of_a_folder_is_replaced(tmp_path, harm):
     root = tmp_path / "assets"
     assert [publish(root), publish(root)] == ["published", "known"]
-    harm(root)
+    HARM[harm](root)
     assert [publish(root), publish(root)] == ["published", "known"]
-    store = open_store(root)
-    (name,) = store.list().versions
-    store.open(name).check_frames()
+    open_store(root).open().check_frames()
 
 
 def test_an_asset_of_another_store_that_has_lost_a_frame_is_replaced():
@@ -76,9 +70,7 @@ def test_an_asset_of_another_store_that_has_lost_a_frame_is_replaced():
     assert [publish(place), publish(place)] == ["published", "known"]
     replace_object(place, objects(place, "g/")[0], None)
     assert [publish(place), publish(place)] == ["published", "known"]
-    store = open_store(place)
-    (name,) = store.list().versions
-    asset = store.open(name)
+    asset = open_store(place).open()
     asset.check_parts()
     asset.check_frames()
 
@@ -86,7 +78,7 @@ def test_an_asset_of_another_store_that_has_lost_a_frame_is_replaced():
 def test_a_damaged_asset_is_replaced_by_one_that_grows(tmp_path):
     root = tmp_path / "assets"
     assert publish(root) == "published"
-    damage_frame(root)
+    HARM["a damaged frame"](root)
     made = Publisher(root, SPEC, prior=default_catalog(), tracks=["FP16", "Int8"])
     made._lookup._wait_s = made._lookup._check_s = LONG_S
     live, outcomes = LivePublisher(made), []
@@ -103,10 +95,8 @@ def test_a_damaged_asset_is_replaced_by_one_that_grows(tmp_path):
 def test_what_cannot_be_judged_stays(tmp_path, harm):
     root = tmp_path / "assets"
     assert publish(root) == "published"
-    store = open_store(root)
-    (name,) = store.list().versions
     if harm == "newer":
-        path = root / "a" / name
+        (path,) = (root / "a").iterdir()
         path.write_text(path.read_text().replace("kvabr.catalog/", "kvabr.catalog/9"))
     elif may_read_everything():
         pytest.skip(ORDINARY_USER)
@@ -122,11 +112,9 @@ TRACKS = ("Raw", "FP16", "BF16", "FP8", "Int8", "Int4")
 
 
 def published(root, spec=SPEC, kv=KV, notes=None, tokens=COMPARED, **options):
-    made, outcomes = Publisher(root, spec, prior=default_catalog(), tracks=TRACKS, **options), []
+    made = publisher(root, spec, tracks=TRACKS, **options)
     slot = made.reserve(tokens) if notes is None else made.reserve_passage(tokens, notes)
-    slot.fill(kv, outcomes.append)
-    made.close()
-    assert outcomes[0].verdict == "published", outcomes[0].why
+    assert outcome_of(made, slot, kv).verdict == "published"
     return open_asset(root / slot.chunks[-1])
 
 
