@@ -21,7 +21,7 @@ LIMIT_S = 300.0
 LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 
 
-class Served:
+class Served(contextlib.AbstractContextManager):
     def __init__(self, root, folder, *, token=None, quic="aioquic", certificate=None):
         certificate, key = certificate or make()
         self.pem, keyfile = folder / "cert.pem", folder / "key.pem"
@@ -54,6 +54,9 @@ class Served:
     def kill(self):
         """End the server at once, without a word to its peers' requests; `start` brings it back."""
         self._loop.call(self._server.close())
+
+    def __exit__(self, *_):
+        self.close()
 
     def close(self):
         with contextlib.suppress(Exception):

@@ -24,9 +24,8 @@ INT4 = PlayOptions(policy="fixed:Int4")
 
 @pytest.fixture(scope="module")
 def served(root, tmp_path_factory):
-    origin = Served(root, tmp_path_factory.mktemp("served"))
-    yield origin
-    origin.close()
+    with Served(root, tmp_path_factory.mktemp("served")) as origin:
+        yield origin
 
 
 def client_of(served, **options):
@@ -86,18 +85,17 @@ def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
     made = Publisher(tmp_path / "assets", SPEC, prior=default_catalog(), tracks=["FP16"])
     made.reserve(seen("a")).fill(ToyModel().prefill(TOKENS), lambda _: None)
     made.close()
-    served = Served(tmp_path / "assets", tmp_path)
     options = kvabr.PlayOptions(policy="fixed:FP16")
-    try:
-        with kvabr.Client(
+    with (
+        Served(tmp_path / "assets", tmp_path) as served,
+        kvabr.Client(
             served.url, PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
-        ) as client:
-            for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
-                assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
-            for play in (client.play, client.play_asset):
-                name = () if play == client.play else (kvabr.TrackNamespace(SPEC.model, "0" * 64),)
-                given = {"tokens": seen("a"), "engine": ToyModel(), "deadline": 1.0}
-                with pytest.raises(kvabr.UsageError, match="some of these stand for media"):
-                    play(*name, **given)
-    finally:
-        served.close()
+        ) as client,
+    ):
+        for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
+            assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
+        for play in (client.play, client.play_asset):
+            name = () if play == client.play else (kvabr.TrackNamespace(SPEC.model, "0" * 64),)
+            given = {"tokens": seen("a"), "engine": ToyModel(), "deadline": 1.0}
+            with pytest.raises(kvabr.UsageError, match="some of these stand for media"):
+                play(*name, **given)

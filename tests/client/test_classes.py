@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.lookup import Found
+from kvabr.client.lookup import Found, find_prefix
 from kvabr.client.options import PlayOptions
-from kvabr.client.result import IncompleteError, save
+from kvabr.client.result import IncompleteError, NothingCached, Played, save
 from kvabr.player.assembler import Assembler
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset
 from kvabr.types.catalog import Catalog, Track
+from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ForeignError, FormatError, PlayError
 from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import TrackNamespace, chain
-from kvabr.types.units import count_of
-from tests.client.classes import link, numbers, published
+from kvabr.types.units import Span, count_of
+from tests.client.classes import Computer, link, numbers, published
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault
 
@@ -140,3 +143,81 @@ async def test_a_cache_that_no_machine_has_memory_for_is_refused(library, only):
     async with link(library) as connection, AsyncClient(connection) as client:
         with pytest.raises(PlayError, match="no memory for a cache of"):
             await client.play_asset(Found(huge, "ab" * 32), deadline=1.0)
+
+
+STATES = KVSpec(
+    "test/states",
+    "tokenizer",
+    (LayerClass("full", (0,), 1, 2, 2, "float16"), LayerClass("state", (1,), 1, 2, 2, "float16")),
+    4,
+)
+"""With a snapshot at the end of each asset alone."""
+
+
+async def found(root, tokens: list[int]) -> int:
+    """How many tokens of a prompt can be played."""
+    async with link(PublishedAssets(root)) as connection:
+        best = await find_prefix(connection, tokens, STATES)
+        return best.catalog.tokens if isinstance(best, Found) else 0
+
+
+@pytest.mark.parametrize("order", ["shorter first", "longer first"])
+@virtual
+async def test_a_longer_asset_without_a_snapshot_does_not_hide_one_that_can_be_played(tmp_path, order):
+    turns = {"one": list(range(16)), "two": list(range(40))}
+    for name, tokens in sorted(turns.items(), reverse=order == "longer first"):
+        published(tmp_path / name, STATES, tokens)
+    assert await found(tmp_path, [*range(16), 99, 98]) == 16
+    # The longer one shares more, and nothing of it can be played.
+    assert await found(tmp_path, [*range(30), 99]) == 16
+    assert await found(tmp_path, [*range(40), 99]) == 40
+    assert await found(tmp_path, [*range(12), 99]) == 0
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@virtual
+async def test_a_prompt_of_which_no_snapshot_is_cached_says_so(tmp_path, computes):
+    published(tmp_path / "one", STATES, list(range(16)))
+    prompt, engine = [*range(12), 99], Computer(STATES) if computes else None
+    options = PlayOptions(prefill_cost=PrefillCost.from_rate(50.0))
+    async with (
+        link(PublishedAssets(tmp_path)) as connection,
+        AsyncClient(connection, engine=engine, options=options) as client,
+    ):
+        assert await client.find(prompt, model=STATES) is None
+        for model in (STATES, "test/states", "test/states"):  # the second time it is known which models there are
+            played = await client.play(prompt, deadline=2.0, model=model)
+            assert isinstance(played, Played if computes else NothingCached)
+            assert played.limited_by == "state"
+        other = await client.play([98, 99, 98, 99, 98], deadline=2.0, model=STATES)
+        assert other.limited_by is None
+        if computes:
+            assert played.spans == (Span(0, 13), Span(13, 2))
+
+
+@virtual
+async def test_snapshots_and_group_sizes_are_a_publishers_choice(tmp_path):
+    """An engine finds and plays what has groups of another size, and snapshots where it keeps none itself."""
+    often = replace(STATES, group_tokens=8, classes=(STATES.classes[0], replace(STATES.classes[1], interval=8)))
+    published(tmp_path / "often", often, list(range(40)))
+    options = PlayOptions(prefill_cost=PrefillCost.from_rate(1.0))
+    async with (
+        link(PublishedAssets(tmp_path)) as connection,
+        AsyncClient(connection, engine=Computer(STATES), options=options) as client,
+    ):
+        played = await client.play([*range(30), 99], deadline=2.0)
+        assert (played.tokens, played.limited_by) == (24, None)
+        name = played.catalog.namespace
+        again = await client.play_asset(name, deadline=2.0, tokens=list(range(40)))
+        assert again.tokens == 40
+
+
+@virtual
+async def test_a_second_round_trip_never_makes_it_worse(tmp_path):
+    """A long prompt's first lookup names only some of its groups, the second those near the end of what was found."""
+    prompt = list(range(4 * 330))
+    published(tmp_path / "short", STATES, prompt[:80])
+    published(tmp_path / "long", STATES, [*prompt[:-8], *range(8)])
+    assert await found(tmp_path, prompt) == 80
+    published(tmp_path / "longer", STATES, prompt[:84])
+    assert await found(tmp_path, prompt) == 84

@@ -82,14 +82,11 @@ async def test_plays_that_share_downloads_and_plays_from_memory(origin, short, m
 
 
 async def test_over_quic(root, short, tmp_path, monkeypatch):
-    served = Served(root / "short", tmp_path)
     counts = Counts(monkeypatch)
-    try:
+    with Served(root / "short", tmp_path) as served:
         how = PeerOptions(fingerprint=served.fingerprint, quic="aioquic")
         async with AsyncClient(served.url, how, model=SPEC, options=OPTIONS) as client:
             assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
-    finally:
-        served.close()
     counts.check(short.track("FP16"), 1)
 
 

@@ -105,16 +105,13 @@ async def test_a_session_that_forks_is_played_on_both_ways_and_shares_what_they_
         slot.fill(ToyModel().prefill(fork), outcomes.put)
     made.close()
     assert [outcomes.get_nowait().verdict for _ in forks] == ["published"] * 2
-    served = Served(tmp_path / "assets", tmp_path)
-    client = AsyncClient(served.url, PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S), model=SPEC)
-    try:
-        hinted = [await client.hint_asset(await client.find(fork), within_s=LIMIT_S, keep_s=60.0) for fork in forks]
-        assert [one.tokens for one in hinted] == [160, 136]
-        assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
-        played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))
-        for one, fork in zip(played, forks, strict=True):
-            assert torch.allclose(one.kv.float(), ToyModel().prefill(fork), rtol=1e-3, atol=1e-3)
-        assert client.metrics.value("kvabr_client_groups_total", source="network") == 13
-    finally:
-        await client.close()
-        served.close()
+    with Served(tmp_path / "assets", tmp_path) as served:
+        peer = PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S)
+        async with AsyncClient(served.url, peer, model=SPEC) as client:
+            hinted = [await client.hint_asset(await client.find(fork), within_s=LIMIT_S, keep_s=60.0) for fork in forks]
+            assert [one.tokens for one in hinted] == [160, 136]
+            assert len(client.store) == 6 + 4 + 3  # groups: of both, and of each
+            played = await asyncio.gather(*(client.play(fork, deadline=LIMIT_S) for fork in forks))
+            for one, fork in zip(played, forks, strict=True):
+                assert torch.allclose(one.kv.float(), ToyModel().prefill(fork), rtol=1e-3, atol=1e-3)
+            assert client.metrics.value("kvabr_client_groups_total", source="network") == 13

@@ -14,9 +14,7 @@ from kvabr.client.result import save
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import decode_group, encode_group
 from kvabr.codec.quantised import codes_of
-from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
-from kvabr.publish.publisher import Publisher, Slot
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.cost import PrefillCost
@@ -25,6 +23,7 @@ from kvabr.types.kv import KVSpec, LayerClass
 from tests.client.classes import Computer, numbers
 from tests.client.virtual import virtual
 from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.store.publishing import outcome_of, publisher
 
 LATENT = LayerClass("latent", (0, 1, 2), 1, 576, 0, "bfloat16")
 """512 dims of the compressed keys and values, 64 that are rotated; one head."""
@@ -53,13 +52,8 @@ def cache_of(spec):
 
 
 def published(root, spec, **options):
-    publisher = Publisher(root, spec, prior=default_catalog(), **options)
-    slot = publisher.reserve(TOKENS)
-    assert isinstance(slot, Slot)
-    outcomes = []
-    slot.fill(cache_of(spec), outcomes.append)
-    publisher.close()
-    assert [outcome.verdict for outcome in outcomes] == ["published"], outcomes[0].why
+    made = publisher(root, spec, **options)
+    assert outcome_of(made, made.reserve(TOKENS), cache_of(spec)).verdict == "published"
     return PublishedAssets(root)
 
 
@@ -110,7 +104,6 @@ async def test_a_tensor_comes_for_every_class_in_the_engines_own_type(on_every_l
 
 @pytest.mark.parametrize("name", ["mla fp8", "sparse fp8", "gqa fp8"])
 def test_a_quantised_cache_is_published_as_it_is_and_smaller(tmp_path, name):
-    """The bytes of its tracks: its own, and fewer."""
     spec = SPECS[name]
     (asset,) = published(tmp_path, spec).assets
     catalog = asset.catalog
@@ -158,7 +151,6 @@ def test_the_assembler_takes_its_own_codes_or_numbers_and_no_others(tmp_path):
 @pytest.mark.parametrize("out", [False, True])
 @virtual
 async def test_what_the_engine_computes_itself_becomes_its_codes(tmp_path, out):
-    """Nothing of this prompt is published, and the engine gives numbers."""
     tokens = list(range(100, 150))
     into = torch.zeros(GQA_FP8.shape(60), dtype=torch.float8_e5m2) if out else None
     wanted = codes_of(numbers(GQA_FP8, tokens)[0], GQA_FP8)

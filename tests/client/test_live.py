@@ -158,18 +158,6 @@ async def test_an_engine_computes_what_a_dead_producer_did_not_publish(producer)
 
 
 @virtual
-async def test_a_prefix_is_cut_where_the_producer_dies(producer):
-    producer.publish(4)
-    producer.end("killed")
-    async with origin(producer) as link, AsyncClient(link, model=SPEC) as client:
-        found = await client.find(TOKENS, within_s=60)
-        prefix = await client.play_prefix(found, deadline=8, cost=SLOW)
-        assert asyncio.get_running_loop().time() - 1000 < 2
-    assert prefix.tokens == 64
-    assert "then it stopped: killed" in prefix.cut
-
-
-@virtual
 async def test_an_engine_that_would_be_sooner_is_told(producer):
     end = await played(producer, producer.run(1.0), engine=ToyModel(SPEC), **QUICK)
     (told,) = end.of(SoonerAlone)
@@ -284,8 +272,6 @@ async def test_what_the_producer_left_out_is_not_asked_for(producer):
 
 @virtual
 async def test_a_frame_that_is_not_what_the_news_said_is_not_used(producer):
-    """A producer that lies about a digest: the group comes on another track."""
-
     def flipped(frame):
         return bytes(frame[:-1]) + bytes([frame[-1] ^ 1])
 
@@ -334,7 +320,6 @@ async def test_plays_share_what_they_wait_for(producer, asset):
 
 @virtual
 async def test_a_wait_for_the_producer_is_no_slow_link(producer):
-    """Nothing is asked for again, abandoned or counted as silence while the producer is slow."""
     end = await played(producer, producer.run(25.0), deadline=300)
     assert (end.result.met, end.result.record.abandoned) == (True, 0)
     asked = [(event.group, event.track) for event in end.of(RequestSent)]
@@ -343,24 +328,7 @@ async def test_a_wait_for_the_producer_is_no_slow_link(producer):
 
 
 @virtual
-async def test_what_follows_a_base_is_waited_for_and_used(producer):
-    last = {(name, GROUPS - 1) for name in LAYERS}
-
-    def add():
-        producer.add(GROUPS - 1, LAYERS)
-        producer.end()
-
-    steps = producer.run(0.2, GROUPS - 1), 0.2, lambda: producer.publish(left_out=LAYERS, rest_s=0.1), 0.09, add
-    end = await played(producer, *steps, time_price=1e-7)
-    asked_s = [event.t for event in end.of(RequestSent) if (event.track, event.group) in last]
-    assert min(asked_s) >= 0.2 * GROUPS + 0.09 - 0.05
-    assert end.result.coverage[-1] in LAYERS
-    assert end.result.met
-
-
-@virtual
 async def test_news_that_came_before_the_play_are_caught_up(producer):
-    """Many at a time, in which groups are announced and added to in turn."""
     producer.publish(5, left_out=LAYERS, rest_s=0.5)
     for chunk in range(4):
         producer.add(chunk, ("FP16",), 0.5)

@@ -103,7 +103,6 @@ async def test_a_cache_of_another_shape_is_foreign(tmp_path):
 
 @virtual
 async def test_a_catalog_may_be_as_large_as_the_prompt_allows(origin, short):
-    """No more than that is read, whatever the peer goes on to send."""
     async with origin(faults=lambda _: Fault(endless=True)) as link:
         with pytest.raises(RequestError, match=f"longer than the {catalog_limit(5)} bytes"):
             await find_prefix(link, toymodel.prompt(70).tokens, toymodel.SPEC)

@@ -50,27 +50,6 @@ class Peer:
 
 
 @virtual
-async def test_a_lost_connection_is_dialled_again_and_the_play_goes_on_from_what_it_has(origin, short):
-    rate = short.track("Int4").total_bytes / 1.0
-    peer = Peer(origin, rate=rate)
-    async with await peer.connection() as link:
-        loop = asyncio.get_running_loop()
-        loop.call_later(0.9, lambda: peer.made[0].lose("the origin was killed"))
-        lines = []
-        played = await play(link, TOKENS, deadline=2.5, spec=SPEC, log=lines.append, policy="fixed:Int4")
-        assert link.dials == 1
-        assert link.stats().bytes_received > 0
-    assert played.met
-    assert close(played.kv)
-    assert any("connection lost: the origin was killed" in getattr(line, "reason", "") for line in lines)
-    # What was in place when the connection went was not fetched again.
-    counts = [sum(line.name == "request" and line.group == group for line in lines) for group in range(5)]
-    assert counts[0] == 1
-    assert sum(counts) < 10
-    assert all(made.closed and not made.downloads for made in peer.made)
-
-
-@virtual
 async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(origin):
     peer = Peer(origin, rate=1e4)
     async with await peer.connection() as link:
@@ -85,7 +64,6 @@ async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(ori
 
 @virtual
 async def test_with_a_dead_origin_a_play_ends_that_has_all_it_needs(origin, short):
-    """Better tracks were on their way, and the deadline is far: nobody waits for them any more."""
     peer = Peer(origin, rate=short.track("Int4").total_bytes)
     async with await peer.connection() as link:
         loop, lines = asyncio.get_running_loop(), []
@@ -291,7 +269,6 @@ async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(ori
 
 @virtual
 async def test_nobody_dials_for_a_request_that_comes_as_the_connection_is_closed(origin, short):
-    """A dial fails when nothing waits for it any more; at that very moment there is another request, and the end."""
     loop, dialled, closing = asyncio.get_running_loop(), [], []
 
     async def dial():

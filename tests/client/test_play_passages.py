@@ -81,7 +81,6 @@ async def test_passages_are_placed_and_the_rest_is_computed_in_order(library_ori
 
 @virtual
 async def test_the_end_of_the_last_passage_is_left_to_the_questions_call(library_origin):
-    """Nothing of it is fetched, and what joining it costs is saved with it."""
     engine, how = ToyModel(), {"prefill_cost": COST, "policy": "fixed:FP16"}
     async with library_origin() as link:
         whole = await play(link, parts=PARTS, deadline=2.0, engine=engine, tail=0, **how)
@@ -106,8 +105,6 @@ async def test_the_end_of_the_last_passage_is_left_to_the_questions_call(library
 
 @virtual
 async def test_what_does_not_come_is_computed_behind_what_is_in_place(library_origin):
-    """A link that carries nothing after the catalogs, and one on which a passage is damaged."""
-
     def dead(ask):
         return None if ask.track == "kvabr.catalog" else Fault(stall_after=0)
 

@@ -78,26 +78,6 @@ async def test_what_cannot_be_fetched_is_computed(stored, fault):
     assert engine.prefilled == 70
 
 
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        (Fault(status=503), "overloaded"),
-        (Fault(status=404), "no such object"),
-        (Fault(status=403), "credentials"),
-        (Fault(replace=b"x" * 100_000), "SHA-256|not a kvabr group"),
-    ],
-    ids=["503", "gone", "denied", "replaced"],
-)
-async def test_without_an_engine_the_error_says_what_is_wrong(stored, fault, why):
-    url, keys = stored
-    lines = []
-    async with WebServer(url, [on_data(keys, fault)]) as server:
-        with pytest.raises(IncompleteError) as caught:
-            await play(server.url, deadline=1.5, log=lines.append)
-    reasons = " ".join(str(getattr(line, "reason", "")) for line in lines) + str(caught.value)
-    assert any(word in reasons for word in why.split("|")), reasons
-
-
 async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadline(stored):
     url, keys = stored
     async with WebServer(url, [on_data(keys, Fault(silent=True))]) as server, AsyncClient(server.url) as client:
@@ -118,14 +98,6 @@ async def test_what_was_removed_is_computed_and_then_not_found(stored):
         # The pages are still there; they are not believed any more.
         assert await client.find(TOKENS, model=SPEC) is None
         assert close((await client.play(TOKENS, deadline=LIMIT_S, model=SPEC)).kv)
-
-
-async def test_a_catalog_whose_frames_are_gone_fails_with_a_reason(stored, short):
-    url, keys = stored
-    await open_objects(url).delete(keys)
-    async with AsyncClient(url) as client:
-        with pytest.raises(PlayError, match="no such object"):
-            await client.play_asset(short.namespace, deadline=2.0)
 
 
 @pytest.mark.parametrize("fault", [Fault(silent=True), Fault(stop_after=1000)], ids=["silent", "stops"])
@@ -293,28 +265,7 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         assert await limits() == {"publisher"}
 
 
-async def test_after_a_cancelled_get_a_connection_is_open_for_the_next(stored, short, monkeypatch):
-    monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
-    url, keys = stored
-    size = short.by_name["FP16"].bytes
-    async with (
-        WebServer(url, [on_data(keys, Fault(silent=True), times=1)]) as server,
-        dialling(server.url) as connection,
-    ):
-        await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        download = connection.fetch(short.namespace, "FP16", 0, limit=size[0], exact=True)
-        reading = asyncio.create_task(download.read())
-        await server.silent.wait()
-        download.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await connection._warming
-        before = connection._direct.dialled
-        assert len(await read_all(connection.fetch(short.namespace, "FP16", 1, limit=size[1], exact=True))) == size[1]
-        assert connection._direct.dialled == before
-
-
 async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(stored, short, monkeypatch):
-    """Again and again: each time all lanes carry what is not urgent, all of it is cancelled, and the link is full."""
     monkeypatch.setattr(lanes, "KEEP_BYTES", 0)
     monkeypatch.setattr(lanes, "LEAST_BYTES", 1)
     url, keys = stored

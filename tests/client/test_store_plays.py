@@ -177,12 +177,6 @@ def test_wrong_urls_and_options_are_refused_before_anything_is_asked(url, option
     assert "secret" not in str(caught.value)
 
 
-async def test_a_folder_of_objects_is_played(tmp_path, root):
-    url = f"file://{tmp_path}/objects"
-    put_asset(url, open_asset(root / "short"))
-    assert (await played(url, SHORT)).tokens == 70
-
-
 async def test_groups_of_a_plain_web_server_are_received_in_place(store, monkeypatch):
     copied, append = [], ReceiveBuffer.append
 

@@ -1,24 +1,30 @@
-"""Plays through real servers: SeaweedFS over S3, and nginx as a cache in front of objects."""
+"""Stores behind real servers: SeaweedFS, nginx as a cache, and gateways that answer with what nobody published."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import logging
 import urllib.request
-from pathlib import Path
 
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
-from kvabr.client.origins import dialling
+from kvabr.link.objects import index as store_index
 from kvabr.store.cloud import CloudStore
 from kvabr.store.locations import open_asset
-from kvabr.types.errors import StoreError, TransportError, UnauthorizedError
+from kvabr.store.store import listing
+from kvabr.types.errors import PlayError, Reason, RequestError, StoreError, UnauthorizedError
 from tests.client.served import LIMIT_S
 from tests.client.stored import Fault, WebServer, memory_url, put_asset
 from tests.client.test_play import close
 from tests.nginx import NGINX, Nginx
+from tests.store.flaky import FlakyStore
 from tests.toymodel import SPEC, prompt
+
+pytestmark = pytest.mark.process
 
 LONG, SHORT = prompt(160).tokens, prompt(70).tokens
 SLOW_S = 8.0
@@ -62,28 +68,6 @@ async def test_wrong_credentials_are_an_error_that_says_where_they_come_from(sto
     assert "xyzzy" not in str(caught.value)
 
 
-async def test_a_bucket_that_does_not_exist_is_an_error(seaweed):
-    async with AsyncClient(seaweed.url(bucket="no-such-bucket")) as client:
-        with pytest.raises(TransportError) as caught:
-            await client.connect()
-    assert isinstance(caught.value, StoreError | UnauthorizedError)
-
-
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-async def test_no_descriptor_is_left_open(store):
-    async with AsyncClient(store) as client:
-        await client.play(LONG, deadline=LIMIT_S, model=SPEC)
-        before = descriptors()
-        for _ in range(5):
-            await client.play(LONG, deadline=LIMIT_S, model=SPEC)
-        async with dialling(store) as connection:
-            assert await connection.answers(LIMIT_S)
-        assert descriptors() <= before + 16  # connections that are kept for the next request
-
-
 @contextlib.asynccontextmanager
 async def cached(asset, folder, *faults, slice_size="1m"):
     """URL of nginx, as documented, before a store with an asset; that store; and the objects with its frames."""
@@ -99,7 +83,6 @@ async def cached(asset, folder, *faults, slice_size="1m"):
             nginx.stop()
 
 
-@pytest.mark.process
 async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, root):
     async with cached(open_asset(root / "long"), tmp_path, slice_size="16k") as (url, store, _):
         asked = []
@@ -120,7 +103,6 @@ async def test_a_cache_of_slices_in_front_serves_the_same_play_twice(tmp_path, r
         assert len(set(asked[0])) == len(asked[0]) > 1
 
 
-@pytest.mark.process
 async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
     """nginx lets those who wait for an answer ask themselves after a while: that would bury a store which is slow."""
 
@@ -138,8 +120,55 @@ async def test_a_store_that_is_slow_is_still_asked_once(tmp_path, root):
         assert [key for key, *_ in store.asked] == [name]
 
 
-async def test_a_cache_that_is_read_is_not_written(tmp_path):
-    del tmp_path
-    bucket = CloudStore("http://127.0.0.1:1")
-    with pytest.raises(Exception, match="can only be read"):
-        await bucket.put_new("g/x", b"")
+MODELS = b'{"models": [{"model": "test/model"}]}'
+BODIES = {"page": b"<html>Please log in</html>", "gzip": gzip.compress(MODELS), "cut": MODELS[:20], "text": b"not now"}
+
+
+@pytest.fixture
+def gateway(request):
+    """An HTTP server that answers every request with one body, whatever range is asked for."""
+
+    def one_body(asked):
+        asked.answer(200, request.param)
+        return True
+
+    with contextlib.closing(FlakyStore(one_body)) as made:
+        made.bucket_url = f"{made.url}&anonymous=true"
+        yield made
+
+
+@pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
+async def test_strange_answers_are_told_once_and_asked_for_once(gateway, caplog, monkeypatch):
+    monkeypatch.setattr(store_index, "_AGAIN_S", 60.0)  # on a slow machine it is asked for again before the answer
+    async with AsyncClient(gateway.web_url) as client:
+        for most in (2, 1, 1):
+            gateway.requests.clear()
+            with caplog.at_level(logging.WARNING, "kvabr.store"), pytest.raises(PlayError) as failed:
+                await client.play(list(range(300)), deadline=60.0)
+            assert gateway.web_url in str(failed.value)
+            assert 1 <= len(gateway.requests) <= most
+        assert client.metrics.value("kvabr_client_wrong_answers_total") >= 1
+    (record,) = [each for each in caplog.records if each.name == "kvabr.store"]
+    assert gateway.web_url in record.getMessage()
+
+
+@pytest.mark.parametrize("gateway", BODIES.values(), ids=BODIES, indirect=True)
+def test_a_web_server_is_no_empty_store(gateway):
+    bucket = CloudStore(gateway.bucket_url)
+    for ask in (listing(bucket, "a/"), bucket.check_writable()):
+        with pytest.raises((StoreError, RequestError)) as failed:
+            bucket.blocked(ask)
+        assert "correct the URL or the endpoint" in str(failed.value)
+    with pytest.raises(RequestError) as failed:
+        bucket.blocked(bucket.put_new("a/x", b""))
+    assert failed.value.reason == Reason.WRONG
+
+
+@pytest.mark.parametrize("gateway", [BODIES["page"]], indirect=True)
+def test_commands_say_that_a_web_server_is_no_store(gateway, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in (("store", "ls"), ("store", "du"), ("store", "verify"), ("inspect",)):
+        assert main([*words, gateway.bucket_url]) == 1
+        said = capsys.readouterr()
+        assert "it is a page" in said.err
+        assert "no assets" not in said.out

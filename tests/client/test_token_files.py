@@ -22,9 +22,8 @@ TOKENS = prompt(70).tokens
 
 @pytest.fixture(scope="module")
 def served(root, tmp_path_factory):
-    made = Served(root / "short", tmp_path_factory.mktemp("served"), token=TOKEN)
-    yield made
-    made.close()
+    with Served(root / "short", tmp_path_factory.mktemp("served"), token=TOKEN) as made:
+        yield made
 
 
 @pytest.fixture

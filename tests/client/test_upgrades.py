@@ -148,8 +148,6 @@ def _up_to(top):
 
 
 class _UpTo(Policy):
-    top = "AC-L0"
-
     def decide(self, view):
         if (group := view.first_missing()) is not None:
             return Decision.fetch(group, "AC-L0", "the base")
@@ -160,20 +158,7 @@ class _UpTo(Policy):
         return Decision.wait("all there")
 
 
-class UpTo0(_UpTo):
-    pass
-
-
-class UpTo1(_UpTo):
-    top = "AC-L1"
-
-
-class UpTo2(_UpTo):
-    top = "AC-L2"
-
-
-class UpTo3(_UpTo):
-    top = "AC-L3"
+UpTo0, UpTo1, UpTo2, UpTo3 = (type(f"UpTo{top[-1]}", (_UpTo,), {"top": top}) for top in LAYERS)
 
 
 @virtual

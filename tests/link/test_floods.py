@@ -9,26 +9,20 @@ import threading
 import time
 
 import pytest
-import structlog
 
 from kvabr.link.moqt.connect import dial
 from kvabr.link.moqt.options import DialOptions
 from kvabr.link.tcp.channel import EmptyRecordsError, TlsChannel
 from kvabr.link.tcp.tls import server_context
 from kvabr.moqt.wire import DRAFTS
-from kvabr.server.certificates import check
-from kvabr.server.limits import ServerLimits
-from kvabr.server.metrics import Metrics
-from kvabr.server.published_assets import PublishedAssets
-from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import TransportError
 from kvabr.types.peer import PeerOptions
 from tests.floods import FLOODS, Flooder, RawTls, client_context, pour
+from tests.server.relays import dialled, origin
 
 pytestmark = pytest.mark.process
 
-LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 LIMIT_S = 300.0
 PLAYS = 20
 
@@ -103,15 +97,11 @@ def test_a_call_takes_a_bounded_number_of_records(ends):
 
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_server_ends_a_flood_and_serves_the_others(asset, tls, kind):
-    arguments = (PublishedAssets(asset.store.folder, None, LOG), "127.0.0.1", 0, tls, ServerLimits(), LOG, Metrics())
-    async with asyncio.timeout(LIMIT_S), Server(*arguments) as server:
+    async with origin(asset.store.folder, tls) as server:
         flooder = Flooder(server.address, kind)
-        trusted = DialOptions(
-            "localhost", server.address[1], how=PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S)
-        )
         try:
             for _ in range(PLAYS):
-                async with await dial(trusted, "tcp") as connection:
+                async with await dialled(server, "tcp") as connection:
                     got = await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
                     assert got == asset.frame(0, "FP16")
             while not flooder.connections:  # noqa: ASYNC110  # a thread counts them
@@ -122,7 +112,6 @@ async def test_a_server_ends_a_flood_and_serves_the_others(asset, tls, kind):
 
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_client_ends_a_flood(tls, kind):
-    """A lying server: the connection ends long before the flood does."""
     context = server_context(tls.certfile, tls.keyfile, [draft.alpn for draft in DRAFTS])
 
     def lie(listener):

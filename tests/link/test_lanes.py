@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 
 from kvabr.link.moqt.connect import connect
-from kvabr.server.certificates import check
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
@@ -17,8 +16,8 @@ from kvabr.types.errors import UsageError
 from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
-from tests.link.test_tcp import served
 from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.server.relays import origin, url_of
 
 MOST = 4
 
@@ -48,7 +47,6 @@ async def all_of(connection, catalog, times=1):
 
 @virtual
 async def test_lanes_are_added_while_each_brings_more(large):
-    """A connection carries 100 MB/s, whatever the path does."""
     catalog, find = large
     links = [MemoryLink(1e8, 0.001) for _ in range(MOST)]
     left = iter(links[1:])
@@ -83,11 +81,9 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
 
 @pytest.mark.process
 async def test_lanes_of_a_client(asset, tls):
-    async with served(asset, tls) as server:
-        url = f"moqt://localhost:{server.address[1]}/"
-        async with connect(
-            url, PeerOptions(transport="tcp", lanes=3, fingerprint=check(tls).fingerprint)
-        ) as connection:
+    async with origin(asset.store.folder, tls) as server:
+        how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint)
+        async with connect(url_of(server), how) as connection:
             assert isinstance(connection, LanesConnection)
             connection._most, connection._before = 2, 0.0
             await connection._open()

@@ -12,16 +12,13 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import structlog
 
-from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect, dial
-from kvabr.link.moqt.options import DialOptions
+from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect
 from kvabr.link.tcp import transport
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.wire import DRAFTS
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, close_frame, frame
-from kvabr.server.certificates import check
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
@@ -33,10 +30,10 @@ from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
 from kvabr.types.peer import PeerOptions
 from tests.qmux.ends import begun, record, stream
+from tests.server.relays import LOG, dialled, origin, url_of
 
 pytestmark = pytest.mark.process
 
-LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 LIMIT_S = 300.0
 PARAMETERS = TransportParameters(
     max_data=1 << 20, max_stream_data_bidi_local=1 << 18, max_stream_data_bidi_remote=1 << 18,
@@ -44,21 +41,9 @@ PARAMETERS = TransportParameters(
 )  # fmt: skip
 
 
-@contextlib.asynccontextmanager
-async def served(asset, tls, tcp="tls", *, host="127.0.0.1", grants=None, **limits):
-    arguments = (PublishedAssets(asset.store.folder, grants, LOG), host, 0, tls, ServerLimits(**limits), LOG, Metrics())
-    async with asyncio.timeout(LIMIT_S), Server(*arguments, tcp=tcp) as server:
-        yield server
-
-
-def options(server, tls, **more):
-    trusted = {"fingerprint": check(tls).fingerprint, "timeout_s": LIMIT_S}
-    return DialOptions("localhost", server.address[1], how=PeerOptions(**trusted | more))
-
-
-async def fetched(asset, server, tls, over="tcp"):
+async def fetched(asset, server, over="tcp"):
     """A group, by somebody else, while something else goes on."""
-    async with await dial(options(server, tls), over) as connection:
+    async with await dialled(server, over) as connection:
         return await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
 
 
@@ -88,7 +73,7 @@ async def nobody(server):
 
 @pytest.mark.parametrize("begin", [b"", b"\x16\x03\x01\x02\x00"], ids=["nothing", "half a handshake"])
 async def test_a_peer_that_says_too_little_is_closed(asset, tls, begin):
-    async with served(asset, tls, handshake_s=0.2) as server:
+    async with origin(asset.store.folder, tls, handshake_s=0.2) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         writer.write(begin)
         with contextlib.suppress(ConnectionError):
@@ -103,18 +88,18 @@ async def test_a_peer_that_says_too_little_is_closed(asset, tls, begin):
     ids=["of one address", "of many addresses", "for others over QUIC"],
 )
 async def test_silent_peers_leave_room_for_others(asset, tls, most, count, each, over):
-    async with served(asset, tls, connections=most) as server, contextlib.AsyncExitStack() as stack:
+    async with origin(asset.store.folder, tls, connections=most) as server, contextlib.AsyncExitStack() as stack:
         for number in range(count):
             silent = stack.enter_context(socket.socket())
             silent.bind((f"127.0.1.{number // each + 1}", 0))
             silent.connect(server.address)
             await asyncio.sleep(0)
-        assert await fetched(asset, server, tls, over) == asset.frame(0, "FP16")
+        assert await fetched(asset, server, over) == asset.frame(0, "FP16")
         assert each < count or len(server.peers) <= 3 * most // 4 + 1
 
 
 async def test_a_peer_that_resets_streams_without_end_is_closed(asset, tls):
-    async with served(asset, tls, requests_per_s=50) as server:
+    async with origin(asset.store.folder, tls, requests_per_s=50) as server:
         reader, writer = await opened(server, tls)
         writer.write(begun(PARAMETERS))
         for number in range(1, 251):  # of one kind that only the peer writes to
@@ -139,7 +124,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("what", NONSENSE)
 async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
-    async with served(asset, tls) as server:
+    async with origin(asset.store.folder, tls) as server:
         reader, writer = await opened(server, tls)
         writer.write(NONSENSE[what])
         closed, _ = await said(reader)
@@ -148,7 +133,7 @@ async def test_nonsense_ends_its_connection_with_a_reason(asset, tls, what):
         assert closed.reason
         writer.close()
         await nobody(server)
-        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        assert await fetched(asset, server) == asset.frame(0, "FP16")
 
 
 async def test_a_tcp_port_in_use_is_named(asset, tls):
@@ -162,9 +147,9 @@ async def test_a_tcp_port_in_use_is_named(asset, tls):
 
 
 async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
-    async with served(asset, tls) as server:
+    async with origin(asset.store.folder, tls) as server:
         before = asyncio.all_tasks()
-        async with await dial(options(server, tls), "tcp") as connection:
+        async with await dialled(server, "tcp") as connection:
             data = await read_all(connection.fetch(MODELS_NAMESPACE, changes_track(0), 0, limit=1 << 20))
             connection.transport._busy = True  # so that both leave together
             connection.fetch(MODELS_NAMESPACE, changes_track(Changes.loads(data).position), 0, limit=1 << 20)
@@ -179,10 +164,10 @@ async def test_a_request_and_a_close_at_once_leave_nothing(asset, tls):
 
 async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
     """What waits for it is bounded, and ends with its idle time."""
-    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+    async with origin(asset.store.folder, tls) as server, await dialled(server, "tcp") as connection:
         connection.transport._loop.remove_reader(connection.transport._sock.fileno())
         downloads = [connection.fetch(asset.catalog.namespace, "FP16", n % 10, limit=1 << 20) for n in range(60)]
-        assert await fetched(asset, server, tls) == asset.frame(0, "FP16")
+        assert await fetched(asset, server) == asset.frame(0, "FP16")
         for peer in server.peers:
             assert peer._unsent() <= 3 << 20
         for download in downloads:
@@ -190,9 +175,8 @@ async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
 
 
 async def test_a_connection_that_is_over_keeps_no_socket(asset, tls):
-    """Its peer breaks the protocol, reads nothing of what waits for it, and goes on sending."""
-    async with served(asset, tls) as server:
-        connection = await dial(options(server, tls), "tcp")
+    async with origin(asset.store.folder, tls) as server:
+        connection = await dialled(server, "tcp")
         channel = connection.transport._channel
         connection.transport._loop.remove_reader(channel.sock.fileno())
         (peer,) = server.peers
@@ -239,7 +223,7 @@ async def test_what_comes_fast_is_decrypted_in_a_thread(asset, tls, beside):
             await asyncio.sleep(0.005)
         return download
 
-    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+    async with origin(asset.store.folder, tls) as server, await dialled(server, "tcp") as connection:
         for _ in range(2):
             downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]
             for number, download in enumerate(downloads):
@@ -273,37 +257,36 @@ def test_a_forked_process_has_threads_of_its_own():
 
 
 async def test_an_idle_connection_ends(asset, tls):
-    async with served(asset, tls, idle_s=0.3) as server, await dial(options(server, tls), "tcp") as connection:
+    async with origin(asset.store.folder, tls, idle_s=0.3) as server, await dialled(server, "tcp") as connection:
         await nobody(server)
         while not connection.closed:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
-async def joined(server, tls, **how):
-    url = f"moqt://localhost:{server.address[1]}/"
-    async with connect(url, PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **how)) as connection:
+async def joined(server):
+    async with connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, timeout_s=LIMIT_S)) as connection:
         yield connection
 
 
 async def test_tcp_comes_first(asset, tls, monkeypatch):
     monkeypatch.setattr("kvabr.link.moqt.connect.HEAD_START_S", LIMIT_S)  # a busy machine may take longer
     monkeypatch.setattr("kvabr.link.moqt.connect._TCP_HEAD_START_S", LIMIT_S)
-    async with served(asset, tls) as server, joined(server, tls) as connection:
+    async with origin(asset.store.folder, tls) as server, joined(server) as connection:
         assert (connection.backend, connection.peer) == ("tcp", f"localhost:{server.address[1]} tcp")
         assert await read_all(connection.fetch(asset.catalog.namespace, "FP16", 0, limit=1 << 20))
 
 
 async def test_a_server_without_tcp_is_reached_over_quic(asset, tls):
-    async with served(asset, tls, tcp="off") as server, joined(server, tls) as connection:
+    async with origin(asset.store.folder, tls, tcp="off") as server, joined(server) as connection:
         assert connection.backend in ("qh3", "aioquic")
 
 
 async def test_a_peer_that_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, monkeypatch):
     """Another service may have the TCP port."""
-    async with served(asset, tls, tcp="off") as server:
+    async with origin(asset.store.folder, tls, tcp="off") as server:
         with socket.create_server(server.address), contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(60), joined(server, tls) as connection:
+            async with asyncio.timeout(60), joined(server) as connection:
                 assert connection.backend in ("qh3", "aioquic")
                 return
         raise AssertionError("it waits for TCP")
@@ -326,19 +309,19 @@ async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, mo
 
     monkeypatch.setattr(Connecting, "_dial_over", slow)
     monkeypatch.setattr("kvabr.link.moqt.connect._TCP_HEAD_START_S", 0.005)
-    async with served(asset, tls) as server:
-        async with joined(server, tls) as connection:
+    async with origin(asset.store.folder, tls) as server:
+        async with joined(server) as connection:
             assert connection.backend in ("qh3", "aioquic")
         answers = False
         with pytest.raises(TransportError, match="this is a web server"):
-            async with joined(server, tls):
+            async with joined(server):
                 pass
 
 
 async def test_where_udp_is_blocked_there_is_tcp(asset, tls):
-    async with served(asset, tls) as server:
+    async with origin(asset.store.folder, tls) as server:
         server._transport.close()
-        async with joined(server, tls) as connection:
+        async with joined(server) as connection:
             assert connection.backend == "tcp"
 
 
@@ -362,7 +345,7 @@ async def test_where_no_thread_can_be_had_the_loop_decrypts(asset, tls, beside, 
             one.submit(*work)
             raise RuntimeError("can't start new thread")
 
-    async with served(asset, tls) as server, await dial(options(server, tls), "tcp") as connection:
+    async with origin(asset.store.folder, tls) as server, await dialled(server, "tcp") as connection:
         for pool in (none, Exhausted()):
             monkeypatch.setattr(transport, "_readers", lambda pool=pool: pool)
             downloads = [connection.fetch(asset.catalog.namespace, "FP16", n, limit=1 << 20) for n in range(10)]

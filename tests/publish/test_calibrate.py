@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
+from kvabr.publish import collect
 from kvabr.publish.calibrate import STAGES, calibrate, cut_contexts
 from kvabr.publish.model import opened
-from kvabr.publish.texts import cut_prompt
-from kvabr.types.errors import ModelError, UsageError
+from kvabr.publish.texts import calibration_texts, cut_prompt, measuring_texts
+from kvabr.types.errors import AssetError, ModelError, UsageError
 from tests import tinymodels
 
 
@@ -82,3 +88,56 @@ def test_a_profile_of_a_real_model(loaded):
     assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
     with pytest.raises(UsageError, match="16 to 8192 tokens"):
         calibrate(loaded, {"a": "x"}, tokens=8193)
+
+
+TEXT = {"a": "what it says " * 60}
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_disk_that_fills_is_named_and_leaves_no_profile(tmp_path, monkeypatch, capsys, by_layer):
+    model = tinymodels.save(tmp_path / "model")
+    text, out = tmp_path / "text.txt", tmp_path / "profile.safetensors"
+    text.write_text(TEXT["a"])
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))  # noqa: SIM115
+    load = "layers" if by_layer else "whole"
+    call = ["calibrate", "--model", str(model), "--text", str(text), "--context-tokens", "100", "--load", load]
+    assert main([*call, "--out", str(out)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_disk_that_is_too_small_is_refused_before_the_work(tmp_path, monkeypatch, by_layer):
+    loaded = load_model(str(tinymodels.save(tmp_path)), by_layer=by_layer)
+    wanted = collect.room_needed(loaded.engine, [100] * 3)
+    monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted - 1))
+    with pytest.raises(AssetError, match="set TMPDIR to a folder with more room"):
+        calibrate(loaded, TEXT, contexts=3, tokens=100)
+    monkeypatch.setattr(collect.shutil, "disk_usage", lambda _: SimpleNamespace(free=wanted))
+    calibrate(loaded, TEXT, contexts=3, tokens=100)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_caches_that_are_no_numbers_are_refused_with_the_layer(tmp_path, monkeypatch, by_layer):
+    loaded = load_model(str(tinymodels.save(tmp_path)), by_layer=by_layer)
+    attention = loaded.engine.model.base_model.layers[1].self_attn
+    projected = attention.v_proj.forward
+    monkeypatch.setattr(attention.v_proj, "forward", lambda hidden: projected(hidden).fill_(float("nan")))
+    with pytest.raises(ModelError, match="layer 1 is NaN"):
+        calibrate(loaded, TEXT, contexts=2, tokens=100)
+
+
+def test_there_is_enough_of_both():
+    assert sum(map(len, calibration_texts().values())) > 200_000
+    assert all(len(text) > 8_000 for text in measuring_texts().values())
+    assert {"manual", "source"} <= measuring_texts().keys()
+
+
+def test_no_text_is_in_both():
+    def paragraphs(texts):
+        plain = [" ".join(part.split()) for text in texts.values() for part in text.split("\n\n")]
+        return {part for part in plain if len(part) > 160}
+
+    assert len(paragraphs(measuring_texts())) > 300
+    assert not paragraphs(calibration_texts()) & paragraphs(measuring_texts())

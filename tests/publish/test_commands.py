@@ -7,9 +7,13 @@ import json
 import pytest
 
 from kvabr.cli.main import main
+from kvabr.engines.transformers import publish
+from kvabr.engines.transformers.engine import TransformersEngine
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.texts import measuring_texts
+from kvabr.store.files import NameClaim
 from kvabr.store.locations import open_asset
+from kvabr.types.cost import PrefillCost
 from kvabr.types.naming import LAYERS, chain
 from tests import tinymodels
 from tests.assets import frame_file
@@ -73,21 +77,19 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
     (tmp_path / "long.salt").write_bytes(b"x" * 4097)
     base = ("encode", "--text", text, "--model", tmp_path / "no-model")
     salted = (*base, "--tokens", 9, "--out", tmp_path / "o", "--salt-file")
-    calibrate = ("calibrate", "--model", "nowhere", "--out", tmp_path / "o")
+    calibrate, prefill = ("calibrate", "--model", "nowhere", "--out", tmp_path / "o"), ("prefill", *base[1:], "--out")
     cases = [
-        ((*salted, tmp_path / "no.salt"), 2, "no.salt: cannot be read"),
         ((*salted, tmp_path / "short.salt"), 2, "16 to 4096 random bytes"),
         ((*salted, tmp_path / "long.salt"), 2, "16 to 4096 random bytes"),
-        ((*base, "--tokens", 0, "--out", tmp_path / "o"), 2, "--tokens must be at least 1"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--prior", toy), 2, "--quick"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--passage"), 2, "--quick"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--quick", "--prior", tmp_path / "no"), 2, "no such asset"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--tracks", "Int2"), 1, "no codec for track 'Int2'"),
-        (("encode", "--text", tmp_path / "no", "--tokens", 9, "--out", tmp_path / "o"), 2, "cannot be read"),
         ((*base, "--tokens", 9, "--out", text / "o"), 1, f"{text} cannot be written"),
         ((*base, "--tokens", 9, "--out", "/proc/sys/o"), 1, "/proc/sys cannot be written"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--json", "/no/such/o.json"), 2, "there is no folder"),
-        (("prefill", *base[1:], "--out", text / "o"), 1, f"{text} cannot be written"),
+        ((*prefill, text / "o"), 1, f"{text} cannot be written"),
+        ((*prefill, tmp_path / "o", "--edge", "Int4"), 2, "add --live"),
+        ((*prefill, tmp_path / "o", "--live", "--edge", "AC-L1"), 2, "refines AC-L0"),
+        ((*prefill, tmp_path / "o"), 1, "no such model"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--alone"), 2, "add --passage"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--fusion", "f.json"), 2, "add --passage"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--contexts", 0), 2, "1 to 65536"),
@@ -158,7 +160,6 @@ def test_a_salt_changes_every_digest_and_nothing_else(tmp_path):
 
 @pytest.mark.model
 def test_the_real_asset(asset, capsys):
-    """What `encode` made with SmolLM2: every level's size is the draft's, and its loss what a user may expect."""
     catalog = asset.catalog
     assert (catalog.groups, catalog.group_tokens(2), catalog.spec.model) == (3, 44, "SmolLM2-135M-Instruct-Q4_1")
     value = json.loads((asset.store.folder.parent / "encode.json").read_text())
@@ -261,3 +262,66 @@ def test_fusion_losses_of_a_model_are_measured_once(tmp_path, capsys):
     assert kvabr(*words, "--model", other, "--out", tmp_path / "p") == 1
     assert "measure them with `kvabr calibrate --blend`" in capsys.readouterr().err
     assert not (tmp_path / "p").exists()
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text").write_text(measuring_texts()["manual"][:3000])
+    return tmp_path / "text"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("live", [False, True])
+def test_a_prompt_is_published_and_known_the_second_time(live, text, tmp_path, capsys):
+    model = tinymodels.save(tmp_path / "tiny")
+    out, report = tmp_path / "assets", tmp_path / "report.json"
+    words = ["prefill", "--text", text, "--tokens", 300, "--model", model, "--out", out, "--json", report]
+    words += ["--live", "--edge", "Int4"] if live else []
+    assert kvabr(*words) == 0
+    said = capsys.readouterr().out
+    asset = open_asset(out)
+    catalog, path = asset.catalog, out / asset.prompt_digest
+    assert (f"can be played from now on: {catalog.spec.model}/{path.name}" in said) == live
+    assert f"asset: {path} (300 tokens" in said
+    assert [track.name for track in catalog.tracks] == ["FP16", "Int8", "Int4"]
+    asset.check_parts()
+    value = json.loads(report.read_text())
+    assert (value["schema"], value["command"]) == ("kvabr.result/1", "prefill")
+    assert (value["asset"], value["tokens"], value["verdict"]) == (str(path), 300, "published")
+    assert value["bytes"] == sum(track.total_bytes for track in catalog.tracks)
+    capsys.readouterr()
+    assert kvabr(*words) == 0
+    assert f"published already: {path}" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_what_another_process_publishes_is_not_computed(text, tmp_path, capsys, monkeypatch):
+    words = ["prefill", "--text", text, "--tokens", 300, "--model", tinymodels.save(tmp_path / "tiny"), "--live"]
+    assert kvabr(*words, "--out", tmp_path / "one") == 0
+    (tmp_path / "two").mkdir()
+    name = open_asset(tmp_path / "one").prompt_digest
+    claim = NameClaim(tmp_path / "two" / name)
+    assert claim.take()
+    monkeypatch.setattr(TransformersEngine, "extend", None)  # nothing is computed
+    monkeypatch.setattr(publish, "_pace", lambda *_: PrefillCost.from_rate(1000.0))
+    capsys.readouterr()
+    assert kvabr(*words, "--out", tmp_path / "two") == 0
+    assert f"another process is publishing this cache: {tmp_path / 'two' / name}" in capsys.readouterr().out
+    claim.release()
+
+
+@pytest.mark.model
+def test_texts_and_options_that_do_not_fit_the_model(text, tmp_path, capsys):
+    model, out = tinymodels.save(tmp_path / "tiny"), tmp_path / "assets"
+    base = ("prefill", "--text", text, "--model", model, "--out", out)
+    assert kvabr(*base) == 2
+    assert "tokens do not fit tiny" in capsys.readouterr().err
+    assert kvabr(*base, "--tokens", 4000) == 2
+    assert "give a longer text, or --tokens" in capsys.readouterr().err
+    assert kvabr(*base, "--tokens", 200, "--tracks", "AC-L0") == 2
+    assert "needs a codec profile" in capsys.readouterr().err
+    prior = tmp_path / "prior"
+    toy_asset(prior, tracks=("Int4",))
+    assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int8") == 2
+    assert "the prior catalog does not have it" in capsys.readouterr().err
+    assert kvabr(*base, "--tokens", 200, "--prior", prior, "--tracks", "Int4", "--live") == 0

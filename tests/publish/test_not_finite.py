@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.live_publisher import LivePublisher
-from kvabr.publish.publisher import Publisher
 from kvabr.store.locations import open_asset
 from tests import kvdata
 from tests.client.classes import HYBRID, numbers
+from tests.store.publishing import outcome_of, publisher
 from tests.toymodel import SPEC
 
 TOKENS = list(range(48))
@@ -29,17 +28,6 @@ def cache(value, dtype=torch.bfloat16, token=37):
     return kv
 
 
-def publisher(root, spec=BFLOAT, **options):
-    return Publisher(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
-
-
-def outcome_of(made, slot, kv):
-    outcomes = []
-    slot.fill(kv, outcomes.append)
-    made.close()
-    return outcomes[0]
-
-
 def played(asset, track, dtype=torch.bfloat16):
     assembler = Assembler(asset.catalog, dtype=dtype)
     for group in range(asset.catalog.groups):
@@ -49,7 +37,7 @@ def played(asset, track, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("value", BAD)
 def test_a_cache_that_is_not_finite_is_refused_counted_and_logged_once(tmp_path, caplog, value):
-    made = publisher(tmp_path, tracks=("Raw", "Int8"))
+    made = publisher(tmp_path, BFLOAT, tracks=("Raw", "Int8"))
     with caplog.at_level(logging.WARNING):
         outcome = outcome_of(made, made.reserve(TOKENS), cache(value))
     assert (outcome.verdict, outcome.tokens, outcome.not_finite) == ("failed", 0, True)
@@ -61,7 +49,7 @@ def test_a_cache_that_is_not_finite_is_refused_counted_and_logged_once(tmp_path,
 
 
 def test_a_refused_prompt_may_be_published_later(tmp_path):
-    made, outcomes = publisher(tmp_path, tracks=("Raw",)), []
+    made, outcomes = publisher(tmp_path, BFLOAT, tracks=("Raw",)), []
     made.reserve(TOKENS).fill(cache(math.nan), outcomes.append)
     while not outcomes:
         made.prepare()
@@ -85,7 +73,7 @@ def test_every_layer_class_is_looked_at(tmp_path, part, value):
 
 @pytest.mark.parametrize("value", BAD)
 def test_a_cache_that_grows_ends_before_the_group_that_is_not_finite(tmp_path, value):
-    live, outcomes = LivePublisher(publisher(tmp_path, tracks=("Raw",))), []
+    live, outcomes = LivePublisher(publisher(tmp_path, BFLOAT, tracks=("Raw",))), []
     slot = live.begin(TOKENS, pace=[1.0, 2.0, 3.0], done=outcomes.append)
     kv = cache(value)
     for first in range(0, 48, 16):
@@ -100,7 +88,7 @@ def test_a_cache_that_grows_ends_before_the_group_that_is_not_finite(tmp_path, v
 @pytest.mark.parametrize("value", [1e5, -3.3e38, -0.0, 1e-40])
 def test_raw_and_bf16_keep_bfloat16_to_the_bit(tmp_path, value):
     kv = cache(value)
-    made = publisher(tmp_path, tracks=("Raw", "BF16", "FP16", "Int8", "Int4"))
+    made = publisher(tmp_path, BFLOAT, tracks=("Raw", "BF16", "FP16", "Int8", "Int4"))
     slot = made.reserve(TOKENS)
     outcome = outcome_of(made, slot, kv)
     assert (outcome.verdict, outcome.not_finite) == ("published", False)
@@ -113,7 +101,7 @@ def test_raw_and_bf16_keep_bfloat16_to_the_bit(tmp_path, value):
 
 
 def test_a_cache_that_no_track_holds_is_refused_with_a_reason(tmp_path):
-    made = publisher(tmp_path, tracks=("FP16", "Int8"))
+    made = publisher(tmp_path, BFLOAT, tracks=("FP16", "Int8"))
     outcome = outcome_of(made, made.reserve(TOKENS), cache(1e5))
     assert (outcome.verdict, outcome.not_finite) == ("failed", False)
     assert "FP16 ends at 65504" in outcome.why
@@ -121,7 +109,7 @@ def test_a_cache_that_no_track_holds_is_refused_with_a_reason(tmp_path):
 
 
 def test_a_cache_that_grows_ends_before_a_group_that_an_announced_track_cannot_hold(tmp_path):
-    live, outcomes = LivePublisher(publisher(tmp_path, tracks=("Raw", "Int8"))), []
+    live, outcomes = LivePublisher(publisher(tmp_path, BFLOAT, tracks=("Raw", "Int8"))), []
     slot = live.begin(TOKENS, pace=[1.0, 2.0, 3.0], done=outcomes.append)
     slot.groups(0, cache(1e5))
     slot.end()

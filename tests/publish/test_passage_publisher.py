@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,19 +10,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvabr.blend.selectors import load_selector
 from kvabr.codec.rope import rotate
 from kvabr.data import default_catalog
+from kvabr.engines.transformers.blend import blend_engine
+from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.passage_publisher import publish_passage
-from kvabr.publish.passages import contexts_for, free_cache, mean_cache
+from kvabr.publish.passages import (
+    contexts_for,
+    free_cache,
+    fusion_losses,
+    joined,
+    mean_cache,
+    publisher_order,
+)
 from kvabr.publish.publisher import Publisher
 from kvabr.publish.texts import calibration_texts
 from kvabr.replay.verify import load_profile
 from kvabr.store.locations import open_asset
-from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.errors import AssetError, ForeignError, FormatError, UsageError
 from kvabr.types.joined import join
+from kvabr.types.kv import KVSpec
 from kvabr.types.passage import Exact, Passage
 from tests import kvdata
+from tests.tinymodels import save
 from tests.toymodel import SPEC, VOCABULARY, ToyModel
 
 IDS = list(range(20, 65))
@@ -120,3 +133,147 @@ def test_a_model_that_fails_gives_its_place_back(made):
         with pytest.raises(TypeError):
             publish_passage(made, broken, IDS)
     assert publish_passage(made, Model(), IDS).result(60).verdict == "published"
+
+
+FUSED = KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16")
+FOUND = FusionLosses(FUSED, 4, ((0.0, 0.03), (0.15, 0.01)), "measured on paper")
+
+
+def test_they_survive_the_file_and_become_notes(tmp_path):
+    path = tmp_path / "toy.json"
+    path.write_text(json.dumps(FOUND.to_json()))
+    assert FusionLosses.read(path) == FOUND
+    notes = FOUND.notes(FUSED, "mean", 4)
+    assert (notes.base, notes.contexts, notes.fusion, notes.method) == ("mean", 4, FOUND.losses, "measured on paper")
+    assert notes.fusion_loss(0.075) == pytest.approx(0.02)
+
+
+def test_the_group_size_does_not_matter_and_the_model_does():
+    assert (
+        FOUND.notes(KVSpec.uniform("toy", "bytes", 2, 2, 8, "float16", group_tokens=16), "mean", 4).fusion
+        == FOUND.losses
+    )
+    for other in (
+        KVSpec.uniform("toy-2", "bytes", 2, 2, 8, "float16"),
+        KVSpec.uniform("toy", "bytes", 3, 2, 8, "float16"),
+    ):
+        with pytest.raises(ForeignError, match=r"were measured with toy .*the passage is of toy.*calibrate --blend"):
+            FOUND.notes(other, "mean", 4)
+
+
+@pytest.mark.parametrize(
+    ("base", "contexts", "said"),
+    [
+        ("mean", 2, "the mean over 2 contexts: .*means over 4"),
+        ("alone", 0, "alone: .*--base alone"),
+        ("behind", 0, "one behind another text: .*--base behind"),
+    ],
+)
+def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):
+    with pytest.raises(UsageError, match=rf"the mean over 4 contexts, the passage is computed as {said}"):
+        FOUND.notes(FUSED, base, contexts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "kvabr.fusion/9"},
+        {"losses": []},
+        {"losses": [[0.1, -1]]},
+        {"losses": [[0.1, 1], [0.1, 2]]},
+        {"losses": [["x", 1]]},
+        {"losses": 3},
+        {"contexts": "4"},
+        {"spec": {}},
+        {"spec": None},
+        {"method": 3},
+        {"base": 3},
+        {"base": ""},
+    ],
+)
+def test_what_is_no_such_file_is_refused(tmp_path, change):
+    path = tmp_path / "toy.json"
+    path.write_text(json.dumps(FOUND.to_json() | change))
+    with pytest.raises(FormatError, match=r"toy\.json: .*`kvabr calibrate --blend` writes such files"):
+        FusionLosses.read(path)
+
+
+def test_neither_is_junk_nor_nothing(tmp_path):
+    path = tmp_path / "toy.json"
+    for junk in ("", "[]", "{", "3", "null"):
+        path.write_text(junk)
+        with pytest.raises(FormatError, match="fusion losses: "):
+            FusionLosses.read(path)
+    with pytest.raises(AssetError, match="nowhere"):
+        FusionLosses.read(tmp_path / "nowhere.json")
+
+
+BEFORE, PASSAGE, TAIL = (f"{words} " * 9 for words in ("ash birch", "cedar elm", "fir hazel"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    # Weights that are large enough for what stands before a token to matter.
+    return load_model(str(save(tmp_path_factory.mktemp("tiny") / "model", initializer_range=0.3)))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return blend_engine(model.engine)
+
+
+@pytest.fixture(scope="module")
+def ids(model):
+    return tuple(model.encode(text) for text in (BEFORE, PASSAGE, TAIL))
+
+
+def test_a_cache_behind_a_text_is_exact_where_it_was_computed(engine, ids):
+    before, passage, _ = ids
+    exact = engine.prefill([*before, *passage])[:, :, :, len(before) :]
+    free = free_cache(engine, passage, before)
+    assert free.dtype == torch.float32
+    assert torch.allclose(joined([free], engine.spec, len(before)), exact, atol=1e-4)
+    assert not torch.allclose(free, free_cache(engine, passage), atol=1e-2)
+
+
+def test_a_mean_is_over_keys_before_rotation(engine, ids, model):
+    before, passage, _ = ids
+    other = model.encode("a")
+    told = []
+    mean = mean_cache(engine, passage, [before, other], lambda *step: told.append(step))
+    wanted = (free_cache(engine, passage, before) + free_cache(engine, passage, other)) / 2
+    assert torch.allclose(mean, wanted, atol=1e-6)
+    assert told == [(1, 2), (2, 2)]
+    one = mean_cache(engine, passage, [before])
+    assert torch.equal(one, free_cache(engine, passage, before))
+    for contexts in ([], [before, []]):
+        with pytest.raises(UsageError, match="at least one context"):
+            mean_cache(engine, passage, contexts)
+
+
+def test_the_order_begins_with_the_token_that_is_most_wrong(engine, ids):
+    before, passage, tail = ids
+    base = free_cache(engine, passage, before)
+    base[:, :, :, 11] += 2.0
+    order = publisher_order(engine, passage, base, [before], tail)
+    assert len(order) == len(passage)
+    assert order[11] == max(order) == 255
+    assert min(order) == 0
+    assert len(set(order)) == len(passage)
+
+
+@pytest.mark.parametrize("selector", ["question", "order"])
+def test_fusion_losses_fall_to_nothing(engine, ids, model, selector):
+    before, passage, tail = ids
+    base = mean_cache(engine, passage, [model.encode("a"), model.encode("bcd")])
+    order = publisher_order(engine, passage, base, [before], tail)
+    losses = fusion_losses(
+        engine, passage, base, [before, model.encode("pine oak")], tail, load_selector(selector),
+        (0.0, 0.5, 1.0), order, question=8,
+    )  # fmt: skip
+    assert [share for share, _ in losses] == [0.0, 0.5, 1.0]
+    none, half, every = (loss for _, loss in losses)
+    assert none > half > every
+    assert every < 1e-6
+    with pytest.raises(UsageError, match="10 are needed"):
+        fusion_losses(engine, passage, base, [before], tail[:9], load_selector(selector), question=8)

@@ -14,33 +14,26 @@ from kvabr.codec.group import encode_payload, payload_of
 from kvabr.data import default_catalog
 from kvabr.player.assembler import Assembler
 from kvabr.publish.live_publisher import LivePublisher
+from kvabr.publish.published_lookup import PublishedLookup
 from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.store.locations import open_asset
+from kvabr.store.locations import open_asset, open_store
 from kvabr.telemetry.kv_events.told import prompt_of
-from kvabr.types.errors import ForeignError, UsageError
+from kvabr.types.errors import AssetError, ForeignError, TransportError, UsageError
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
 from tests import kvdata
-from tests.toymodel import SPEC
+from tests.store.publishing import outcome_of, publisher
+from tests.toymodel import SPEC, prompt
 
 TOKENS = list(range(48))
 KV = kvdata.related(SPEC, 48)
 
 
-def publisher(root, **options):
-    return Publisher(root, SPEC, **({"prior": default_catalog(), "source": "a test"} | options))
-
-
 def publish(made, tokens=TOKENS, kv=KV):
     slot = made.reserve(tokens)
-    if not isinstance(slot, Slot):
-        return slot
-    outcomes = []
-    slot.fill(kv, outcomes.append)
-    made.close()
-    return outcomes[0]
+    return outcome_of(made, slot, kv) if isinstance(slot, Slot) else slot
 
 
 def test_an_asset_that_an_origin_serves_and_a_player_decodes(tmp_path):
@@ -182,7 +175,6 @@ def test_tracks_that_cannot_be_made(tmp_path):
 
 
 def test_a_conversation_that_goes_on_is_encoded_once(tmp_path, monkeypatch):
-    """Each turn is published as a longer asset, with the groups of the one before as they are."""
     encoded = []
     monkeypatch.setattr("kvabr.publish.frames.encode_payload", partial(noted, encoded))
     kv, tokens = kvdata.related(SPEC, 128), list(range(128))
@@ -232,3 +224,65 @@ def noted(calls, *args, work=encode_payload):
     """Encode, and note that it was done."""
     calls.append(args[1])
     return work(*args)
+
+
+LONG_S = 300.0
+
+
+def nothing(_name):
+    return None
+
+
+def test_answers_are_passed_on_and_what_is_there_is_touched():
+    touched = threading.Event()
+    lookup = PublishedLookup({"a": True, "b": False}.__getitem__, lambda _name: touched.set(), wait_s=LONG_S)
+    assert lookup.ask("b") is False
+    assert not touched.is_set()
+    assert lookup.ask("a") is True
+    assert touched.wait(LONG_S)
+
+
+def test_a_silent_store_is_left_alone_until_it_has_answered():
+    asked, answers = [], threading.Event()
+
+    def published(name):
+        asked.append(name)
+        answers.wait(LONG_S)
+        return True
+
+    lookup = PublishedLookup(published, nothing, wait_s=0.01, pause_s=0.0)
+    assert [lookup.ask(name) for name in "abc"] == [None, None, None]
+    assert asked == ["a"]
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "kvabr-lookup":
+            thread.join(LONG_S)
+    lookup.ask("d")  # in time or not
+    assert "d" in asked
+
+
+def test_a_store_that_fails_is_left_alone_for_a_while():
+    asked = []
+
+    def published(name):
+        asked.append(name)
+        raise AssetError("no")
+
+    lookup = PublishedLookup(published, nothing, wait_s=LONG_S, pause_s=LONG_S)
+    assert [lookup.ask(name) for name in "abc"] == [None, None, None]
+    assert asked == ["a"]
+
+
+@pytest.mark.process
+def test_an_engine_starts_although_its_store_is_out_of_reach(monkeypatch, caplog):
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    place = "s3://bucket/x?endpoint=http://127.0.0.1:9"
+    with pytest.raises(AssetError, match="cannot be reached") as caught:
+        open_store(place, create=True)
+    assert isinstance(caught.value.__cause__, TransportError)
+    publisher = Publisher(place, SPEC, prior=default_catalog(), tracks=("FP16",))
+    assert "cannot be reached (connection refused); nothing is published until it answers" in caplog.text
+    assert publisher.reserve(prompt(48).tokens) == "failed"
+    publisher.close()

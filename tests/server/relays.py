@@ -45,10 +45,10 @@ async def relaying(upstream, tls, *, quic="aioquic", limits=None, **more):
 
 
 @contextlib.asynccontextmanager
-async def origin(root, tls, *, quic="aioquic", grants=None, port=0):
-    """An origin on QUIC."""
-    published = PublishedAssets(root, grants)
-    async with Server(published, "127.0.0.1", port, tls, ServerLimits(), LOG, Metrics(), quic=quic) as server:
+async def origin(root, tls, *, quic="aioquic", tcp="tls", grants=None, port=0, **limits):
+    """An origin."""
+    arguments = PublishedAssets(root, grants), "127.0.0.1", port, tls, ServerLimits(**limits), LOG, Metrics()
+    async with asyncio.timeout(LONG_S), Server(*arguments, quic=quic, tcp=tcp) as server:
         server.fingerprint = check(tls).fingerprint
         yield server
 
@@ -87,13 +87,9 @@ async def restartable(root, tls, *, grants=None, token=None):
         yield server, relay, connection, again
 
 
-def options(server, port=None, token=None, **more):
-    how = PeerOptions(**{"fingerprint": server.fingerprint} | more)
-    return DialOptions("localhost", port or server.address[1], token=token, how=how)
-
-
 async def dialled(server, library="aioquic", **more):
-    return await dial(options(server, **more), library)
+    how = PeerOptions(fingerprint=server.fingerprint, timeout_s=LONG_S)
+    return await dial(DialOptions("localhost", server.address[1], how=how, **more), library)
 
 
 def in_memory(asset, **more):

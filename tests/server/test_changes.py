@@ -8,13 +8,13 @@ import shutil
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvabr.server import changes
 from kvabr.server.changes import ChangeLog, Changes, mark_of
 from kvabr.server.grants import Grant, Grants
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.seen_prompts import SeenPrompts
+from kvabr.telemetry.kv_events.wire import KVBlocksStored
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import TrackNamespace
 from tests.assets import make_asset
@@ -89,12 +89,6 @@ def test_what_is_no_answer(change):
         Changes.loads(json.dumps(value).encode())
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_an_answer_or_refused(data):
-    with pytest.raises(FormatError):
-        Changes.loads(data)
-
-
 def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
     for team, start in (("one", 0), ("two", 100)):
         make_asset(tmp_path / team, range(start, start + 8))
@@ -126,3 +120,42 @@ def test_a_mark_tells_no_name():
     assert len(mark_of(namespace)) == 64
     assert namespace.prompt not in mark_of(namespace)
     assert mark_of(namespace) != mark_of(TrackNamespace("model2", "a" * 64))
+
+
+ASSET, ANOTHER = TrackNamespace("m", "a" * 64), TrackNamespace("m", "b" * 64)
+
+
+def part(number, tokens, parent=None, asset=ASSET):
+    return KVBlocksStored([number], parent, tokens, len(tokens), kvabr_asset=asset.prompt)
+
+
+def test_parts_of_a_long_prompt_are_joined_and_one_without_end_is_forgotten():
+    prompts = SeenPrompts(max_bytes=1 << 16)
+    prompts.saw(ASSET)
+    prompts.hear("t", [part(0, [1] * 1000), part(1, [2] * 1000, parent=0)])
+    ((_, told),) = prompts.assets().values()
+    assert list(told.tokens) == [1] * 1000 + [2] * 1000
+    prompts.hear("t", [part(at, [3] * 1000, parent=at - 1) for at in range(2, 40)])
+    assert prompts._parts.currsize + prompts._tokens.currsize <= 5 << 14
+    prompts.hear("t", [part(40, [3] * 1000, parent=39)])
+    ((_, told),) = prompts.assets().values()
+    assert len(told.tokens) == 5000  # it begins like that
+
+
+def test_what_is_known_is_not_told_again_and_what_goes_is_found_by_its_mark():
+    prompts, told = SeenPrompts(), []
+    prompts.listen(lambda: told.append(sorted(prompts.assets())))
+    for asset, tokens in ((ASSET, [1, 2]), (ANOTHER, [3, 4])):
+        prompts.saw(asset)
+        prompts.hear("t", [part(0, tokens, asset=asset)])
+    count = len(told)
+    for _ in range(3):
+        prompts.saw(ASSET)
+        prompts.hear("t", [part(0, [3, 4], asset=ANOTHER)])
+    prompts.take_back(["0" * 64])
+    assert len(told) == count
+    assert told[-1] == [ASSET.prompt, ANOTHER.prompt]
+    prompts.take_back([mark_of(ASSET)])
+    assert told[-1] == [ANOTHER.prompt]
+    prompts.saw(ASSET)
+    assert told[-1] == [ASSET.prompt, ANOTHER.prompt]

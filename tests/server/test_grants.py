@@ -7,8 +7,6 @@ import hmac
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvabr.server import grants as grants_module
 from kvabr.server.grants import Grant, Grants, new_token
@@ -31,7 +29,8 @@ def test_a_token_opens_its_grant(tmp_path):
     assert len(grants) == 2
     assert grants.check(b"one").assets == ("team-a/*",)
     assert grants.check(b"two").models == ("smol*",)
-    for token in (None, b"", b"One", b"one ", b"onetwo", hashlib.sha256(b"one").hexdigest().encode()):
+    digest = hashlib.sha256(b"one").hexdigest().encode()
+    for token in (None, b"", b"\0", b"One", b"one ", b"on", b"onetwo", b"\xe4" * 1000, b"x" * 4096, digest):
         assert grants.check(token) is None
 
 
@@ -126,12 +125,6 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, data, words):
     with pytest.raises(FormatError, match=words) as caught:
         Grants.from_file(path)
     assert str(caught.value).startswith(str(path))
-
-
-@given(st.binary(max_size=200) | st.text(max_size=200))
-def test_any_bytes_are_grants_or_refused(data):
-    with pytest.raises(FormatError):
-        Grants.loads(data)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import shutil
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from kvabr.store.live import LIVE_NAME, LiveFollower, LiveWriter, new_key
 from kvabr.store.local import LocalStore
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import FormatError
-from kvabr.types.live import LiveCatalog, LiveEnd, PublishedFrames
+from kvabr.types.live import LiveCatalog, LiveEnd
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders, whole
 from tests.faults.common import QUIET
@@ -29,47 +28,9 @@ from tests.faults.test_guests import until
 from tests.server.live import SPACE, decoder, live_origin
 from tests.server.relays import sent
 from tests.server.test_relay_live import chain
-from tests.store.test_live import GROUPS, final, frame, live, publish, written
+from tests.store.test_live import GROUPS, final, frame, live, news, publish, written
 
 socketed = pytest.mark.process
-
-
-@socketed
-async def test_each_group_leaves_when_it_is_published_and_the_asset_is_an_ordinary_one_at_the_end(root, tls):
-    key = new_key()
-    async with live_origin(root, tls) as server, decoder(server) as player, decoder(server) as late:
-        assert (await player.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
-        with written(root) as writer:
-            writer.begin_live(live(key))
-            assert await player.found() == live(key)
-            growing, ordinary = await player.lookups()
-            assert LiveCatalog.loads(growing) == live(key)
-            assert ordinary is None
-            following = asyncio.ensure_future(player.follow())
-            for group in range(GROUPS):
-                await until(lambda: max(len(peer._waiting.held) for peer in server.peers) == 6)
-                publish(writer, group, key)
-                await until(lambda group=group: server.source.live.assets[0].chunks == group + 1)
-                # One that comes later has what there is at once.
-                assert (await late.news(group)).group == group
-                assert (await late.get("Int4", group)).data == frame(group, "Int4")
-            writer.commit(final())
-            assert json.loads(await late.complete()) == final().to_json()
-            writer.tell(LiveEnd(key))
-            frames, reason = await following
-            assert reason == ""
-            assert frames == {
-                (group, level): frame(group, level) for group in range(GROUPS) for level in ("FP16", "Int4")
-            }
-        # Those who began before go on; others find both, of which the ordinary one is as good.
-        assert await late.news(GROUPS) == LiveEnd(key)
-        assert (await player.get("FP16", 1)).data == frame(1, "FP16")
-        growing, ordinary = await late.lookups()
-        assert LiveCatalog.loads(growing).catalog.namespace == SPACE
-        assert json.loads(ordinary) == final().to_json()
-        ended = await late.get(EDGE_TRACK, GROUPS + 1)
-        assert (ended.code, ended.reason) == (RequestCode.DOES_NOT_EXIST, "the track has 4 groups, and is complete")
-    await until(lambda: server.requests == 0)
 
 
 TOKEN = "t"  # noqa: S105  # of a test
@@ -116,9 +77,7 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
             await player.found()
             for group in (0, 1):
                 publish(writer, group, key)
-            data = frame(2, "FP16")
-            writer.frame(2, "FP16", data, hashlib.sha256(data).hexdigest())
-            writer.tell(PublishedFrames(key, 2, 2.0, {"FP16": (len(data), hashlib.sha256(data).hexdigest())}))
+            publish(writer, 2, key, ["FP16"])
             assert (await player.news(2)).frames.keys() == {"FP16"}
             refused = await player.get("Int4", 2)
             assert (refused.code, refused.reason) == (RequestCode.DOES_NOT_EXIST, "the producer left out group 2")
@@ -134,25 +93,20 @@ async def test_a_group_that_the_producer_left_out_is_refused_at_once(root, tls):
 # ------------------------------------------------------------------ producers that fail
 
 
-def news(group, *, key="0" * 16, tracks=("FP16", "Int4")):
-    data = {name: frame(group, name) for name in tracks}
-    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
-    return PublishedFrames(key, group, float(group), frames)
-
-
+KEY = "0" * 16
 WRONG = {
-    "another production": ([news(0, key="1" * 16)], "a message of another production", 0),
+    "another production": ([news(0, "1" * 16)], "a message of another production", 0),
     "out of order": ([news(0), news(2)], "group 2 came, 1 is next", 1),
     "another digest later": ([news(0), replace(news(0), frames=news(1).frames)], "group 0 came, 1 is next", 1),
     "longer than the catalog": ([*map(news, range(GROUPS + 1))], "group 3 came, the live catalog has 3", 3),
-    "no base": ([news(0, tracks=())], "group 0 has no track that stands alone", 0),
+    "no base": ([news(0, names=())], "group 0 has no track that stands alone", 0),
     "an unknown track": (
         [replace(news(0), frames={**news(0).frames, "more": (1, "0" * 64)})],
         "group 0 has tracks that the live catalog lacks: more",
         0,
     ),
-    "ended too early": ([news(0), LiveEnd("0" * 16)], "it ended before its last 2 groups", 1),
-    "gave up": ([news(0), LiveEnd("0" * 16, "out of memory")], "out of memory", 1),
+    "ended too early": ([news(0), LiveEnd(KEY)], "it ended before its last 2 groups", 1),
+    "gave up": ([news(0), LiveEnd(KEY, "out of memory")], "out of memory", 1),
 }
 
 
@@ -161,7 +115,7 @@ async def test_what_a_producer_may_do_wrong_ends_the_tracks_with_a_reason(root, 
     messages, reason, groups = told
     source = LiveAssets(StoreTree(root), QUIET)
     with written(root) as writer:
-        writer.begin_live(live("0" * 16))
+        writer.begin_live(live(KEY))
         await source.look()
         (asset,) = source.assets
         for message in messages:
@@ -304,19 +258,6 @@ def make_final(path, begins):
     return data
 
 
-def layered_news(group, names, key, rest_s=None):
-    data = {name: frame(group, name) for name in names}
-    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
-    return PublishedFrames(key, group, float(group), frames, rest_s)
-
-
-def publish_layers(writer, group, names, key, rest_s=None):
-    for name in names:
-        data = frame(group, name)
-        writer.frame(group, name, data, hashlib.sha256(data).hexdigest())
-    writer.tell(layered_news(group, names, key, rest_s))
-
-
 async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root):
     key, source = new_key(), LiveAssets(StoreTree(root), QUIET)
     with written(root) as writer:
@@ -328,14 +269,14 @@ async def test_a_level_grows_in_order_whatever_order_its_groups_are_made_in(root
             source.poll()
             return asset.chunks, asset.levels["Int4"].groups, asset.levels["FP16"].groups
 
-        publish_layers(writer, 0, ["Int4"], key, 0.5)
+        publish(writer, 0, key, ["Int4"], 0.5)
         assert groups() == (1, 1, 0)
-        publish_layers(writer, 1, ["Int4", "FP16"], key)
+        publish(writer, 1, key, ["Int4", "FP16"])
         assert groups() == (2, 2, 0)
-        publish_layers(writer, 0, ["FP16"], key)
+        publish(writer, 0, key, ["FP16"])
         assert groups() == (2, 2, 2)
         assert [level.has(0) for level in asset.levels.values()] == [True, True]
-        publish_layers(writer, 2, ["Int4"], key, 0.5)
+        publish(writer, 2, key, ["Int4"], 0.5)
         assert groups() == (3, 3, 2)
         assert [(one.group, sorted(one.frames)) for one in asset.news()] == [
             (0, ["FP16", "Int4"]), (1, ["FP16", "Int4"]), (2, ["Int4"])
@@ -356,15 +297,15 @@ async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
             await player.found()
             waiting = [player.ask("FP16", group) for group in range(GROUPS)]
             for group in range(GROUPS):
-                publish_layers(writer, group, ["Int4"], key, 0.5)
+                publish(writer, group, key, ["Int4"], 0.5)
                 assert (await player.news(group)).rest_s == 0.5
                 assert (await player.get("Int4", group)).data == frame(group, "Int4")
             assert [player.answered(number) for number in waiting] == [None] * GROUPS
             for group in reversed(range(1, GROUPS)):
-                publish_layers(writer, group, ["FP16"], key)
+                publish(writer, group, key, ["FP16"])
                 await player.news(2 * GROUPS - 1 - group)
                 assert player.answered(waiting[group]) is None
-            publish_layers(writer, 0, ["FP16"], key)
+            publish(writer, 0, key, ["FP16"])
             for group in range(GROUPS):
                 assert (await player.answer(waiting[group])).data == frame(group, "FP16")
             writer.tell(LiveEnd(key))

@@ -136,10 +136,18 @@ async def test_only_what_was_published_and_is_whole_is_kept(root, after, groups,
     check(root, kept)
 
 
-async def test_a_producer_that_is_killed_after_its_asset_got_its_name(root):
-    """The end was not told, but is known."""
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_producer_that_is_killed_at_its_very_end_leaves_the_whole_asset(root, named):
+    """Between its last word and the asset's name, or behind the name: then the end was not told, but is known."""
     source = PublishedAssets(root, None, QUIET)
-    with killed(root, GROUPS, after=lambda writer: writer.commit(final())):
+
+    def end(writer):
+        if named:
+            writer.commit(final())
+        else:
+            writer.tell(LiveEnd(source.live.assets[0].live.key))
+
+    with killed(root, GROUPS, after=end):
         await source.live.look()
     for step in (source.live.check, source.live.look, source.live.tell):
         await step()
@@ -147,21 +155,6 @@ async def test_a_producer_that_is_killed_after_its_asset_got_its_name(root):
     assert (asset.over, asset.edge.failure, asset.gone) == (True, "", False)
     check(root, GROUPS)
     assert len(source.assets) == 1
-
-
-async def test_a_producer_that_is_killed_between_its_last_word_and_the_name(root):
-    source = PublishedAssets(root, None, QUIET)
-
-    def end(writer):
-        writer.tell(LiveEnd(source.live.assets[0].live.key))
-
-    with killed(root, GROUPS, after=end):
-        await source.live.look()
-    source.live.poll()
-    (asset,) = source.live.assets
-    assert (asset.over, asset.edge.failure, asset.settled) == (True, "", False)
-    await source.live.check()
-    check(root, GROUPS)
 
 
 async def test_two_origins_of_one_folder_keep_it_once(root):

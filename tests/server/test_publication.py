@@ -78,21 +78,6 @@ def test_a_file_that_is_cut_short_while_it_is_sent(asset):
     found.close()
 
 
-def test_a_file_that_is_gone_or_was_changed(asset):
-    level = LevelPublication(asset, "Int4")
-    path = frame_file(asset.store.folder, 1, "Int4")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(AssetError, match="its catalog says"):
-        level.open(1)
-    path.write_bytes(b"")
-    with pytest.raises(AssetError, match="has 0 bytes"):
-        level.open(1)
-    path.unlink()
-    with pytest.raises(AssetError, match="no such object"):
-        level.open(1)
-    assert level.open(0).objects
-
-
 @pytest.mark.parametrize("place", ["frame", "folder"])
 def test_a_link_is_not_followed(asset, tmp_path, place):
     """Not even one that took a good file's place after the asset was looked at."""

@@ -274,7 +274,6 @@ def test_each_grant_sees_its_own_and_nothing_else(root, two_tenants):
 
 
 def test_forbidden_and_missing_take_the_same_steps(root, two_tenants, monkeypatch):
-    """Every call that answering makes, with what it returns, is the same for a forbidden name and for a missing one."""
     library = PublishedAssets(root, two_tenants)
     a = library.admit(b"a")
     theirs = open_asset(root / "team-b" / "x").catalog
@@ -314,7 +313,6 @@ def test_catalogs_in_memory_are_bounded(root, monkeypatch):
 
 @pytest.mark.slow
 def test_requests_while_assets_come_and_go(root):
-    """Readers in one thread, changes in another: every answer is a whole asset's, or none."""
     stay = make_asset(root / "stay", range(8)).catalog.namespace
     library = PublishedAssets(root)
     going = TrackNamespace("test/model", digests(range(50, 58))[-1])

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kvabr.server import relay_groups
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.limits import ServerLimits
+from kvabr.store.local import LocalStore
+from kvabr.store.names import catalog_name, group_name
 from kvabr.transfer.interface import read_all
-from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, NotFoundError, RequestError
 from kvabr.types.naming import CATALOG_TRACK
-from tests.assets import make_asset
-from tests.memory_transport import Fault, MemoryLink
+from tests.assets import frame_file, make_asset
+from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
     ELSEWHERE,
@@ -120,36 +125,6 @@ async def test_the_most_urgent_player_sets_the_priority_at_the_origin(asset, tls
         second.cancel()
 
 
-async def test_who_may_enter(asset, tls):
-    token = "a token of some length/+ %"  # noqa: S105
-    async with in_memory(asset) as upstream, relaying(upstream, tls, token=token) as relay:
-        async with await dialled(relay, token=token) as connection:
-            assert await get(connection, asset.catalog.namespace, "Int4")
-        for wrong in (None, "a token of some length"):
-            with pytest.raises(TransportError, match="token is missing or wrong"):
-                async with await dialled(relay, token=wrong) as connection:
-                    await get(connection, asset.catalog.namespace, "Int4")
-
-
-async def test_draining_finishes_what_is_under_way(asset, tls):
-    link = MemoryLink(rate=1e6)
-    async with (
-        in_memory(asset, path=link) as upstream,
-        relaying(upstream, tls) as relay,
-        await dialled(relay) as connection,
-    ):
-        download = connection.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
-        assert await asyncio.wait_for(download.read(), LONG_S)
-        draining = asyncio.create_task(relay.drain(LONG_S))
-        await asyncio.sleep(0)
-        with pytest.raises((ConnectionLostError, RequestError)):
-            await get(connection, asset.catalog.namespace, "FP16", 1)
-        link.rate = None
-        async with asyncio.timeout(LONG_S):
-            assert await read_all(download) == asset.frame(0, "FP16")
-            await draining
-
-
 async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, tls, monkeypatch, recwarn):
     async with chain_of(small.store.folder, tls) as (_, relay), await dialled(relay) as connection:
         (peer,) = relay.peers
@@ -246,16 +221,102 @@ async def test_the_disk_serves_what_memory_has_no_room_for_and_outlives_the_rela
                 assert upstream.requests == asked
 
 
-async def test_a_damaged_file_is_fetched_again(tmp_path, tls, fresh):
-    asset = make_asset(tmp_path / "asset", list(range(8)), frame_bytes=300_000)
-    folder = {"disk": tmp_path / "cache", "disk_bytes": 1 << 30}
-    async with in_memory(asset) as upstream:
-        async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
-            await play(connection, asset)
-        for file in (tmp_path / "cache").glob("g/*"):
-            data = bytearray(file.read_bytes())
-            data[1000] ^= 1
-            file.write_bytes(data)
-        async with relaying(upstream, tls, **folder) as relay, await dialled(relay) as connection:
-            await play(connection, asset)
-            assert relay.source.store.damaged == asset.catalog.groups
+@pytest.fixture
+def long(tmp_path):
+    return make_asset(tmp_path / "long", list(range(32)), frame_bytes=20_000)
+
+
+@pytest.fixture
+def short(tmp_path, long):
+    """Its four groups at FP16 are the first ones of the other's."""
+    asset = make_asset(tmp_path / "short", list(range(16)), levels=("FP16",), frame_bytes=20_000)
+    assert asset.catalog.track("FP16").digests == long.catalog.track("FP16").digests[:4]
+    return asset
+
+
+class Held:
+    """A relay whose origin holds an asset's first group at FP16, at first; and a player for each of two assets."""
+
+    def __init__(self, relay, upstream, players):
+        self.relay, self.upstream, self.players = relay, upstream, players
+
+    @property
+    def readers(self):
+        return [len(transfer.readers) for transfer in self.relay.source.groups._transfers.values()]
+
+    @property
+    def download(self):
+        (held,) = [one for one in self.upstream._sending if one._fault.stall_after is not None]
+        return held
+
+    def release(self):
+        download = self.download
+        download._fault = replace(download._fault, stall_after=None)
+        self.upstream.serve()
+
+    async def both_wait(self, one, other):
+        """Ask for the first group of each, so that the second player joins the first one's transfer."""
+        waiting = []
+        for player, asset in zip(self.players, (one, other), strict=True):
+            waiting.append(asyncio.create_task(get(player, asset.catalog.namespace, "FP16")))
+            await until(lambda: self.readers == [len(waiting)])
+        return waiting
+
+
+@contextlib.asynccontextmanager
+async def held(root, tls, asset, **fault):
+    def faults(ask):
+        first = ask.track == "FP16" and ask.namespace == asset.catalog.namespace and not ask.attempt
+        return Fault(**fault) if first else None
+
+    async with contextlib.AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(in_memory(SimpleNamespace(store=LocalStore(root)), faults=faults))
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        yield Held(relay, upstream, [await stack.enter_async_context(await dialled(relay)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("how", ["refused", "a lie"])
+async def test_a_group_on_its_way_comes_under_another_name(tmp_path, long, short, tls, how):
+    async with held(tmp_path, tls, long, stall_after=0, corrupt_at=0 if how == "a lie" else None) as world:
+        waiting = await world.both_wait(long, short)
+        if how == "refused":
+            world.download.fail(RequestError("reset by the publisher"))
+        else:
+            world.release()
+        async with asyncio.timeout(LONG_S):
+            assert await asyncio.gather(*waiting) == 2 * [short.frame(0, "FP16")]
+        assert world.relay.source.groups.bytes == len(world.relay.source.groups) == 0
+
+
+async def test_who_has_read_some_of_a_lie_asks_again(tmp_path, long, short, tls):
+    async with held(tmp_path, tls, long, stall_after=5000, corrupt_at=0) as world:
+        waiting = await world.both_wait(long, short)
+        await until(
+            lambda: all(
+                reader.has_read
+                for transfer in world.relay.source.groups._transfers.values()
+                for reader in transfer.readers
+            )
+        )
+        world.release()
+        async with asyncio.timeout(LONG_S):
+            assert all(isinstance(one, RequestError) for one in await asyncio.gather(*waiting, return_exceptions=True))
+        for player, asset in zip(world.players, (long, short), strict=True):
+            assert await get(player, asset.catalog.namespace, "FP16") == asset.frame(0, "FP16")
+        await until(lambda: not len(world.relay.source.groups))
+
+
+async def test_a_catalog_that_lies_about_a_size_holds_up_nobody_else(tmp_path, long, tls):
+    """It vouches for another asset's group with less bytes than that has."""
+    liar = make_asset(tmp_path / "liar", list(range(100, 132)))
+    catalog = json.loads(liar.catalog_bytes())
+    (track,) = [one for one in catalog["tracks"] if one["name"] == "FP16"]
+    track["digests"][0] = digest = long.catalog.track("FP16").digests[0]
+    frame_file(liar.store.folder, 0, "FP16").rename(liar.store.path(group_name(digest)))
+    liar.store.path(catalog_name(liar.name)).write_text(json.dumps(catalog))
+    async with held(tmp_path, tls, liar, stall_after=0) as world:
+        one, other = world.players
+        download = one.fetch(liar.catalog.namespace, "FP16", 0, limit=BIG)
+        await until(lambda: world.readers == [1])
+        assert await get(other, long.catalog.namespace, "FP16") == long.frame(0, "FP16")
+        download.cancel()

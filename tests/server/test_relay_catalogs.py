@@ -19,7 +19,6 @@ from tests.server.relays import LOG, dialled, get, in_memory, relaying
 
 
 async def test_names_that_do_not_exist_leave_no_state(asset, tls):
-    """Nothing in the relay, its upstream connection or its server grows."""
     async with in_memory(asset) as upstream, relaying(upstream, tls) as server:
         relay, spec = server.source, asset.catalog.spec
         for number in range(300):
@@ -35,7 +34,6 @@ async def test_names_that_do_not_exist_leave_no_state(asset, tls):
 
 @pytest.mark.slow
 async def test_names_that_exist_stay_within_the_bound(tmp_path):
-    """As many lookups as one likes: what is kept of them has a bound."""
     made = make_asset(tmp_path / "asset", list(range(64)))
     spec = made.catalog.spec
     catalog = made.catalog_bytes()

@@ -15,7 +15,7 @@ from kvabr.server import relay_live
 from kvabr.server.grants import Grant, Grants
 from kvabr.store.live import new_key
 from kvabr.store.names import group_name
-from kvabr.types.live import LiveEnd
+from kvabr.types.live import LiveCatalog, LiveEnd
 from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK
 from tests.assets import live_folders
 from tests.faults.test_guests import until
@@ -47,8 +47,8 @@ def held(server):
     return max((len(peer._waiting.held) for peer in server.peers), default=0)
 
 
-@pytest.mark.parametrize("relays", [1, 2])
-async def test_each_byte_leaves_the_origin_once(root, tls, relays):
+@pytest.mark.parametrize("relays", [0, 1, 2])
+async def test_each_group_leaves_when_it_is_published_and_the_origin_once(root, tls, relays):
     """For two who play at the edge, for one who comes late, and for one who comes when it is complete."""
     key = new_key()
     async with (
@@ -57,37 +57,50 @@ async def test_each_byte_leaves_the_origin_once(root, tls, relays):
         decoder(relay) as two,
         decoder(relay) as late,
     ):
+        assert (await late.get(EDGE_TRACK)).code == RequestCode.DOES_NOT_EXIST
         with written(root) as writer:
             writer.begin_live(live(key))
             assert await one.found() == await two.found() == live(key)
+            growing, ordinary = await one.lookups()
+            assert (LiveCatalog.loads(growing), ordinary) == (live(key), None)
             following = [asyncio.ensure_future(player.follow()) for player in (one, two)]
             # Four requests for news and three for groups, however many wait at the relay.
-            await until(lambda: held(origin) == 7)
+            await until(lambda: not relays or held(origin) == 7)
             await until(lambda: sum(len(peer._waiting.held) for peer in relay.peers) == 12)
-            assert held(origin) == 7
+            assert not relays or held(origin) == 7
             publish(writer, 0, key)
             assert (await late.news(0)).group == 0
             following.append(asyncio.ensure_future(late.follow()))
             for group in (1, 2):
                 publish(writer, group, key)
+                assert (await one.news(group)).group == group
             writer.commit(final())
+            assert json.loads(await late.complete()) == final().to_json()
             writer.tell(LiveEnd(key))
             for frames, reason in await asyncio.gather(*following):
                 assert (frames, reason) == (EVERYTHING, "")
-        assert json.loads(await late.complete()) == final().to_json()
+        # Those who began before go on; others find both, of which the ordinary one is as good.
         for group in range(GROUPS):
             for track in TRACKS:
                 assert (await late.get(track.name, group)).data == frame(group, track.name)
+        growing, ordinary = await late.lookups()
+        assert LiveCatalog.loads(growing).catalog.namespace == SPACE
+        assert json.loads(ordinary) == final().to_json()
+        ended = await late.get(EDGE_TRACK, GROUPS + 1)
+        assert (ended.code, ended.reason) == (RequestCode.DOES_NOT_EXIST, "the track has 4 groups, and is complete")
+        await until(lambda: held(origin) == 0)
+        if not relays:
+            return
         counts = sent(origin)
         assert {name: counts[name] for name in ("FP16", "Int4")} == {"FP16": GROUPS, "Int4": GROUPS}
         assert counts[EDGE_TRACK] == GROUPS + 1
         assert counts[LIVE_TRACK] == 1
-        await until(lambda: held(origin) == 0)
         all_of_them = origin.metrics.value("kvabr_bytes_sent_total")
         async with decoder(origin) as alone:
             await alone.found()
             assert await alone.follow() == (EVERYTHING, "")
             await alone.complete()
+            await alone.lookups()
         one_alone = origin.metrics.value("kvabr_bytes_sent_total") - all_of_them
         assert all_of_them <= 1.01 * one_alone
         assert not relay.source.groups._held
@@ -114,7 +127,6 @@ async def test_the_end_of_a_producer_is_passed_on(root, tls):
 
 
 async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tls):
-    """What the relay knows of the first production is not told to those who play the second."""
     first, second = new_key(), new_key()
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
         with written(root) as writer:

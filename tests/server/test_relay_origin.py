@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 
 import pytest
 import structlog
 import structlog.testing
 
+from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import fetch_catalog, find_prefix
+from kvabr.client.origins import dialling
 from kvabr.moqt.codes import RequestCode
-from kvabr.server import relay_groups
 from kvabr.server.grants import Grants
+from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.redial import RedialledConnection
 from kvabr.types.errors import Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
-from tests.assets import make_asset
+from kvabr.types.peer import PeerOptions
+from tests.assets import digests, make_asset, spec
+from tests.client.served import LIMIT_S
+from tests.client.stored import memory_url, put_asset
 from tests.memory_transport import Fault
 from tests.server.relays import (
     BIG,
@@ -33,9 +39,11 @@ from tests.server.relays import (
     relaying,
     restartable,
     says_unauthorized,
-    sent,
     until,
+    url_of,
 )
+from tests.store.noise import publish
+from tests.toymodel import SPEC, prompt, toy_asset
 
 pytestmark = pytest.mark.process
 
@@ -107,20 +115,6 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
         assert away.value.reason == Reason.AWAY
 
 
-async def test_it_survives_the_origin(asset, tls, monkeypatch):
-    monkeypatch.setattr(relay_groups, "AWAY_S", LONG_S)
-    async with restartable(asset.store.folder, tls) as (server, relay, connection, again):
-        namespace = asset.catalog.namespace
-        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
-        await server.close()
-        assert await get(connection, namespace, "FP16", 0) == asset.frame(0, "FP16")
-        waiting = asyncio.create_task(get(connection, namespace, "FP16", 1))
-        await until(lambda: len(relay.source.groups) == 1)
-        second = await again()
-        assert await waiting == asset.frame(1, "FP16")
-        assert sent(second)["FP16"] == 1
-
-
 async def test_what_is_kept_is_served_while_the_origin_is_away(asset, tls, stale):
     """Also to players that come only then, by name and by prompt; and the log says so, once."""
     spec = asset.catalog.spec
@@ -150,14 +144,6 @@ async def test_a_refusal_is_passed_on(asset, tls):
         assert refused.value.reason == Reason.BUSY
         assert refused.value.retry_after_s
         assert await get(connection, asset.catalog.namespace, "Int4") == asset.frame(0, "Int4")
-
-
-async def test_a_transfer_that_breaks_off_breaks_off_here(asset, tls):
-    upstream = in_memory(asset, faults=lambda ask: Fault(reset_after=150_000) if ask.track == "FP16" else None)
-    async with upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
-        with pytest.raises(RequestError):
-            await get(connection, asset.catalog.namespace, "FP16")
-        assert relay.source.store.total_bytes == 0
 
 
 async def test_a_replaced_asset_drops_the_old_groups(asset, tmp_path, tls, stale):
@@ -202,25 +188,52 @@ async def test_a_revoked_token_drops_everything_and_is_passed_on(asset, tls, sta
         assert relay.source.catalogs.bytes == 0
 
 
-WRONG = {
-    "one bit": Fault(corrupt_at=1000),
-    "short": Fault(truncate_to=299_000),
-    "another group": Fault(replace=b"x" * 300_001),
-    "more": Fault(endless=True),
-}
+async def test_a_prompt_and_a_name_are_played_through_it(tmp_path, tls):
+    toy_asset(tmp_path / "asset", ("FP16", "Int4"))
+    url, asset = memory_url(), open_asset(tmp_path / "asset")
+    put_asset(url, asset)
+    tokens = prompt(70).tokens
+    async with (
+        dialling(url) as upstream,
+        relaying(upstream, tls) as server,
+        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
+    ):
+        played = await client.play((*tokens[:64], 1, 2, 3), deadline=LIMIT_S, model=SPEC)
+        assert played.tokens == 64
+        assert (await client.play_asset(asset.catalog.namespace, deadline=LIMIT_S)).tokens == 70
+        assert await client.find([7] * 40, model=SPEC) is None
+        assert [spec.digest() for spec in await client.models()] == [SPEC.digest()]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-async def test_a_wrong_group_is_broken_off_and_not_kept(wrong, asset, tls, fresh):
-    upstream = in_memory(asset, faults=lambda ask: WRONG[wrong] if ask.track == "FP16" and ask.attempt == 0 else None)
-    async with upstream, relaying(upstream, tls) as relay:
-        namespace = asset.catalog.namespace
-        async with await dialled(relay) as connection:
-            with pytest.raises(RequestError):
-                await get(connection, namespace, "FP16", 3)
-            assert relay.source.store.total_bytes == 0
-            assert await get(connection, namespace, "FP16", 3) == asset.frame(3, "FP16")
-        before = upstream.requests
-        async with await dialled(relay) as other:
-            assert await get(other, namespace, "FP16", 3) == asset.frame(3, "FP16")
-        assert upstream.requests == before
+@pytest.mark.parametrize("groups", [320, 400, pytest.param(1000, marks=pytest.mark.slow)])
+async def test_the_longest_prefix_of_a_long_prompt_is_found_through_it(tls, groups):
+    """The name of a lookup has room for 320 digests of 321 groups, and for the ends of spans of longer prompts."""
+    dice = random.Random(groups)
+    prompt_ = [dice.randrange(50_000) for _ in range(4 * groups + 3)]
+    url = memory_url()
+    publish(url, prompt_[: 4 * 35])
+    publish(url, [*prompt_[: 4 * (groups // 2)], *range(9)])
+    publish(url, prompt_[: 4 * groups - 4])
+    publish(url, prompt_)
+    async with (
+        dialling(url) as upstream,
+        relaying(upstream, tls) as server,
+        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
+        AsyncClient(url) as direct,
+    ):
+        for tokens in (
+            prompt_,
+            prompt_[:-3],
+            [*prompt_, 1, 2, 3, 4, 5],
+            [*prompt_[: 4 * groups - 4], *range(2000)],
+            *(
+                [*prompt_[: 4 * share], *[7] * 4 * (groups - share)]
+                for share in (1, 9, 15, 16, 17, 35, groups // 2, 319)
+            ),
+        ):
+            found = await client.find(tokens, model=spec(), within_s=LIMIT_S)
+            expected = await direct.find(tokens, model=spec(), within_s=LIMIT_S)
+            assert found.catalog.chunks == expected.catalog.chunks
+            mine = digests(tokens)
+            assert found.catalog.chunks[:-1] == tuple(mine[: found.catalog.groups - 1])
+        assert (await client.find(prompt_, model=spec(), within_s=LIMIT_S)).catalog.tokens == 4 * groups + 3

@@ -93,32 +93,6 @@ async def test_an_expired_token_is_refused(asset, tls):
             assert await get(connection, namespace, CATALOG_TRACK)
 
 
-async def test_garbage_foreign_and_replayed_tokens_are_refused(asset, tls):
-    namespace = asset.catalog.namespace
-    async with (
-        origin(asset.store.folder, tls, grants=Grants([grant(MINE)])) as server,
-        origin(asset.store.folder, tls, grants=Grants([grant(OTHER)])) as elsewhere,
-    ):
-
-        async def refused(token):
-            with pytest.raises(UnauthorizedError, match="token is missing or wrong") as error:
-                async with await dialled(server, token=token) as connection:
-                    await get(connection, namespace, CATALOG_TRACK)
-            assert len(token) < 2 or token not in str(error.value)
-
-        digest = grant(MINE).token_sha256
-        for garbage in ("", "\0", "ä" * 1000, "x" * 4096, digest, f"{MINE} ", MINE[:-1], MINE.upper()):
-            await refused(garbage)
-        async with await dialled(elsewhere, token=OTHER) as connection:
-            assert await get(connection, namespace, CATALOG_TRACK)
-        await refused(OTHER)
-        async with await dialled(server, token=MINE) as connection:
-            assert await get(connection, namespace, CATALOG_TRACK)
-            server.source.regrant(Grants([grant(OTHER)]))
-            await until(lambda: connection.closed)
-        await refused(MINE)
-
-
 async def test_a_token_that_expires_ends_what_is_open(asset, tls, stuck):
     grants = Grants([replace(grant(MINE), expires_s=FAR_S, token_id="mine.1"), grant(OTHER)])  # noqa: S106
     namespace = asset.catalog.namespace
@@ -191,7 +165,6 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
 
 
 async def test_a_withdrawn_token_empties_idle_relays(asset, tls, fresh):
-    """Nobody asks for anything, and what has just been told would be repeated for long."""
     async with two_relays(asset.store.folder, tls, token=MINE, grants=Grants([grant(MINE)])) as servers:
         server, one, two = servers
         async with await dialled(two) as player:
@@ -233,7 +206,9 @@ async def test_relays_recover_when_the_token_is_accepted_again(asset, tls):
 
 
 async def test_a_removed_asset_leaves_idle_relays_and_breaks_off_there(asset, tmp_path, tls, fresh):
-    other = make_asset(tmp_path / "other", range(100, 116))
+    """What another asset has in common with it stays."""
+    other = make_asset(tmp_path / "other", range(16), levels=("FP16",), frame_bytes=300_000)
+    assert other.catalog.track("FP16").digests == asset.catalog.track("FP16").digests[:4]
     async with two_relays(tmp_path, tls) as (server, one, two), await dialled(two) as player:
         await play(player, asset)
         await play(player, other)

@@ -1,10 +1,12 @@
-"""Publishes made-up caches of several layer classes into object stores."""
+"""Publishes made-up caches into stores: those of several layer classes as an encoder does, others as an engine does."""
 
 from __future__ import annotations
 
 import torch
 
+from kvabr.data import default_catalog
 from kvabr.publish.frames import FrameEncoder
+from kvabr.publish.publisher import Publisher
 from kvabr.store.asset import Asset
 from kvabr.store.asset_store import AssetStore
 from kvabr.store.locations import open_store
@@ -13,6 +15,7 @@ from kvabr.types.kv import KVSpec, LayerClass
 from kvabr.types.naming import chain
 from kvabr.types.units import snapshot_ends
 from tests.client.classes import TRACKS, numbers
+from tests.toymodel import SPEC
 
 PLAIN = KVSpec("test/plain", "tokenizer", (LayerClass("full", (0,), 2, 8, 8, "float16"),), 16)
 
@@ -46,3 +49,15 @@ def check(asset: Asset) -> Catalog:
         for group in range(len(track.bytes)):
             asset.frame(group, track.name)
     return asset.catalog
+
+
+def publisher(root, spec: KVSpec = SPEC, **options) -> Publisher:
+    return Publisher(root, spec, **({"prior": default_catalog(), "source": "a test"} | options))
+
+
+def outcome_of(made: Publisher, slot, kv):
+    """Publish a cache in the place that is reserved for it, and close the publisher."""
+    outcomes = []
+    slot.fill(kv, outcomes.append)
+    made.close()
+    return outcomes[0]

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
+from kvabr.cli.main import main
 from kvabr.link.objects.index import StoreIndex
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.store import removing
 from kvabr.store.admin import (
     REPAIR,
@@ -24,6 +26,8 @@ from kvabr.store.locations import open_objects, open_store
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import AssetError, NotFoundError, UsageError
 from tests.assets import digests, spec
+from tests.client.served import LOG
+from tests.needs import ORDINARY_USER, may_read_everything
 from tests.store.noise import LEVELS, LONG, names, objects, publish, read_object, replace_object
 
 
@@ -210,3 +214,58 @@ def test_what_no_asset_names_goes_once_it_is_an_hour_old(place, monkeypatch):
     assert ([each.name for each in seen.holdings], seen.unreferenced_bytes) == ([kept], 0)
     assert damage(place) == []
     assert found(place, LONG[100:130]) == 0
+
+
+TOKENS = list(range(20))
+
+
+@pytest.fixture
+def root(tmp_path):
+    publish(tmp_path / "assets" / "one", TOKENS)
+    publish(tmp_path / "assets" / "two", TOKENS[1:])
+    return tmp_path / "assets"
+
+
+@pytest.fixture
+def listed(root):
+    return sorted(names_in(StoreTree(root)))
+
+
+def store(*words):
+    return main(["store", *map(str, words)])
+
+
+@pytest.mark.skipif(may_read_everything(), reason=ORDINARY_USER)
+def test_what_another_user_keeps_to_himself_is_named_with_what_to_do(root, listed, capsys):
+    (root / "one").chmod(0)
+    try:
+        found, unreadable = StoreTree(root).find()
+        assert set(found) == {"", "two/"}
+        assert "chmod g+s" in unreadable["one"]
+        served = PublishedAssets(root, None, LOG)
+        assert [asset.name for asset in served.assets] == listed[1:]
+        assert served.damaged == 1
+        assert store("ls", root) == 0
+        assert store("verify", root, "--repair") == 1
+        assert "it may be undamaged" in capsys.readouterr().out
+    finally:
+        (root / "one").chmod(0o700)
+
+
+@pytest.mark.skipif(may_read_everything(), reason=ORDINARY_USER)
+def test_frames_that_cannot_be_read_are_no_damage(root, listed, capsys):
+    (root / "one" / "g").chmod(0)
+    try:
+        assert store("verify", root, "--repair") == 1
+        assert "it may be undamaged" in capsys.readouterr().out
+        assert sorted(names_in(StoreTree(root))) == listed
+    finally:
+        (root / "one" / "g").chmod(0o700)
+
+
+def test_a_copy_replaces_what_lacks_a_part(root, tmp_path):
+    target = tmp_path / "copy"
+    assert store("copy", root, target) == 0
+    replace_object(target, objects(target, "g/")[0], None)
+    assert store("copy", root, target) == 0
+    assert store("verify", target, "--deep") == 0

@@ -183,7 +183,6 @@ def test_a_name_that_is_no_digest_is_refused(tmp_path):
 
 
 def test_publishers_in_threads_agree(place):
-    """Of the same prompt and of prompts that share pages, encoded with unlike frames and losses."""
     prompts = [LONG, LONG[:128], LONG, [*LONG[:128], *LONG[:50]], LONG, LONG[:190]]
     open_store(place).prepare()
 

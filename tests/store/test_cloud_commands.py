@@ -110,15 +110,12 @@ def test_an_index_sees_what_comes_goes_and_is_damaged(store_url):
 @pytest.mark.process
 def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
     encode(store_url, 100)  # AC and its profile are then smaller than Int8
-    origin = Served(store_url, tmp_path)
-    try:
+    with Served(store_url, tmp_path) as origin:
         for policy, coverage in (("fixed:Int8", "Int8"), ("fixed:AC-5x", "AC-5x")):
             with Client(origin.url, PeerOptions(fingerprint=origin.fingerprint)) as client:
                 options = PlayOptions(policy=policy)
                 played = client.play(prompt(100).tokens, deadline=300.0, model=SPEC, options=options)
             assert played.coverage == (coverage,) * 7
-    finally:
-        origin.close()
 
 
 @pytest.mark.model

@@ -6,21 +6,17 @@ Real rules count in days, so the objects are deleted here as a rule does: withou
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.client.result import IncompleteError
 from kvabr.data import default_catalog
 from kvabr.publish.publisher import Publisher, Slot
 from kvabr.store.cloud import CloudStore
-from kvabr.store.locations import open_store
 from kvabr.store.store import listing
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import PlayError
 from kvabr.types.events import RequestDone
 from tests.client.served import LIMIT_S
 from tests.toymodel import SPEC, ToyModel, prompt
@@ -93,33 +89,3 @@ async def test_a_play_fetches_elsewhere_what_the_rule_removed_under_it(seaweed):
     played = await play([url, other], rule)
     assert len(rule.deleted) >= 6
     assert is_whole(played)
-
-
-async def test_a_play_without_another_way_reports_what_is_missing_in_time(seaweed):
-    url = seaweed.url()
-    assert await asyncio.to_thread(publish, url)
-    rule, begun_s = Rule(url), time.monotonic()
-    with pytest.raises(IncompleteError):
-        await play(url, rule, deadline=5.0)
-    assert len(rule.deleted) >= 6
-    assert time.monotonic() - begun_s < LIMIT_S
-    # The pages, which a lookup finds, are still there; whoever plays finds out.
-    with pytest.raises(PlayError):
-        await play(url, lambda _event: None, deadline=1.0)
-    engine = ToyModel()
-    played = await play(url, lambda _event: None, engine, deadline=10.0)
-    assert played.tokens == engine.prefilled > 0
-    assert is_right(played)
-
-
-async def test_what_a_rule_removed_is_published_again_once_it_is_computed(seaweed):
-    url = seaweed.url()
-    assert await asyncio.to_thread(publish, url)
-    bucket = CloudStore(url)
-    await bucket.delete(list(await listing(bucket, "g/")))
-    until_s = time.monotonic() + LIMIT_S
-    while not await asyncio.to_thread(publish, url):  # an answer that takes longer counts the next time
-        assert time.monotonic() < until_s
-    (name,) = open_store(url).list().versions
-    open_store(url).open(name).check_parts()
-    assert is_whole(await play(url, lambda _event: None))

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -47,14 +43,17 @@ def live(key):
     return LiveCatalog(replace(OFFER, tracks=tracks), (1.0, 2.0, 3.0), key)
 
 
-def publish(writer, group, key):
-    frames = {}
-    for track in TRACKS:
-        data = frame(group, track.name)
-        digest = hashlib.sha256(data).hexdigest()
-        writer.frame(group, track.name, data, digest)
-        frames[track.name] = len(data), digest
-    writer.tell(message := PublishedFrames(key, group, float(group), frames))
+def news(group, key="0" * 16, names=("FP16", "Int4"), rest_s=None):
+    data = {name: frame(group, name) for name in names}
+    frames = {name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()}
+    return PublishedFrames(key, group, float(group), frames, rest_s)
+
+
+def publish(writer, group, key, names=("FP16", "Int4"), rest_s=None):
+    message = news(group, key, names, rest_s)
+    for name, (_, digest) in message.frames.items():
+        writer.frame(group, name, frame(group, name), digest)
+    writer.tell(message)
     return message
 
 
@@ -151,31 +150,6 @@ with written(Path(sys.argv[1])) as writer:
     print("published", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("damage", [False, True])
-def test_what_a_killed_writer_has_published_becomes_an_asset(tmp_path, damage):
-    command = [sys.executable, "-c", KILLED, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603
-        assert process.stdout.readline() == b"published\n"
-        follower = followed(tmp_path)
-        news = follower.read()
-        assert len(news) == 2
-        assert follower.has_writer()
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not follower.has_writer()
-    assert bytes(opened(follower, 0, "FP16").read(0, 10)) == frame(0, "FP16")[:10]
-    if damage:  # as after a power failure
-        path = follower.store.path(group_name(hashlib.sha256(frame(1, "Int4")).hexdigest()))
-        path.write_bytes(path.read_bytes()[:100])
-    groups = 1 if damage else 2
-    assert follower.rescue(news) == OFFER.chunks[groups - 1]
-    asset = open_store(tmp_path).open()
-    asset.check_frames()
-    assert asset.catalog.groups == groups
-    assert live_folders(tmp_path) == []
 
 
 def test_what_is_damaged_is_refused(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import zlib
 from dataclasses import replace
 
@@ -59,7 +58,7 @@ def packed(text):
 
 def test_mutilated_pages_are_refused(catalog):
     page = pages_of(catalog)[0]
-    data, dice = page.dumps(), random.Random(3)
+    data = page.dumps()
     value = json.loads(zlib.decompress(data))
 
     def changed(**fields):
@@ -97,13 +96,6 @@ def test_mutilated_pages_are_refused(catalog):
     for one in wrong:
         with pytest.raises(FormatError):
             Page.loads(one)
-    for _ in range(200):
-        at = dice.randrange(len(data))
-        mutilated = data[:at] + bytes([dice.randrange(256)]) + data[at + 1 :]
-        try:
-            assert Page.loads(mutilated) == page or mutilated != data
-        except FormatError:
-            continue
 
 
 def test_snapshots_of_states_are_stored_alone(tmp_path):

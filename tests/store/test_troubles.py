@@ -138,19 +138,6 @@ def test_caches_with_impossible_dates_are_played_and_managed(flaky, kind, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_asset_with_an_impossible_date_hides_no_changes(flaky):
-    server = flaky()
-    names = [put(server.url, PLAIN, [number] * 20)[0].namespace.prompt for number in range(2)]
-    server.years[f"/a/{names[0]}"] = 22026
-    assets = PublishedAssets(server.url)
-    assert [each.catalog.namespace.prompt for each in assets.assets] == names[1:]
-    (key,) = [key for key in server.objects if f"/a/{names[1]}" in key]
-    del server.objects[key]
-    late = put(server.url, PLAIN, [7] * 20)[0].namespace.prompt
-    assert assets.refresh()
-    assert [each.catalog.namespace.prompt for each in assets.assets] == [late]
-
-
 def test_a_publisher_survives_a_store_that_refuses_two_of_three_requests(flaky):
     seen = Counter()
 
@@ -257,23 +244,7 @@ def test_refusals_are_told_in_words(flaky, status, code, kind, match):
     assert len(server.requests) == (2 if "expired" in match else 1)  # then with credentials that were read again
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "cause"),
-    [("http://127.0.0.1:9", "connection refused"), ("http://kvabr.invalid", "no such host")],
-)
-def test_why_a_store_cannot_be_reached_is_told(endpoint, cause):
-    with pytest.raises(ConnectionLostError, match=f"cannot be reached \\({cause}\\)"):
-        now(CloudStore(f"s3://bucket/x?endpoint={endpoint}"), "get", "s/a", limit=1)
-
-
-def test_an_endpoint_without_tls_is_told(flaky):
-    url = flaky().url.replace("http:", "https:")
-    with pytest.raises(ConnectionLostError, match="does not speak TLS"):
-        now(CloudStore(url), "get", "s/a", limit=1)
-
-
 def test_a_lost_answer_is_no_lost_race(flaky):
-    """The first of the writers was told nothing, and finds its own object when it tries again."""
     lost = []
 
     def trouble(request):

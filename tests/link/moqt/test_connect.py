@@ -38,9 +38,8 @@ DIGEST = "ab" * 32
 
 @pytest.fixture(scope="module")
 def served(root, tmp_path_factory):
-    made = Served(root / "short", tmp_path_factory.mktemp("served"))
-    yield made
-    made.close()
+    with Served(root / "short", tmp_path_factory.mktemp("served")) as made:
+        yield made
 
 
 def threads():
@@ -195,10 +194,9 @@ def self_signed(*, kind="ec", authority=True, name="127.0.0.1", use=False):
 )
 async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, library, made):
     certificate = self_signed(**made)
-    served = Served(root / "short", tmp_path, certificate=certificate)
     bundle = tmp_path / "bundle.pem"
     bundle.write_bytes(self_signed()[0] + certificate[0] + make()[0])
-    try:
+    with Served(root / "short", tmp_path, certificate=certificate) as served:
         for ca in (served.pem, str(served.pem), bundle):
             async with connect(served.url, PeerOptions(ca=ca, quic=library, timeout_s=LIMIT_S)) as origin:
                 assert (await play(origin, TOKENS, deadline=LIMIT_S, spec=SPEC)).tokens == 70
@@ -206,8 +204,6 @@ async def test_a_self_signed_certificate_in_the_file_is_trusted(root, tmp_path, 
         with pytest.raises(TransportError, match="not signed by a trusted authority"):
             async with connect(served.url, PeerOptions(ca=bundle, quic=library, timeout_s=LIMIT_S)):
                 pass
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -8,29 +8,21 @@ import itertools
 import socket
 
 import pytest
-import structlog
 
 from kvabr.link.moqt import connect as quic
 from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtFetch
-from kvabr.link.moqt.options import DialOptions
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
-from kvabr.server import server as quicserver
-from kvabr.server.certificates import check
-from kvabr.server.limits import ServerLimits
-from kvabr.server.metrics import Metrics
-from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
 from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
-from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
+from tests.server.relays import dialled, origin
 
 pytestmark = pytest.mark.process
 
-LOG = structlog.wrap_logger(structlog.ReturnLogger(), processors=[])
 FRAME = 300_000
 LIBRARIES = ("aioquic", "qh3")
 PAIRS = [
@@ -51,27 +43,14 @@ def asset(tmp_path_factory):
     return make_asset(folder / "one", range(40), frame_bytes=FRAME, levels=("FP16", "Int4"))
 
 
-@contextlib.asynccontextmanager
-async def served(asset, tls, library="aioquic", *, drafts=DRAFTS, **limits):
-    published = PublishedAssets(asset.store.folder, log=LOG)
-    arguments = (published, "127.0.0.1", 0, tls, ServerLimits(**limits), LOG, Metrics())
-    library = library if library in LIBRARIES else "aioquic"
-    async with quicserver.Server(*arguments, quic=library, drafts=drafts) as server:
-        yield server
-
-
-def options(server, tls, **more):
-    host, port = server.address
-    return DialOptions(host, port, how=PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=300.0), **more)
+def served(asset, tls, library="aioquic"):
+    return origin(asset.store.folder, tls, quic=library if library in LIBRARIES else "aioquic")
 
 
 @contextlib.asynccontextmanager
-async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-20", **limits):
-    async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(asyncio.timeout(300))
-        server = await stack.enter_async_context(served(asset, tls, theirs, **limits))
-        connection = await quic.dial(options(server, tls, drafts=(alpn,)), ours)
-        yield server, await stack.enter_async_context(connection)
+async def joined(asset, tls, ours="aioquic", theirs="aioquic", *, alpn="moqt-20"):
+    async with served(asset, tls, theirs) as server, await dialled(server, ours, drafts=(alpn,)) as connection:
+        yield server, connection
 
 
 @pytest.mark.parametrize(("ours", "theirs", "alpn"), PAIRS)
@@ -153,7 +132,6 @@ async def test_what_a_silent_publisher_sends_at_last_was_limited_by_it(asset, tl
 
 @pytest.mark.parametrize("ours", EITHER)
 async def test_the_urgent_comes_first(asset, tls, ours):
-    """Ten groups asked for in the wrong order arrive in the order of their priorities."""
     space, order = asset.catalog.namespace, []
 
     async def one(connection, group):
@@ -275,7 +253,7 @@ async def test_all_addresses_of_a_host_are_dialled(asset, tls, library, monkeypa
                 return [(socket.AF_INET, (host, server.address[1])) for host in ("127.0.0.2", "127.0.0.1")]
 
             monkeypatch.setattr(quic, "addresses_of", found)
-            async with await quic.dial(options(server, tls), library) as connection:
+            async with await dialled(server, library) as connection:
                 assert await read_all(connection.fetch(asset.catalog.namespace, CATALOG_TRACK, limit=1 << 20))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
 
 import pytest
 
+from kvabr.link.objects.index import first_answer
 from kvabr.link.objects.page_search import Ask, PageSearch
 from kvabr.store.names import PAGE_GROUPS
 from kvabr.store.pages import Page, PageTrack
+from kvabr.transfer.work import cancel_all
 from kvabr.types.catalog import Level
+from kvabr.types.errors import NotFoundError
 from kvabr.types.kv import KVSpec
 
 SIZE = PAGE_GROUPS
@@ -164,3 +169,42 @@ def test_what_was_not_answered_counts_as_absent():
     search.take({})
     search.take({})
     assert search.found == []
+
+
+@pytest.fixture
+async def logged():
+    """What asyncio has to say of tasks."""
+    found = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context["message"]))
+    return found
+
+
+async def test_of_tries_that_fail_in_one_turn_no_error_is_left(logged):
+    go, tries = asyncio.Event(), []
+
+    async def ask(silence_s):
+        tries.append(silence_s)
+        if len(tries) == 2:
+            go.set()
+        await go.wait()
+        raise NotFoundError("there is no such object")
+
+    with pytest.raises(NotFoundError):
+        await first_answer(ask)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert len(tries) == 2
+    assert not logged
+
+
+async def test_tasks_that_fail_while_they_are_cancelled_leave_no_error(logged):
+    async def fail():
+        raise NotFoundError("there is no such object")
+
+    tasks = [asyncio.create_task(fail()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await cancel_all(tasks)
+    del tasks
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not logged
