@@ -14,7 +14,6 @@ from kvabr.types.errors import (
     may_pass,
     told_if_exhausted,
 )
-from kvabr.types.words import ordinal
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,3 @@ def test_what_can_be_had_again_is_let_go_before_it_is_told():
     with pytest.raises(KeyError), told_if_exhausted(lambda: freed.append(2)):
         raise KeyError
     assert freed == [1]
-
-
-def test_places_are_said_as_people_say_them():
-    said = [ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 101, 112, 1003)]
-    assert said == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "101st", "112th", "1,003rd"]

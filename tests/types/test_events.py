@@ -24,14 +24,11 @@ class CacheWarmed(PlayEvent):
 NEW = CacheWarmed(0.25, 3, 0.5)
 
 
-def test_json_has_time_name_and_fields_in_order():
+def test_json_has_time_name_and_fields_in_order_and_no_options_that_are_unset():
     failed = RequestFailed(1.5, 2, 3, "Int4", 400, "reset")
     assert json.dumps(failed.to_json()) == (
         '{"t": 1.5, "event": "failed", "request": 2, "group": 3, "track": "Int4", "received": 400, "reason": "reset"}'
     )
-
-
-def test_fields_that_are_none_are_in_the_json_but_unset_options_are_not():
     wait = DecisionMade(0.0, "wait", None, None, None, "full", 0.0, 0.0, 0.0, None, None)
     assert wait.to_json()["group"] is None
     assert "late" not in wait.to_json()

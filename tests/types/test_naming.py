@@ -37,16 +37,12 @@ def test_namespace_round_trips_in_both_forms(model, prompt):
 
 
 @given(tokens, tokens)
-def test_chain_of_a_prefix_is_a_prefix_of_the_chain(prefix, rest):
+def test_chain_of_a_prefix_is_a_prefix_of_the_chain_and_the_last_digest_follows_from_the_one_before(prefix, rest):
     prefix = prefix[: len(prefix) // 8 * 8]
     whole = chain(prefix + rest, model="m", tokenizer="t", group_tokens=8)
     assert chain(prefix, model="m", tokenizer="t", group_tokens=8) == whole[: len(prefix) // 8]
-
-
-@given(st.lists(st.integers(0, 50000), min_size=9, max_size=64))
-def test_the_last_digest_follows_from_the_one_before(ids):
-    *_, before, last = chain(ids, model="m", tokenizer="t", group_tokens=8)
-    assert next_digest(before, ids[(len(ids) - 1) // 8 * 8 :]) == last
+    if len(whole) > 1:
+        assert next_digest(whole[-2], (prefix + rest)[(len(whole) - 1) * 8 :]) == whole[-1]
 
 
 @given(st.lists(st.integers(0, 50000), min_size=16, max_size=64), st.data())
@@ -154,8 +150,5 @@ def test_any_name_is_a_lookup_or_is_refused(text):
 def test_hostile_names_of_lookups_are_refused(name):
     with pytest.raises(FormatError):
         parse_prefix_track(name)
-
-
-def test_only_digests_can_be_looked_up():
-    with pytest.raises(FormatError, match="64 hex digits"):
+    with pytest.raises(FormatError):
         prefix_track(["0" * 64, "short"])

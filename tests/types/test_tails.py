@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from kvabr.data import default_catalog
-from kvabr.store.pages import Page, pages_of
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError
 from kvabr.types.tails import TailLoss, losses_behind, share_behind
@@ -58,14 +57,6 @@ def test_whatever_a_catalog_says_of_questions_the_whole_loss_stays(asked):
 def _tailed() -> Catalog:
     catalog = default_catalog()
     return replace(catalog, tracks=tuple(replace(track, tails=TAILS) for track in catalog.tracks))
-
-
-def test_a_catalog_and_its_pages_keep_them():
-    catalog = _tailed()
-    assert Catalog.loads(catalog.dumps()) == catalog
-    for page in pages_of(catalog):
-        assert Page.loads(page.dumps()) == page
-        assert [level.tails for level in page.levels] == [TAILS] * len(catalog.tracks)
 
 
 def test_what_a_play_fetches_before_a_tail():
