@@ -1,10 +1,6 @@
 """The state machine by hand: what goes in and what must come out."""
 
-from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import HarmonicMean
-from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig
-from tests.catalogs import catalog
 from tests.player.sessions import bring, decode_all, of, session
 
 
@@ -58,29 +54,6 @@ def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
     assert [cancel.request for cancel in of(actions, Cancel)] == [upgrade.request]
     assert of(actions, Deliver)[0].met
     assert play.record.groups[1].track == "AC-5x"
-
-
-def test_layers_are_asked_for_on_top_of_what_they_refine():
-    class Layers(Policy):
-        def decide(self, view):
-            group = view.first_missing()
-            if group is not None:
-                return Decision.fetch(group, "base", "base first")
-            for group in view.settled:
-                if view.track_of[group] == "base":
-                    return Decision.upgrade(group, "layer-1", "enhance")
-            return Decision.wait("all enhanced, or soon")
-
-    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), HarmonicMean())
-    play.start(0.0)
-    todo, now = of(play.actions(), FetchGroup), 0.0
-    while todo:
-        now += 0.05
-        todo += of(bring(play, todo.pop(0), now), FetchGroup)
-    assert [group.track for group in play.record.groups] == ["layer-1", "layer-1"]
-    assert play.record.bytes_wasted == 0
-    sizes = play.view.catalog.by_name
-    assert play.record.groups[0].bytes == sizes["base"].bytes[0] + sizes["layer-1"].bytes[0]
 
 
 def test_nothing_changes_once_the_play_is_over():
