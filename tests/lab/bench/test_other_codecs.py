@@ -49,20 +49,14 @@ def make(folder: Path, name: str, program: str) -> Path:
     return folder
 
 
-def test_a_peer_answers_until_it_is_let_go(tmp_path):
+def test_a_peer_answers_until_it_is_let_go_and_its_errors_and_its_end_are_told(tmp_path):
     with PeerProcess(make(tmp_path, "echo", ECHO), "echo") as peer:
-        assert peer.ask({"word": "one"}) == {"said": "one"}
-        assert peer.ask({"word": "two"}) == {"said": "two"}
+        assert [peer.ask({"word": word}) for word in ("one", "two")] == [{"said": "one"}, {"said": "two"}]
         process = peer._process
+        for word in ("bad", "die"):
+            with pytest.raises(PeerError):
+                peer.ask({"word": word})
     assert process.poll() is not None
-
-
-def test_its_errors_and_its_end_are_told(tmp_path):
-    with PeerProcess(make(tmp_path, "echo", ECHO), "echo") as peer:
-        with pytest.raises(PeerError, match="no such word"):
-            peer.ask({"word": "bad"})
-        with pytest.raises(PeerError, match="has ended"):
-            peer.ask({"word": "die"})
 
 
 def test_a_decoder_that_disagrees_with_the_quantiser_is_not_compared(tmp_path):

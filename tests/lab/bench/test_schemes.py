@@ -31,12 +31,10 @@ def test_a_track_counts_frames_and_decodes_as_a_player_does(cache):
 
 def test_a_layer_costs_all_that_lies_below(cache):
     profile = kvdata.profile(SPEC)
-    sizes = [TrackScheme(name, SPEC, profile).code(cache).nbytes for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")]
+    coded = [TrackScheme(name, SPEC, profile).code(cache) for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")]
+    sizes = [each.nbytes for each in coded]
     assert sizes == sorted(sizes)
-    errors = [
-        (TrackScheme(name, SPEC, profile).code(cache).cache.float() - cache.float()).square().mean()
-        for name in ("AC-L0", "AC-L1", "AC-L2", "AC-L3")
-    ]
+    errors = [(each.cache.float() - cache.float()).square().mean() for each in coded]
     assert errors == sorted(errors, reverse=True)
 
 

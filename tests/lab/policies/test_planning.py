@@ -13,8 +13,6 @@ from tests.abr.plain import steady, view
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
-# ------------------------------------------------------------------- fugu
-
 
 def test_fugu_over_a_steady_link_meets_the_deadline_on_what_it_carries():
     asset = catalog(48)
@@ -22,9 +20,6 @@ def test_fugu_over_a_steady_link_meets_the_deadline_on_what_it_carries():
     assert record.met
     assert sum(group.track in {"FP8", "Int8"} for group in record.groups) > 24
     assert steady("fugu", asset, 0.25 * asset.fp16_bytes / 4.0).met
-
-
-# ------------------------------------------------------------------- cake
 
 
 def test_cake_computes_from_the_front_while_it_loads_from_the_back():
@@ -58,9 +53,6 @@ def test_cake_takes_the_cheapest_track_that_loses_little_enough():
     assert track("cake:FP8") == "FP8"
     with pytest.raises(PolicyError, match="no track 'FP9' to play alone; write cake:TRACK with one of FP16"):
         track("cake:FP9")
-
-
-# ---------------------------------------------------------------- kvserve
 
 
 PROFILES = (("A", 1000, 0.01, None), ("B", 2000, 0.001, None), ("C", 4000, 0.0001, None), ("D", 8000, 0.0, None))
