@@ -164,6 +164,7 @@ def test_ends_of_ranges():
         "1f 05 ffffffffffffffffff 02 80 00 02 00",  # a subgroup beyond it
         "3c 05 00 80 02 0480",  # properties that end within one
         "3c 05 00 80 02 0505",
+        "3c 05 00 80 e0010000",  # properties that are too long
     ],
 )
 def test_faults_of_fetches(data):

