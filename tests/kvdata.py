@@ -6,10 +6,15 @@ from functools import cache as cache_result
 
 import torch
 
+from kvabr.codec.base import GroupContext
 from kvabr.codec.fit import fit
+from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.profile import Profile
 from kvabr.codec.rope import rotate
 from kvabr.types.kv import KVSpec, RopeSpec
+from kvabr.types.naming import LAYERS
+
+CHUNK = "ab" * 32
 
 
 def spec(layers=2, heads=2, dim=32, *, group_tokens=128, rope="half", dtype="float16"):
@@ -57,3 +62,18 @@ def is_base_of(decoded: torch.Tensor, exact: torch.Tensor) -> bool:
     """Return whether a part of a `cache` was decoded from AC-L0 with its `profile`, rather than from a finer track."""
     error = (decoded.float() - exact.float()).square().mean() / exact.float().var()
     return 0.03 < float(error) < 0.3
+
+
+def framed(kv: torch.Tensor, track: str, context: GroupContext) -> list[bytes]:
+    """Return the frames of a track and of those that it refines, base first."""
+    frames: list[bytes] = []
+    for name in LAYERS[: LAYERS.index(track) + 1] if track in LAYERS else (track,):
+        frames.append(encode_group(kv, name, context, CHUNK, 3, [bytes(payload_of(frame)) for frame in frames]))
+    return frames
+
+
+def unframed(frames: list[bytes], track: str, context: GroupContext, out=None, **options) -> torch.Tensor:
+    """Return what `framed` frames decode to; into ``out``, if given."""
+    out = torch.full(context.spec.shape(context.tokens), float("nan")) if out is None else out
+    decode_group(frames[-1], track, context, CHUNK, 3, out, [payload_of(frame) for frame in frames[:-1]], **options)
+    return out

@@ -13,9 +13,11 @@ from kvabr.types.catalog import RECOMPUTED
 from tests.chaos import published
 from tests.chaos.facts import Order, Report, facts_of
 from tests.chaos.judge import judge
+from tests.chaos.nodes import Sample
 from tests.chaos.plan import plan
 from tests.chaos.player import Player, Seat
 from tests.chaos.published import G, KnownEngine
+from tests.chaos.tally import Tally
 
 TRACKS = ("FP16", "AC-L3", "Int4", "recomputed", "AC-L0", "Int8")
 ORDER = Order(1, 0.0, 0, 192, 1.0)
@@ -148,3 +150,31 @@ def test_a_play_that_does_not_end_is_noticed(library, tmp_path):
     assert number == 7
     assert told.outcome == "hang"
     assert [failure.kind for failure in judge(told, ORDER, library)] == ["hang"]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory", "found"),
+    [
+        (lambda index: 300 + min(index, 40), []),  # it settles
+        (lambda index: 300 + index, ["origin: memory"]),
+        (lambda index: 300 + index / 20, []),  # less than allocators need
+        (lambda index: 300 + 100 * (index == 95), []),  # a moment is no trend
+        (lambda index: 20 + index / 20, []),
+    ],
+)
+def test_memory_is_flat_if_the_later_half_of_a_life_is(memory, found):
+    tally = Tally()
+    tally.lives["origin"] = [[], [Sample(int(memory(index) * MIB), 10, 5) for index in range(100)]]
+    assert tally.growing() == found
+    assert f"growing: {', '.join(found) or 'nothing'}" in tally.table()
+
+
+def test_files_and_threads_count_too_and_short_lives_say_nothing():
+    tally = Tally()
+    tally.lives["relay"] = [[Sample(MIB, 10 + index, 5 + index) for index in range(100)]]
+    assert tally.growing() == ["relay: files", "relay: threads"]
+    tally.lives["relay"] = [[Sample(MIB * index, 10, 5) for index in range(15)]]
+    assert tally.growing() == []

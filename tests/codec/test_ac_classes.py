@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 from kvabr.codec.base import GroupContext
 from kvabr.codec.columns import coded_spec, has_ac, turned, turned_back
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.group import encode_group
 from kvabr.codec.profile import ModelProfile, Profile, joined
 from kvabr.codec.rope import rotate
 from kvabr.codec.transform import plain
@@ -22,8 +22,8 @@ from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, LayerClass, RopeSpec
 from kvabr.types.naming import LAYERS
 from tests.codec.native import oracle
+from tests.kvdata import CHUNK, framed, unframed
 
-CHUNK = "ab" * 32
 CLASSES = {
     "window": LayerClass("window", (0, 1, 3), 2, 16, 16, "float16", RopeSpec(1e4, 16), window=200),
     "full": LayerClass("full", (2,), 2, 16, 16, "float16", RopeSpec(1e6, 8)),
@@ -62,13 +62,8 @@ def played(part, profile, first, tokens=100, seed=1):
     """What each layer makes of a group at a position: the group, and the decoded tensors."""
     context = GroupContext(part, first, tokens, profile, memo={})
     kv = cache_of(part, tokens, seed, first)
-    frames, outs = [], []
-    for track in LAYERS:
-        frames.append(encode_group(kv, track, context, CHUNK, 7, [bytes(payload_of(frame)) for frame in frames]))
-        out = torch.full_like(kv, float("nan"))
-        decode_group(frames[-1], track, context, CHUNK, 7, out, [payload_of(frame) for frame in frames[:-1]])
-        outs.append(out)
-    return kv, frames, outs
+    frames = framed(kv, LAYERS[-1], context)
+    return kv, frames, [unframed(frames[: at + 1], track, context) for at, track in enumerate(LAYERS)]
 
 
 def error(kv, out):
@@ -86,22 +81,25 @@ def test_every_class_plays_at_every_position(profile, name, first):
     assert len(frames[0]) + len(frames[1]) < kv.numel() / 2  # less than 4 bits
 
 
+def on_every_path(kv, part, profile, track):
+    """Return what all paths decode a group to."""
+    context = GroupContext(part, 384, kv.shape[3], profile)
+    frames = framed(kv, track, context)
+    found = {}
+    for path in oracle.PATHS:
+        with oracle.taking(path):
+            found[path] = unframed(frames, track, context, torch.empty_like(kv))
+            again = framed(kv, track, context)  # ties may be rounded otherwise
+        assert abs(len(again[0]) - len(frames[0])) < 20
+    assert all(torch.equal(out, found[oracle.ORACLE]) for out in found.values())
+    return found[oracle.ORACLE]
+
+
 @pytest.mark.parametrize("track", ["AC-5x", "AC-L0"])
 @pytest.mark.parametrize("name", PARTS)
 def test_every_path_decodes_the_same_bits(profile, name, track):
-    part = PARTS[name]
-    context = GroupContext(part, 384, 70, profile)
-    kv = cache_of(part, 70, 3, 384)
-    frame = encode_group(kv, track, context, CHUNK, 3)
-    found = {}
-    for path in oracle.PATHS:
-        found[path] = torch.empty_like(kv)
-        with oracle.taking(path):
-            decode_group(frame, track, context, CHUNK, 3, found[path])
-            again = encode_group(kv, track, context, CHUNK, 3)  # ties may be rounded otherwise
-        assert abs(len(again) - len(frame)) < 20
-    assert all(torch.equal(out, found[oracle.ORACLE]) for out in found.values())
-    assert error(kv, found[oracle.ORACLE]) < (5e-3 if track == "AC-5x" else 0.5)
+    kv = cache_of(PARTS[name], 70, 3, 384)
+    assert error(kv, on_every_path(kv, PARTS[name], profile, track)) < (5e-3 if track == "AC-5x" else 0.5)
 
 
 def test_a_file_holds_the_profiles_of_all_classes(profile):
@@ -223,13 +221,12 @@ def test_states_play_and_are_finer_with_every_layer(hybrid_profile, name):
     part = STATE_PARTS[name]
     profile = Profile.from_bytes(hybrid_profile.to_bytes())
     kv, context = snapshots_of(part, seed=1), GroupContext(part, 5000, part.rows, profile, memo={})
-    frames, errors = [], []
-    for track in LAYERS:
-        frames.append(encode_group(kv, track, context, CHUNK, 0, [bytes(payload_of(frame)) for frame in frames]))
+    frames, errors = framed(kv, LAYERS[-1], context), []
+    for at, track in enumerate(LAYERS):
         # In a cache of several snapshots, and in 16 bits: the tensor is neither contiguous nor of the state's type.
         room = torch.full(part.shape(2 * part.rows), float("nan"), dtype=torch.bfloat16)
         out = room[:, :, :, part.rows :]
-        decode_group(frames[-1], track, context, CHUNK, 0, out, [payload_of(frame) for frame in frames[:-1]])
+        unframed(frames[: at + 1], track, context, out)
         assert bool(room[:, :, :, : part.rows].isnan().all())
         errors.append(error(kv, out.float()))
     assert all(finer < coarser / 2 for coarser, finer in pairwise(errors))
@@ -242,18 +239,12 @@ def test_states_play_and_are_finer_with_every_layer(hybrid_profile, name):
 @pytest.mark.parametrize("name", STATES)
 def test_every_path_decodes_the_same_state(hybrid_profile, name):
     part = STATE_PARTS[name]
-    context, kv = GroupContext(part, 384, part.rows, hybrid_profile), snapshots_of(part, seed=3)
+    kv = snapshots_of(part, seed=3)
     kv[0, 0, 0, 0, 0] = 65_504.0  # beyond what is coded: its column is stored as it is
-    frame = encode_group(kv, "AC-5x", context, CHUNK, 3)
-    found = {}
-    for path in oracle.PATHS:
-        found[path] = torch.empty_like(kv)
-        with oracle.taking(path):
-            decode_group(frame, "AC-5x", context, CHUNK, 3, found[path])
-    assert all(torch.equal(out, found[oracle.ORACLE]) for out in found.values())
-    assert float(found[oracle.ORACLE][0, 0, 0, 0, 0]) == 65504.0
-    kv[0, 0, 0, :, 0], found[oracle.ORACLE][0, 0, 0, :, 0] = 0, 0
-    assert error(kv, found[oracle.ORACLE]) < 5e-3
+    out = on_every_path(kv, part, hybrid_profile, "AC-5x")
+    assert float(out[0, 0, 0, 0, 0]) == 65504.0
+    kv[0, 0, 0, :, 0], out[0, 0, 0, :, 0] = 0, 0
+    assert error(kv, out) < 5e-3
 
 
 def test_states_of_too_many_pieces_have_no_ac():

@@ -81,6 +81,8 @@ def test_a_plug_in_that_is_none_is_named(monkeypatch, name, value):
     install(monkeypatch, name, value)
     with pytest.raises(FormatError, match=f"plug-in {name}"):
         registry.codec(name)
+    with pytest.raises(FormatError, match="AC-5x"):
+        registry.codec("MP3")
     # The draft's levels need no plug-in.
     assert registry.codec("Int4").name == "Int4"
 

@@ -1,7 +1,8 @@
 """The bias of values: its numbers, their code, and what it does to a group."""
 
+from __future__ import annotations
+
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -11,25 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvabr.codec import bias
-from kvabr.codec.base import GroupContext
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.bias import UNITS, join_biases, split_biases, value_rows
-from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.native import coder
 from kvabr.codec.native.coder_model import Quantiser
 from kvabr.types.errors import FormatError
+from tests import kvdata
 from tests.codec.native import oracle
-from tests.kvdata import related, spec
-
-SHAPE = spec(6, 2, 32, group_tokens=256)
-SMALL = FitConfig(stack_layers=3, kept=(48, 64), classes=40, outliers=0.0)
-CHUNK = "ab" * 32
-
-
-@functools.cache
-def fitted():
-    return fit(SHAPE, lambda: [related(SHAPE, 600, seed) for seed in range(4)], SMALL)
-
+from tests.codec.test_ac import FIRST, SHAPE, decode, encode, fitted
+from tests.kvdata import related
 
 numbers = arrays.arrays(
     np.int16, st.integers(1, 300), elements=st.one_of(st.just(0), st.integers(-2, 2), st.integers(-127, 127))
@@ -70,22 +61,16 @@ def test_errors_are_the_same_on_every_path(path, tokens):
 
 def coded(kv, track, monkeypatch, units):
     """Return the frames of a track and those below it, and the decoded group."""
-    monkeypatch.setattr("kvabr.codec.ac.UNITS", units)
-    context = GroupContext(SHAPE, 1024, kv.shape[3], fitted())
-    frames = []
-    for name in ("AC-L0", "AC-L1", "AC-L2")[: int(track[-1]) + 1]:
-        below = [bytes(payload_of(frame)) for frame in frames]
-        frames.append(encode_group(kv, name, context, CHUNK, 8, below))
-    monkeypatch.undo()
-    out = torch.empty(SHAPE.shape(kv.shape[3]))
-    payloads = [payload_of(frame) for frame in frames[:-1]]
-    decode_group(frames[-1], track, context, CHUNK, 8, out, payloads)
-    return frames, out
+    context = GroupContext(SHAPE, FIRST, kv.shape[3], fitted())
+    with monkeypatch.context() as patch:
+        patch.setattr("kvabr.codec.ac.UNITS", units)
+        frames = kvdata.framed(kv, track, context)
+    return frames, kvdata.unframed(frames, track, context)
 
 
 def shifted(seed):
     """Return a group whose values have means of their own, by a fraction of how they vary."""
-    kv = related(SHAPE, 200, seed, 1024)
+    kv = related(SHAPE, 200, seed, FIRST)
     drawn = torch.randn(kv.shape[0], *kv.shape[2:3], 1, kv.shape[4], generator=torch.Generator().manual_seed(seed))
     kv[:, 1] += 0.3 * kv[:, 1].std() * drawn
     return kv
@@ -126,3 +111,35 @@ def test_a_bias_is_what_all_tokens_have_in_common():
     assert np.count_nonzero(one) == 1
     keep[10] = False
     assert not found(rows, depth(), keep).any()  # too few tokens are left
+
+
+def with_gains(gains):
+    depths = fitted().depths
+    return dataclasses.replace(fitted(), depths={**depths, "AC-L0": dataclasses.replace(depths["AC-L0"], gains=gains)})
+
+
+def test_values_grow_about_their_mean_and_bytes_stay(monkeypatch):
+    monkeypatch.setattr("kvabr.codec.ac.UNITS", {})  # biases depend on gains
+    stacks = fitted().transform.structure.stacks
+    gains = tuple(1.1 + 0.02 * number if stack.kind else 1.0 for number, stack in enumerate(stacks))
+    louder, group = with_gains(gains), related(SHAPE, 128, 7, FIRST)
+    payloads = encode(group, fitted(), "AC-L1")
+    assert encode(group, louder, "AC-L1") == payloads
+    base, more = (decode(payloads[:1], side, 128, "AC-L0") for side in (fitted(), louder))
+    both, other = (decode(payloads, side, 128, "AC-L1") for side in (fitted(), louder))
+    assert torch.equal(both, other)  # the gains of a layer are for itself
+    assert torch.equal(base[:, 0], more[:, 0])
+    mean = torch.from_numpy(fitted().transform.mean.astype("float32"))[:, 1, :, None]
+    aside = codec("AC-L0").outliers(memoryview(payloads[0]), GroupContext(SHAPE, FIRST, 128, fitted()))
+    for gain, stack in zip(gains, stacks, strict=True):
+        if stack.kind:
+            layers = slice(stack.first, stack.last)
+            wanted = (base[layers, 1] - mean[layers]) * gain
+            grown = torch.isclose(more[layers, 1] - mean[layers], wanted, rtol=1e-4, atol=1e-4).all(dim=(0, 1, 3))
+            assert int((~grown).sum()) == aside < 10  # tokens that are stored separately stay as they are
+
+
+@pytest.mark.parametrize(("gain", "fewer"), [(1.0, 1), (0.1, 0), (3.0, 0), (float("nan"), 0)])
+def test_gains_that_fit_no_profile_are_refused(gain, fewer):
+    with pytest.raises(FormatError, match="gain"):
+        with_gains((gain,) * (len(fitted().transform.structure.stacks) - fewer))

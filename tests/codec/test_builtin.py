@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.codec.base import GroupContext, codec, payload_layout
+from kvabr.codec.base import GroupContext, codec
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LEVELS
 from tests.examples import examples
@@ -34,20 +34,6 @@ def bounds(layout, unit):
     size = layout.unit_bytes if unit < layout.units - 1 else layout.last_bytes
     first = unit * layout.unit_tokens
     return (begin, begin + size), (first, min(layout.tokens, first + layout.unit_tokens))
-
-
-@pytest.mark.parametrize("track", SEPARABLE)
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 33, 128, 150])
-def test_the_layout_is_that_of_the_payload(track, sizes, tokens):
-    context, payload, layout = encoded(track, sizes, tokens)
-    assert layout == payload_layout(track, context.spec, tokens)
-    assert len(payload) == layout.payload_bytes
-    assert bounds(layout, layout.units - 1) == (
-        (len(payload) - layout.last_bytes, len(payload)),
-        ((layout.units - 1) * layout.unit_tokens, tokens),
-    )
-    assert layout.unit_tokens == 1 or track in {"FP4", "Int8", "Int4"}
 
 
 @examples(60)

@@ -10,11 +10,11 @@ from kvabr.codec.container import object_spans, unpack
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.types.errors import ForeignError, FormatError
 from kvabr.types.kv import KVSpec, LayerClass
+from tests.kvdata import CHUNK, framed, unframed
 
 LEVELS = ("FP16", "BF16", "FP8", "Int8", "FP4", "Int4", "Raw")
 TOLERANCE = {"Raw": 2e-2, "FP16": 2e-3, "BF16": 2e-2, "FP8": 0.3, "Int8": 0.03, "FP4": 0.9, "Int4": 0.5}
 """Largest error of standard normal numbers."""
-CHUNK = "ab" * 32
 
 
 def of(*classes, group_tokens=128):
@@ -43,12 +43,10 @@ def test_every_level_carries_every_class(name, level):
     for tokens in (24,) if name == "state" else (128, 77, 1):
         context = GroupContext(spec, 128, tokens)
         kv = torch.randn(spec.shape(tokens), generator=torch.Generator().manual_seed(1))
-        frame = encode_group(kv, level, context, CHUNK, 1)
+        (frame,) = framed(kv, level, context)
         layout = payload_layout(level, spec, tokens)
         assert len(payload_of(frame)) == layout.payload_bytes
-        out = torch.full_like(kv, float("nan"))
-        decode_group(frame, level, context, CHUNK, 1, out)
-        assert float((out - kv).abs().max()) < TOLERANCE[level]
+        assert float((unframed([frame], level, context) - kv).abs().max()) < TOLERANCE[level]
         spans = object_spans(spec, level, 128, tokens, len(frame))
         assert (spans[0].begin, spans[-1].end) == (0, len(frame))
 
@@ -69,9 +67,7 @@ def test_keys_and_values_of_unlike_dims_are_as_good_as_alike(level):
 
 def played(kv, level, spec):
     context = GroupContext(spec, 0, kv.shape[3])
-    out = torch.empty_like(kv)
-    decode_group(encode_group(kv, level, context, CHUNK, 0), level, context, CHUNK, 0, out)
-    return out
+    return unframed(framed(kv, level, context), level, context, torch.empty_like(kv))
 
 
 @pytest.mark.parametrize("name", ALONE)

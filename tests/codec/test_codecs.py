@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvabr.codec.base import GroupContext, codec, names
+from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.group import decode_group, encode_group, payload_of
 from kvabr.codec.unusual import crowded
 from kvabr.types.errors import FormatError, NotFiniteError
@@ -128,13 +128,6 @@ def test_a_group_that_is_not_finite_is_refused_and_its_place_named(track, bad):
         round_trip(kv, track, shape, first=100, side=profile(shape))
     error = refused.value
     assert (error.layer, error.half, error.first, error.last) == (1, "values", 103, 106)
-
-
-def test_names_are_the_drafts():
-    assert names()[:11] == (*LEVELS, *LAYERS)
-    assert [codec(name).name for name in LEVELS] == list(LEVELS)
-    with pytest.raises(FormatError, match="AC-5x"):
-        codec("MP3")
 
 
 def test_a_tensor_of_another_shape_is_not_written_to():

@@ -17,7 +17,7 @@ from kvabr.types.errors import FormatError
 from kvabr.types.kv import RopeSpec
 from kvabr.types.naming import LAYERS, LEVELS
 from tests.examples import examples
-from tests.kvdata import cache, profile, spec
+from tests.kvdata import CHUNK, cache, framed, profile, spec, unframed
 
 SCALED = tuple(0.5**n for n in range(16))
 ROPES = {
@@ -28,7 +28,6 @@ ROPES = {
     "shrinking": RopeSpec(10000.0, 8, "interleaved", SCALED[:4], 0.5),
 }
 TRACKS = (*LEVELS, *LAYERS, "Raw")
-CHUNK = "ab" * 32
 
 
 @cache_result
@@ -39,21 +38,6 @@ def shape(rope):
 def bare(given, tokens, seed=0):
     """A cache whose keys are not rotated."""
     return cache(given.changed(rope=None), tokens, seed)
-
-
-def coded(kv, track, context):
-    """The frames of a track and of those it refines, base first."""
-    tracks = LAYERS[: LAYERS.index(track) + 1] if track in LAYERS else (track,)
-    frames = []
-    for each in tracks:
-        frames.append(encode_group(kv, each, context, CHUNK, 3, [bytes(payload_of(frame)) for frame in frames]))
-    return frames
-
-
-def decoded(frames, track, context, out, at=None):
-    below = [payload_of(frame) for frame in frames[:-1]]
-    decode_group(frames[-1], track, context, CHUNK, 3, out, below, at=at)
-    return out
 
 
 def turned(kv, rope, at):
@@ -87,9 +71,9 @@ def test_every_level_decodes_at_any_position(rope, track, tokens, at, first, str
     if strange:
         kv[:, :, :, tokens // 2] *= 8.0  # a token that AC stores separately
     context = GroupContext(given, first, tokens, profile(given), free=True)
-    frames = coded(kv, track, context)
-    stays = decoded(frames, track, context, torch.empty_like(kv))
-    moved = decoded(frames, track, context, torch.empty_like(kv), at)
+    frames = framed(kv, track, context)
+    stays = unframed(frames, track, context, torch.empty_like(kv))
+    moved = unframed(frames, track, context, torch.empty_like(kv), at=at)
     wanted = turned(stays, given.rope, at)
     # Relative to the group's largest key, which is what float32 has its precision of.
     assert float((moved - wanted).abs().amax()) <= 1e-5 * float(wanted[:, 0].abs().amax())
@@ -119,7 +103,7 @@ def test_what_a_rotation_makes_too_large_saturates(track):
     kv = bare(given, 40)
     kv[:, 0, :, 11:14] = 65_000.0
     context = GroupContext(given, 0, 40, profile(given), free=True)
-    out = decoded(coded(kv, track, context), track, context, torch.empty(kv.shape, dtype=torch.float16), 5_000)
+    out = unframed(framed(kv, track, context), track, context, torch.empty(kv.shape, dtype=torch.float16), at=5_000)
     assert bool(torch.isfinite(out).all())
     assert float(out.abs().amax()) == 65_504.0
 
@@ -131,9 +115,9 @@ def test_a_cache_of_codes_is_rotated_by_its_numbers(track):
     side = fit(given, lambda: (cache(shape("half"), 400, seed) for seed in (101, 102)))
     kv = bare(given, 50)
     context = GroupContext(given, 0, 50, side, free=True)
-    frames = coded(kv, track, context)
-    numbers = decoded(frames, track, context, torch.empty(kv.shape), 321)
-    codes = decoded(frames, track, context, torch.empty(kv.shape, dtype=torch.float8_e4m3fn), 321)
+    frames = framed(kv, track, context)
+    numbers = unframed(frames, track, context, at=321)
+    codes = unframed(frames, track, context, torch.empty(kv.shape, dtype=torch.float8_e4m3fn), at=321)
     assert float((codes.float() * 0.25 - numbers).norm() / numbers.norm()) < 0.03
 
 

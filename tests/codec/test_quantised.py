@@ -15,8 +15,8 @@ from kvabr.codec.quantised import codes_of, convert, numbers_of, scales_of
 from kvabr.types.errors import FormatError, NotFiniteError
 from kvabr.types.kv import KVSpec, LayerClass
 from tests.codec.native import oracle
+from tests.kvdata import CHUNK, framed, unframed
 
-CHUNK = "ab" * 32
 ALIKE = LayerClass("full", (0, 1), 2, 16, 16, "float8_e4m3fn", scales=(0.25,))
 CLASSES = {
     "one scale": ALIKE,
@@ -49,8 +49,8 @@ def same(one, other):
 
 def round_trip(kv, level, spec, out):
     context = GroupContext(spec, 0, kv.shape[3])
-    frame = encode_group(kv, level, context, CHUNK, 0)
-    decode_group(frame, level, context, CHUNK, 0, out)
+    (frame,) = framed(kv, level, context)
+    unframed([frame], level, context, out)
     return frame
 
 

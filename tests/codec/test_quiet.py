@@ -6,12 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from kvabr.codec.ac import Ac
 from kvabr.codec.base import GroupContext
 from kvabr.codec.fit import fit
 from kvabr.codec.profile import Profile
 from kvabr.types.errors import FormatError
-from tests.kvdata import cache, spec
+from tests.kvdata import cache, framed, spec, unframed
 
 SHAPE = spec(3, 2, 32)
 EVERY = 150
@@ -55,9 +54,7 @@ def test_those_that_a_model_minds_are_stored_separately(minded):
     kv, found = quiet_cache(7, 120)
     assert set(found.tolist()) <= set(listed(minded, kv).tolist())
     context = GroupContext(SHAPE, 0, 120, minded)
-    payload = Ac("AC-L0").encode(kv, context)
-    out = torch.empty_like(kv)
-    Ac("AC-L0").decode(memoryview(payload), context, out)
+    out = unframed(framed(kv, "AC-L0", context), "AC-L0", context)
     error = (out - kv).square().mean(dim=(0, 1, 2, 4))
     assert float(error[found].max()) < 0.01 * float(error.median())
 

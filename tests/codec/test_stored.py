@@ -28,6 +28,7 @@ from kvabr.codec.stored import (
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
 from tests import kvdata
+from tests.codec.test_ac import decode, encode
 
 SHAPE = kvdata.spec(2, 1, 64, group_tokens=128)
 SINKS = 40
@@ -39,23 +40,9 @@ CODES = arrays.arrays(
 )
 
 
-def chain(kv, upto):
-    payloads: list[bytes] = []
-    for track in LAYERS[: upto + 1]:
-        payloads.append(codec(track).encode(kv, GroupContext(SHAPE, 0, kv.shape[3], SIDE), payloads))
-    return payloads
-
-
 @cache
 def whole():
-    return tuple(chain(kvdata.cache(SHAPE, 128, 5), 2))
-
-
-def decoded(payloads, track, tokens):
-    out = torch.empty(SHAPE.shape(tokens))
-    *below, last = map(memoryview, payloads)
-    codec(track).decode(last, GroupContext(SHAPE, 0, tokens, SIDE), out, below)
-    return out
+    return tuple(encode(kvdata.cache(SHAPE, 128, 5), SIDE, "AC-L2", 0))
 
 
 @given(CODES)
@@ -105,10 +92,10 @@ def test_bytes_that_are_cut_or_too_many_are_refused(codes, data):
 
 def test_each_layer_knows_a_sink_better_and_the_last_adds_nothing():
     kv = kvdata.cache(SHAPE, 128, 1)
-    payloads = chain(kv, 3)
+    payloads = encode(kv, SIDE, first=0)
     assert [payload[:4] == PARTED for payload in payloads] == [True, True, True, False]
     errors = [
-        float((decoded(payloads[: at + 1], track, 128) - kv)[:, :, :, :SINKS].square().mean()) ** 0.5
+        float((decode(payloads[: at + 1], SIDE, 128, track, 0) - kv)[:, :, :, :SINKS].square().mean()) ** 0.5
         for at, track in enumerate(LAYERS)
     ]
     assert errors[1] < errors[0] / 3
@@ -116,12 +103,13 @@ def test_each_layer_knows_a_sink_better_and_the_last_adds_nothing():
     assert errors[3] == errors[2]
     alone = codec("AC-5x").encode(kv, GroupContext(SHAPE, 0, 128, SIDE))
     assert torch.equal(
-        decoded([alone], "AC-5x", 128)[:, :, :, :SINKS], decoded(payloads, "AC-L3", 128)[:, :, :, :SINKS]
+        decode([alone], SIDE, 128, "AC-5x", 0)[..., :SINKS, :],
+        decode(payloads, SIDE, 128, "AC-L3", 0)[..., :SINKS, :],
     )
 
 
 def test_parts_that_do_not_fit_together_are_refused():
-    payloads = chain(kvdata.cache(SHAPE, 128, 4), 2)
+    payloads = encode(kvdata.cache(SHAPE, 128, 4), SIDE, "AC-L2", 0)
     first, second, third = payloads
     for bad, why in (
         ([first, third, second], "AC-L2: |entropy coded part"),
@@ -130,7 +118,7 @@ def test_parts_that_do_not_fit_together_are_refused():
         ([PARTED + first], "AC-L0: "),
     ):
         with pytest.raises(FormatError, match=why):
-            decoded(bad, LAYERS[len(bad) - 1], 128)
+            decode(bad, SIDE, 128, LAYERS[len(bad) - 1], 0)
 
 
 @given(st.data())
@@ -142,4 +130,4 @@ def test_mutilated_payloads_decode_to_finite_numbers_or_are_refused(data):
     changed[at] ^= data.draw(st.integers(1, 255))
     payloads[which] = bytes(changed)
     with contextlib.suppress(FormatError):
-        assert bool(torch.isfinite(decoded(payloads, "AC-L2", 128)).all())
+        assert bool(torch.isfinite(decode(payloads, SIDE, 128, "AC-L2", 0)).all())

@@ -9,7 +9,7 @@ import torch
 from kvabr.codec.base import GroupContext, codec
 from kvabr.codec.centred import Centred
 from kvabr.codec.fit import FitConfig, fit
-from kvabr.codec.group import decode_group, encode_group, payload_of
+from kvabr.codec.group import payload_of
 from kvabr.codec.rope import rotate
 from kvabr.codec.unusual import (
     LAYERED,
@@ -23,11 +23,10 @@ from kvabr.codec.unusual import (
 )
 from kvabr.types.errors import FormatError
 from kvabr.types.naming import LAYERS
-from tests.kvdata import related, spec
+from tests.kvdata import framed, related, spec, unframed
 
 SHAPE = spec(4, 2, 32, group_tokens=128)
 TRACKS = (*LAYERS, "AC-5x")
-CHUNK = "ab" * 32
 FIRST = 500
 
 
@@ -37,37 +36,20 @@ def fitted(outliers=0.0):
     return fit(SHAPE, lambda: [related(SHAPE, 500, seed) for seed in range(4)], small)
 
 
-def frames_of(kv, track, first=FIRST, side=None):
-    """Return the frames of a track and of those below it, base first."""
-    context = GroupContext(SHAPE, first, kv.shape[3], side or fitted(), memo={})
-    frames = []
-    for name in LAYERS[: LAYERS.index(track) + 1] if track in LAYERS else [track]:
-        frames.append(encode_group(kv, name, context, CHUNK, 3, [bytes(payload_of(each)) for each in frames]))
-    return frames
+def frames_of(kv, track):
+    return framed(kv, track, GroupContext(SHAPE, FIRST, kv.shape[3], fitted(), memo={}))
 
 
-def decoded(frames, track, tokens, first=FIRST, side=None):
-    out = torch.full(SHAPE.shape(tokens), float("nan"))
-    context = GroupContext(SHAPE, first, tokens, side or fitted())
-    decode_group(frames[-1], track, context, CHUNK, 3, out, [payload_of(each) for each in frames[:-1]])
-    return out
+def decoded(frames, track, tokens):
+    return unframed(frames, track, GroupContext(SHAPE, FIRST, tokens, fitted()))
 
 
 def kind(frame):
     return int.from_bytes(payload_of(frame)[:4], "little")
 
 
-def alike(tokens=128):
-    """Return a cache of one token many times: equal but for the rotation of keys."""
-    one = related(SHAPE, 1, 9, FIRST)
-    one[:, 0] = rotate(one[:, 0], SHAPE.rope, FIRST, undo=True)
-    kv = one.repeat(1, 1, 1, tokens, 1)
-    kv[:, 0] = rotate(kv[:, 0], SHAPE.rope, FIRST)
-    return kv
-
-
-def copies(each, tokens=128):
-    """Return a cache of the same few tokens again and again."""
+def copies(each=1, tokens=128):
+    """Return a cache of the same few tokens again and again: equal but for the rotation of keys."""
     some = related(SHAPE, each, 11, FIRST)
     some[:, 0] = rotate(some[:, 0], SHAPE.rope, FIRST, undo=True)
     kv = some.repeat(1, 1, 1, tokens // each, 1)
@@ -101,7 +83,7 @@ def test_every_finite_cache_is_encoded_and_none_is_larger_than_fp16(track, token
 
 @pytest.mark.parametrize("far", [1.0, 500.0])
 def test_tokens_that_are_all_alike_keep_what_they_have_in_common(far):
-    kv = (far * alike()).clamp(-65504, 65504)
+    kv = (far * copies()).clamp(-65504, 65504)
     kv += 0.001 * torch.randn(kv.shape, generator=torch.Generator().manual_seed(4))
     context, out = GroupContext(SHAPE, FIRST, 128), torch.empty(kv.shape)
     payload = Centred("Int4").encode(kv, context)
@@ -130,7 +112,7 @@ def test_a_group_that_is_smaller_in_fp16_is_in_fp16():
 
 
 def test_one_token_many_times_is_coded_by_an_integer_codec():
-    kv = alike()
+    kv = copies()
     frames = frames_of(kv, "AC-L3")
     assert [kind(frame) for frame in frames] == [OTHER, NOTHING_ABOVE, NOTHING_ABOVE, OTHER]
     out = torch.empty(SHAPE.shape(128))
@@ -177,7 +159,7 @@ def test_repeated_words_are_counted_if_they_follow_each_other(period, length, sh
     assert repeated(again, SHAPE) == share / 128  # of the second tile
 
 
-def test_the_base_of_repeated_words_contains_the_next_layer_although_its_errors_are_not_alike():
+def test_the_base_of_repeated_words_contains_the_next_layer_although_its_errors_are_not_copies():
     for period, contains in ((70, True), (76, True), (100, False)):
         base, above = frames_of(with_repeated_words(period), "AC-L1")
         assert (kind(base) == LAYERED) == contains
@@ -188,7 +170,7 @@ def test_the_base_of_repeated_words_contains_the_next_layer_although_its_errors_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_at_the_end_of_a_type_are_decoded(dtype):
-    kv = alike().to(dtype)
+    kv = copies().to(dtype)
     kv[1, 1, :, :, 0] = 65_280.0  # the last in bfloat16 before FP16 ends
     for track in TRACKS:
         assert bool(torch.isfinite(decoded(frames_of(kv, track), track, 128)).all())

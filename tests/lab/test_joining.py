@@ -18,6 +18,7 @@ from kvabr.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "tools" / "lab" / "pyproject.toml").read_text())["project"]
+REPLAY = ("replay", ROOT / "traces" / "flat.csv", "--load", 0.4, "--deadline", 2, "--jobs", 1)
 ESTIMATORS = {"ewma", "last", "percentile"}
 SELECTORS = {"hkvd", "legolink", "random", "oracle"}
 POLICIES = {
@@ -84,17 +85,6 @@ def test_the_trial_of_wheels_passes_here(capsys):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", LAB)
-def test_a_command_of_a_laboratory_that_is_not_installed_says_how_to_install_it(alone, command):
-    done = alone(command, "whatever")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"kvabr: `kvabr {command}` is part of the laboratory, which is not installed: "
-        "pip install ./tools/lab (in the clone of kvabr)\n"
-    )
-
-
-@pytest.mark.process
 def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
     helped = alone("--help")
     assert helped.returncode == 0
@@ -103,21 +93,18 @@ def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
     assert listed.returncode == 0, listed.stderr
     assert "anytime (default)" in listed.stdout
     assert "cachegen" not in listed.stdout
-    words = ("replay", ROOT / "traces" / "flat.csv", "--load", 0.4, "--deadline", 2, "--jobs", 1)
-    assert alone(*words, "--policy", "all").returncode == 0
-    refused = alone(*words, "--policy", "cachegen")
-    assert refused.returncode == 2
-    assert "unknown policy 'cachegen'" in refused.stderr
-    assert "the laboratory adds more" in refused.stderr
-    blend = alone("calibrate", "--blend", "--out", tmp_path / "x.json")
-    assert blend.returncode == 2
-    assert "`kvabr calibrate --blend` is part of the laboratory, which is not installed" in blend.stderr
-    live = alone("replay", ROOT / "traces" / "flat.csv", "--live", "--asset", tmp_path)
-    assert live.returncode == 2
-    assert "`kvabr replay --live` is part of the laboratory, which is not installed" in live.stderr
-    shared = alone("replay", ROOT / "traces" / "flat.csv", "--one-connection")
-    assert shared.returncode == 2
-    assert "`kvabr replay --one-connection` is part of the laboratory, which is not installed" in shared.stderr
+    assert alone(*REPLAY, "--policy", "all").returncode == 0
+    missing = "` is part of the laboratory, which is not installed"
+    for words, said in (
+        *(((command, "whatever"), f"`kvabr {command}{missing}") for command in LAB),
+        ((*REPLAY, "--policy", "cachegen"), "unknown policy 'cachegen'"),
+        (("calibrate", "--blend", "--out", tmp_path / "x.json"), f"`kvabr calibrate --blend{missing}"),
+        ((*REPLAY, "--live", "--asset", tmp_path), f"`kvabr replay --live{missing}"),
+        ((*REPLAY, "--one-connection"), f"`kvabr replay --one-connection{missing}"),
+    ):
+        refused = alone(*words)
+        assert refused.returncode == 2
+        assert said in refused.stderr
     script = alone("completion", "bash")
     assert script.returncode == 0
     (completed,) = re.findall(r"^_shtab_kvabr_subparsers=\((.*)\)$", script.stdout, re.MULTILINE)
@@ -129,10 +116,9 @@ def test_without_the_laboratory_everything_else_is_there(alone, tmp_path):
 def test_a_section_of_the_laboratory_in_the_configuration_is_no_mistake_without_it(alone, tmp_path):
     config = tmp_path / "kvabr.toml"
     config.write_text('[lab]\njobs = 1\n[replay]\npolicy = ["rate"]\n')
-    words = ("replay", ROOT / "traces" / "flat.csv", "--load", 0.4, "--deadline", 2, "--jobs", 1)
-    assert "rate" in alone(*words, config=config).stdout
+    assert "rate" in alone(*REPLAY, config=config).stdout
     config.write_text("[lba]\njobs = 1\n")
-    refused = alone(*words, config=config)
+    refused = alone(*REPLAY, config=config)
     assert refused.returncode == 2
     assert "lba: no command (did you mean 'lab'?)" in refused.stderr
 
@@ -171,15 +157,12 @@ def test_another_packages_command_is_a_command(theirs, capsys, monkeypatch):
 
 def test_a_broken_command_of_another_package_fails_alone(theirs, capsys):
     assert main(["broken"]) == 1
-    assert capsys.readouterr().err == (
-        "kvabr: `kvabr broken` belongs to the package theirs (theirs_broken:add), and cannot be loaded: "
-        "ModuleNotFoundError(\"No module named 'not_there_at_all'\")\n"
-    )
+    assert "`kvabr broken` belongs to the package theirs (theirs_broken:add)" in capsys.readouterr().err
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert "_shtab_kvabr_hello_option_strings=(-h --help --times)" in script
     assert " hello broken)\n" in script
-    words = ["replay", str(ROOT / "traces" / "flat.csv"), "--load", "0.4", "--deadline", "2", "--jobs", "1"]
+    words = list(map(str, REPLAY))
     assert main(words) == 0  # kvabr's own
     assert main([*words, "--policy", "broken"]) == 1
     assert "broken of an installed package cannot be loaded: ModuleNotFoundError" in capsys.readouterr().err

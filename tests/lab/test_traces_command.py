@@ -6,7 +6,6 @@ import pytest
 
 from kvabr.cli.main import main
 from kvabr.replay.readers import read
-from kvabr.replay.trace import Trace
 from kvabr_lab.cli.traces import dumps
 
 
@@ -105,7 +104,3 @@ def test_columns_can_be_named(tmp_path, capsys):
     assert run("import", source, *named, "--out", tmp_path / "out") == 0
     assert dumps(read(next((tmp_path / "out").rglob("*.csv")))[0]).endswith("0,8000\n0.5,8000\n1,end\n")
     assert run("info", source, "--format", "pensieve", *named) == 2
-
-
-def trace(times, rates, duration, rtt=None):
-    return Trace("test/a", "test", times, rates, duration, rtt)

@@ -178,7 +178,8 @@ class Pair:
         assert self.closes == {}, self.closes
 
     def tidy(self) -> None:
-        """Assert that no state is left."""
+        """Assert that nothing was wrong, and that no state is left."""
+        self.healthy()
         for session in self.ends.values():
             assert session._messages == {}
             assert session._early == {}

@@ -73,6 +73,17 @@ class Raw:
         assert bool(closes) == (self.session.closed is not None)
         return closes[0].code if closes else None
 
+    def drained(self) -> None:
+        """Assert that the session goes on and holds no objects."""
+        assert self.session.requester._held_bytes == 0
+        assert self.session.requester._by_data == {}
+        assert self.code is None
+
+    def forgotten(self) -> None:
+        """Assert that the session goes on and that nothing is left of its requests."""
+        self.drained()
+        assert self.session.requester._requests == self.session.requester._by_alias == {}
+
 
 def fetch_of(number: str) -> bytes:
     return frame("16", number, NAME, "00")

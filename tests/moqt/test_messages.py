@@ -12,14 +12,9 @@ from kvabr.moqt.wire import DRAFT_20, DRAFT_22, DRAFTS, peek_varint, write_varin
 from tests.examples import examples
 from tests.moqt import strategies
 from tests.moqt.counting import CountingBuffer
+from tests.moqt.raw import frame
 from tests.moqt.tables import table
 from tests.moqt.vectors import MESSAGES, MESSAGES_20, MESSAGES_22, NAME, TRACK
-
-
-def frame(kind: str, *parts: str) -> bytes:
-    """Message type, length in 16 bits, payload (draft 18, section 10)."""
-    body = bytes.fromhex("".join(parts))
-    return bytes.fromhex(kind) + len(body).to_bytes(2, "big") + body
 
 
 def one(data: bytes, draft) -> m.Message:
@@ -126,18 +121,7 @@ def test_limits(draft):
     assert len(one(frame("50", "00", "20" + "0161" * 32, "00"), draft).prefix) == 32
     assert fault(frame("50", "00", "21" + "0161" * 33, "00"), draft) == SessionCode.PROTOCOL_VIOLATION
     assert fault(frame("50", "00", "0100", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
-
-
-@table(
-    ("kind", "parts"),
-    [("03", ["00", "00", TRACK, "00"]), ("0d", ["00", "00", TRACK, "00"]), ("06", ["00", "00", "00"]),
-     ("1d", ["00", "00", TRACK, "05", "00"]), ("16", ["00", "00", TRACK, "01", "21 02 0000"])],
-)  # fmt: skip
-def test_a_namespace_without_fields(kind, parts):
-    """Draft 18, section 2.4.1, has such namespaces."""
-    message = one(frame(kind, *parts), DRAFT_20)
-    assert message.namespace == ()
-    assert encode(message, DRAFT_20) == frame(kind, *parts)
+    assert fault(frame("18", "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION  # a flag that is none
 
 
 HEADS = {
@@ -207,11 +191,6 @@ def test_many_messages_at_once():
     assert len(data) <= parser._buffer.touched < 8 * len(data)
     with pytest.raises(SessionFault):
         list(parser.feed(data[:4]))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_a_flag_that_is_none(draft):
-    assert fault(frame("18", "02", "0500", "00"), draft) == SessionCode.PROTOCOL_VIOLATION
 
 
 UNWRITABLE = [

@@ -83,9 +83,7 @@ def test_mandatory_track_properties(asked, property_):
     assert (refused.request_id, refused.message.code) == (number, RequestCode.UNSUPPORTED_EXTENSION)
     assert raw.told(Answered) == []
     assert Stop(0, 1) in raw.commands
-    assert raw.code is None
-    assert raw.session.requester._requests == {}
-    assert raw.session.requester._by_alias == {}
+    raw.forgotten()
 
 
 def test_a_malformed_track():
@@ -97,9 +95,7 @@ def test_a_malformed_track():
     assert (refused.request_id, refused.message.code) == (number, RequestCode.MALFORMED_TRACK)
     assert Stop(7, 1) in raw.commands
     raw.receive(7, b"\xff" * 100, fin=True)
-    assert raw.code is None
-    assert raw.session.requester._by_data == {}
-    assert raw.session.requester._requests == {}
+    raw.forgotten()
 
 
 def test_unknown_error_codes():

@@ -20,8 +20,7 @@ from kvabr.moqt.objects import (
 from kvabr.moqt.parameters import MalformedTrack
 from tests.examples import examples
 from tests.moqt.tables import table
-from tests.moqt.test_objects import join
-from tests.moqt.test_objects_written import cut_and_feed, objects
+from tests.moqt.test_objects import cut_and_feed, join, objects
 
 PLAIN = SubgroupHeader(1, 5, 0, 0, properties=False, end_of_group=False)
 

@@ -9,6 +9,7 @@ SPACE = (b"a", b"bc")
 TRACK = "0174"  # the track "t"
 
 TOKEN = Token(b"k")
+ANYWHERE = Location(0, 0)
 MESSAGES = [  # in both drafts
     # SETUP, section 10.3: type 0x2F00, options to its end
     ("af00", ["01 022f61", "02 050300746f6b", "01 8400", "01 05683a343433", "02 0178"],
@@ -33,6 +34,7 @@ MESSAGES = [  # in both drafts
          object_delivery_timeout=100, tokens=(TOKEN,), rendezvous_timeout=10, subgroup_delivery_timeout=20, forward=1,
          priority=7, group_order=2, new_group=5))),
     ("03", ["80fe", "00", "00", "00"], m.Subscribe(254, (), b"")),
+    ("03", ["00", NAME, TRACK, "01", "21 00"], m.Subscribe(0, SPACE, b"t", Parameters(filter=Filter(ANYWHERE)))),
     # SUBSCRIBE_OK, section 10.8: alias, parameters, properties
     ("04", ["07", "02", "0805", "01 0902", "0e20"],
      m.SubscribeOk(7, Parameters(expires=5, largest=Location(9, 2)), ((14, 32),))),
@@ -45,6 +47,8 @@ MESSAGES = [  # in both drafts
     # PUBLISH_DONE, section 10.11: status, stream count, reason
     ("0b", ["02", "03", "026f6b"], m.PublishDone(2, 3, "ok")),
     ("0b", ["06", "ff 3fffffffffffffff", "00"], m.PublishDone(6, (1 << 62) - 1, "")),
+    ("16", ["04", NAME, TRACK, "01", "21 04 05020006"], m.Fetch(4, SPACE, b"t", Location(5, 2), Location(5, 7))),
+    ("16", ["04", NAME, TRACK, "01", "21 02 0502"], m.Fetch(4, SPACE, b"t", Location(5, 2), m.OPEN_END)),
     # FETCH_OK: end of track in 8 bits, the last location itself, parameters, properties
     ("18", ["01", "0580c7", "00"], m.FetchOk(True, Location(5, 200))),
     ("18", ["00", "05 ffffffffffffffffff", "00"], m.FetchOk(False, Location(5, 0))),
@@ -65,18 +69,14 @@ MESSAGES = [  # in both drafts
 ]  # fmt: skip
 
 
-ANYWHERE = Location(0, 0)
 FILL = Parameters(fill_timeout=5, filter=Filter(groups_back=2), group_order=2)
 MESSAGES_20 = [
     # SUBSCRIBE with a filter, FILL_PARAMETERS (a count of its own) and INCLUDE_PROPERTIES
-    ("03", ["00", NAME, TRACK, "01", "21 00"], m.Subscribe(0, SPACE, b"t", Parameters(filter=Filter(ANYWHERE)))),
     ("03", ["00", NAME, TRACK, "03", "21 02 0000", "02 08 03 0a05 17 01 02 0102", "12 01"],
      m.Subscribe(0, SPACE, b"t", Parameters(filter=Filter(), fill=FILL, include_properties=1))),
     # FETCH: request ID, namespace, track name, parameters, of which a filter is the range
     ("16", ["04", NAME, TRACK, "03", "0a09", "16 ff", "01 03 050001"],
      m.Fetch(4, SPACE, b"t", Location(5, 0), Location(6, 0), Parameters(fill_timeout=9, priority=255))),
-    ("16", ["04", NAME, TRACK, "01", "21 04 05020006"], m.Fetch(4, SPACE, b"t", Location(5, 2), Location(5, 7))),
-    ("16", ["04", NAME, TRACK, "01", "21 02 0502"], m.Fetch(4, SPACE, b"t", Location(5, 2), m.OPEN_END)),
     ("16", ["04", NAME, TRACK, "01", "21 00"], m.Fetch(4, SPACE, b"t", ANYWHERE, m.OPEN_END)),
     ("16", ["04", NAME, TRACK, "01", "21 01 03"],
      m.Fetch(4, SPACE, b"t", ANYWHERE, m.OPEN_END, Parameters(filter=Filter(groups_back=3)))),
@@ -85,12 +85,9 @@ MESSAGES_20 = [
 ]  # fmt: skip
 MESSAGES_22 = [
     # as draft 20, but for the form of filters: a form and as many integers as it has
-    ("03", ["00", NAME, TRACK, "01", "21 00"], m.Subscribe(0, SPACE, b"t", Parameters(filter=Filter(ANYWHERE)))),
     ("03", ["00", NAME, TRACK, "03", "21 05", "02 08 03 0a05 17 0102 0102", "12 01"],
      m.Subscribe(0, SPACE, b"t", Parameters(filter=Filter(), fill=FILL, include_properties=1))),
     ("16", ["04", NAME, TRACK, "02", "0a09", "17 03 050001"],
      m.Fetch(4, SPACE, b"t", Location(5, 0), Location(6, 0), Parameters(fill_timeout=9))),
-    ("16", ["04", NAME, TRACK, "01", "21 04 05020006"], m.Fetch(4, SPACE, b"t", Location(5, 2), Location(5, 7))),
-    ("16", ["04", NAME, TRACK, "01", "21 02 0502"], m.Fetch(4, SPACE, b"t", Location(5, 2), m.OPEN_END)),
     ("02", ["06", "01", "34" + NAME], m.RequestUpdate(6, Parameters(namespace_prefix=SPACE))),
 ]  # fmt: skip

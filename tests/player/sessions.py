@@ -33,3 +33,13 @@ def decode_all(play, actions, now):
         actions = play.actions()
         seen += actions
     return seen
+
+
+def wait_for(play, kind, until_s=100.0):
+    """Let time pass until a play acts so, or is over; return when that is, and these actions."""
+    now, found = play.view.now, []
+    while not found and not play.over and now < until_s:
+        now = play.next_timer()
+        play.timer(now)
+        found = of(play.actions(), kind)
+    return now, found

@@ -35,6 +35,26 @@ def session(policy="anytime", deadline=6.0, **options):
     return Session(ladder, deadline, load_policy(policy)(), HarmonicMean(), expected_s=EXPECTED, **options)
 
 
+def pushed_at_once(play, groups, *changes):
+    """Begin a play when so many groups are published; return what it asks for."""
+    play.start()
+    play.published(groups, 1.0, *changes)
+    return of(play.actions(), FetchGroup)
+
+
+def bring_all(play, pending, now, each_s):
+    """Bring what is asked for, and what is asked for then; return all of it, and when the last of it came."""
+    asked = []
+    while pending:
+        asked += pending
+        more = []
+        for one in pending:
+            now += each_s
+            more += of(bring(play, one, now), FetchGroup)
+        pending = more
+    return asked, now
+
+
 def test_nothing_is_requested_that_is_not_published():
     play = session()
     play.start()
@@ -53,17 +73,10 @@ def test_what_is_idle_goes_to_upgrades_of_what_exists_and_the_play_ends_after_th
     play.actions()
     asked, now = [], 0.0
     for group in range(4):
-        now = EXPECTED[group]
-        play.published(group + 1, now)
-        pending = of(play.actions(), FetchGroup)
-        while pending:
-            asked += [(one.group, one.track) for one in pending]
-            more = []
-            for one in pending:
-                now += 0.05
-                more += of(bring(play, one, now), FetchGroup)
-            pending = more
-            assert not play.over or group == 3
+        play.published(group + 1, EXPECTED[group])
+        came, now = bring_all(play, of(play.actions(), FetchGroup), EXPECTED[group], 0.05)
+        asked += [(one.group, one.track) for one in came]
+        assert not play.over or group == 3
     for group in range(3):  # it is upgraded before the next one exists
         (begun,) = [index for index, one in enumerate(asked) if one == (group, "base")]
         assert asked[begun + 1][0] == group
@@ -78,9 +91,7 @@ def test_what_is_idle_goes_to_upgrades_of_what_exists_and_the_play_ends_after_th
 
 def test_a_producer_that_stops_leaves_an_incomplete_play_that_ends():
     play = session()
-    play.start()
-    play.published(3, 1.0)
-    for one in of(play.actions(), FetchGroup):
+    for one in pushed_at_once(play, 3):
         bring(play, one, 1.2)
     ended = []
     while not ended:
@@ -92,27 +103,20 @@ def test_a_producer_that_stops_leaves_an_incomplete_play_that_ends():
 
 def test_what_the_publisher_pushed_in_vain_is_fetched():
     play = session()
-    play.start()
-    play.published(1, 1.0)
-    (pushed,) = of(play.actions(), FetchGroup)
+    (pushed,) = pushed_at_once(play, 1)
     play.failed(pushed.request, "reset", 1.1)
     again = of(play.actions(), FetchGroup)
     assert [(one.group, one.pushed) for one in again] == [(0, False)]
 
 
 def test_a_base_that_the_producer_left_out_is_fetched_on_another_track():
-    play = session()
-    play.start()
-    play.published(2, 1.0, EdgeChanges(left_out=[(1, "base"), (1, "layer-1"), (0, "Int8")]))
-    asked = of(play.actions(), FetchGroup)
+    asked = pushed_at_once(session(), 2, EdgeChanges(left_out=[(1, "base"), (1, "layer-1"), (0, "Int8")]))
     assert [(one.group, one.track, one.pushed) for one in asked] == [(0, "base", True), (1, "AC-5x", False)]
 
 
 def test_what_comes_unasked_says_nothing_about_round_trips():
     play = session()
-    play.start()
-    play.published(1, 1.0)
-    (pushed,) = of(play.actions(), FetchGroup)
+    (pushed,) = pushed_at_once(play, 1)
     play.first_byte(pushed.request, 1.0)
     play.done(pushed.request, 1.2)
     assert play.view.ttfb_s == 0.0
@@ -126,18 +130,11 @@ def at_the_last_base(price=1e-3, rest_s=0.1):
     """A play of four groups that has the base of the last one, whose other tracks are to follow."""
     play = session(config=PlayerConfig(time_price=price))
     play.start()
-    pending, now = [], 0.0
+    now = 0.0
     for group in range(4):
-        now = max(now, EXPECTED[group])
-        last = group == 3
+        last, now = group == 3, max(now, EXPECTED[group])
         play.published(group + 1, now, EdgeChanges(LAYERS if last else (), coming={3: rest_s} if last else {}))
-        pending = of(play.actions(), FetchGroup)
-        while pending:
-            more = []
-            for one in pending:
-                now += 0.01
-                more += of(bring(play, one, now), FetchGroup)
-            pending = more
+        _, now = bring_all(play, of(play.actions(), FetchGroup), now, 0.01)
     assert play.record.groups[3].track == "base"
     return play, now
 
@@ -211,9 +208,7 @@ def test_times_that_are_none_are_refused(expected):
 
 def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
     play = session()
-    play.start()
-    play.published(2, 1.0)
-    pushed = of(play.actions(), FetchGroup)
+    pushed = pushed_at_once(play, 2)
     play.producer_stopped("killed", 1.1)
     play.producer_stopped("killed again", 1.15)
     assert not play.over
@@ -230,9 +225,7 @@ def test_a_producer_that_stops_ends_a_play_once_all_it_published_is_in_place():
 def test_an_engine_computes_at_once_what_a_producer_that_stopped_did_not_publish():
     cost = PrefillCost.from_rate(1000.0)
     play = new_session(Ladder(catalog(4)), 60.0, "fixed:Int4", HarmonicMean(), cost=cost, expected_s=EXPECTED)
-    play.start()
-    play.published(2, 1.0)
-    pushed = of(play.actions(), FetchGroup)
+    pushed = pushed_at_once(play, 2)
     play.producer_stopped("killed", 1.1)
     started = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Recompute)]
     while not play.over:
@@ -250,9 +243,7 @@ def test_a_prefix_ends_where_its_producer_stopped():
     cost = PrefillCost.from_rate(1.0)
     options = {"cost": cost, "goal": PrefixGoal(), "expected_s": EXPECTED}
     play = new_session(Ladder(catalog(4)), 60.0, "anytime", HarmonicMean(), **options)
-    play.start()
-    play.published(2, 1.0)
-    pushed = of(play.actions(), FetchGroup)
+    pushed = pushed_at_once(play, 2)
     play.producer_stopped("killed", 1.1)
     ended = [one for fetch in pushed for one in of(bring(play, fetch, 7.0), Deliver)]
     while not ended:  # what has arrived waits a moment for the layers that were asked for since

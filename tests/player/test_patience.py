@@ -11,9 +11,8 @@ from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
 from kvabr.player.session_types import MOST_REQUESTS, Decode, FetchGroup, GiveUp, PlayerConfig, Recompute
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import UsageError
 from tests.catalogs import catalog
-from tests.player.sessions import bring, decode_all, of, session
+from tests.player.sessions import bring, of, session, wait_for
 
 AT_ONCE = PlayerConfig(give_up_after=1.0)
 
@@ -68,22 +67,12 @@ def test_patience_lets_a_play_be_late():
     assert play.record.missing == ()
 
 
-@pytest.mark.parametrize("share", [0.5, float("nan"), float("inf")])
-def test_patience_that_makes_no_sense_is_refused(share):
-    with pytest.raises(UsageError, match="at least 1"):
-        PlayerConfig(give_up_after=share)
-
-
 def beside(seconds_per_group):
     """A play of two groups with an engine and a link that brings nothing, at the moment when the engine has begun."""
     play = session(2, config=AT_ONCE, cost=PrefillCost(0.0, seconds_per_group / 128), mode="suffix")
     play.start(0.0)
-    now, started = 0.0, []
-    while not started:
-        now = play.next_timer()
-        play.timer(now)
-        started = of(play.actions(), Recompute)
-    return play, now, started[0]
+    now, (run,) = wait_for(play, Recompute)
+    return play, now, run
 
 
 def test_an_engine_that_has_begun_may_complete_the_play():
@@ -125,11 +114,7 @@ def test_an_engine_computes_what_keeps_being_about_to_arrive(mode):
         others += of(bring(play, fetch, 0.1 * fetch.group), FetchGroup)
     play.first_byte(first.request, 0.5)
     play.progress(first.request, first.bytes - 100, 0.5)
-    now, begun = 0.5, []
-    while not begun and not play.over:
-        now = play.next_timer()
-        play.timer(now)
-        begun = of(play.actions(), Recompute)
+    now, begun = wait_for(play, Recompute)
     assert 1.0 < now < 1.0 + 2 * 0.4
     assert begun[0].first == 0
     play.computed(begun[0].first, begun[0].last, now + 0.1)
@@ -151,37 +136,13 @@ def test_an_engine_that_fails_after_the_deadline_ends_the_play_at_once():
     assert "the engine failed: out of memory" in play.record.gave_up
 
 
-def sized(groups, nbytes):
-    """A catalog whose base has ``nbytes`` in each group, and whose layers are as large as they usually are."""
-    offer = catalog(groups, layered=True)
-    tracks = (
-        replace(track, bytes=(nbytes,) * groups) if track.name == "base" else track
-        for track in offer.tracks
-        if track.name in {"base", "layer-1"}
-    )
-    return replace(offer, tracks=tuple(tracks), mixes=())
-
-
-def ask_all(play):
-    """Let a play ask for the rest: not all is asked for in one step."""
-    while play.next_timer() == play.view.now:
-        play.timer(play.view.now)
-
-
-def requested(offer, rate):
-    """Return how many groups `anytime` has requested when the first one is there, if the link has this rate."""
-    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(time_price=0.0))
-    play.start(0.0)
-    ask_all(play)
-    fetches = of(play.actions(), FetchGroup)
-    first = fetches[0]
-    play.first_byte(first.request, 0.2)
-    play.done(first.request, 0.2 + first.bytes / rate)
-    ask_all(play)
-    actions = decode_all(play, play.actions(), 0.2 + first.bytes / rate)
-    return len(fetches), len(fetches) + len(of(actions, FetchGroup))
-
-
 def test_a_play_asks_for_no_more_groups_than_a_connection_can_use_however_small_they_are():
     """Else what it asks for as it begins, and cancels as it ends, grows with the prompt."""
-    assert requested(sized(1200, 100), 1e6)[0] == MOST_REQUESTS
+    offer = catalog(1200, layered=True)
+    small = replace(offer.track("base"), bytes=(100,) * 1200), offer.track("layer-1")
+    ladder = Ladder(replace(offer, tracks=small, mixes=()))
+    play = Session(ladder, 4.0, load_policy("anytime")(), HarmonicMean(), config=PlayerConfig(time_price=0.0))
+    play.start(0.0)
+    while play.next_timer() == play.view.now:  # not all is asked for in one step
+        play.timer(play.view.now)
+    assert len(of(play.actions(), FetchGroup)) == MOST_REQUESTS

@@ -1,12 +1,29 @@
 """Priorities of a play's requests: what is required, what is better, and what is worth most."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvabr.abr import Ladder, Transfer
+from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.policy import Decision, Policy
-from kvabr.player.requests import DEARER, LEAST_URGENT, RequestPriorities, upgrade_priority
+from kvabr.player.goals.whole import WholeAim
+from kvabr.player.requests import (
+    DEARER,
+    LEAST_URGENT,
+    RequestPriorities,
+    choose_hopeless,
+    choose_late,
+    upgrade_priority,
+)
+from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, PlayerConfig
+from kvabr.replay.link import Capacity
+from kvabr.replay.simulator import Simulator
+from tests.abr.plain import bring_up_to, fly, view
+from tests.catalogs import catalog
 from tests.player.sessions import bring, of, session
+from tests.replay.worlds import world
 
 WORTH = st.floats(0.0, 10.0)
 SIZES = st.integers(1, 1 << 40)
@@ -73,3 +90,75 @@ def test_an_engine_that_needs_the_first_groups_gets_them_first_on_any_track():
     priorities = [fetch.priority for fetch in of(play.actions(), FetchGroup)]
     assert len(priorities) == 4
     assert priorities == sorted(priorities)
+
+
+def overloaded(times_left, *, deadline=10.0, now=0.0, rate=1000.0):
+    """A play whose ten groups, all in flight on C, take a multiple of the time left."""
+    seen = view(10, deadline)
+    seen.now, seen.rate = now, 40_000 / (times_left * (deadline - now))
+    for group in range(10):
+        fly(seen, group, "C").priority = 0
+    return seen
+
+
+def test_one_is_abandoned_only_if_that_helps():
+    seen = overloaded(2.0)
+    cheapest = seen.ladder.tracks[0]
+    transfer, reason = choose_late(seen, lambda _: cheapest)
+    assert (transfer.track, transfer.group) == ("C", 0)
+    assert "A instead frees 3 kB" in reason
+    assert choose_late(seen, lambda _: seen.catalog.track("C")) is None  # nothing is cheaper
+    seen.ttfb_s = 100.0  # asking again takes longer than what is saved
+    assert choose_late(seen, lambda _: cheapest) is None
+
+
+LAYERED = (("A", 1000, 0.1, None), ("C", 4000, 0.001, None), ("A1", 1000, 0.02, "A"))
+
+
+def replacing(rate, *, now=1.0):
+    """A play whose only group is in place on A, while C is in flight to replace it."""
+    seen = view(1, 10.0, LAYERED)
+    bring_up_to(seen, 0, "A", now)
+    seen.settled.discard(0)
+    seen.rate = seen.lower_bound = rate
+    seen.in_flight[0] = Transfer(0, 0, "C", 4000, upgrade=True, requested_s=now, priority=200)
+    seen.outstanding_bytes = 4000
+    return seen
+
+
+def test_an_upgrade_that_cannot_end_in_time_is_dropped_if_a_smaller_one_can():
+    seen = replacing(200.0)
+    transfer, reason = choose_hopeless(seen, lambda _: "A")
+    assert transfer.track == "C"
+    assert "takes 20.00 s of 9.00 s left; A1 would be in time" in reason
+    assert choose_hopeless(replacing(500.0), lambda _: "A") is None  # it is in time itself
+    assert choose_hopeless(replacing(100.0), lambda _: "A") is None  # nothing else is, either
+    assert choose_hopeless(replacing(0.0), lambda _: "A") is None
+    assert choose_hopeless(seen, lambda _: "A1") is None  # there is nothing smaller to add
+    seen.unavailable = {(0, "A1")}
+    assert choose_hopeless(seen, lambda _: "A") is None
+
+
+class Greedy(Policy):
+    """Wants the largest track of a group first, and only then the next layer."""
+
+    tried = False
+
+    def decide(self, view):
+        if (group := view.first_missing()) is not None:
+            return Decision.fetch(group, "base", "first")
+        if 0 in view.settled and view.track_of[0] == "base":
+            track, self.tried = ("layer-1" if self.tried else "FP16"), True
+            return Decision.upgrade(0, track, "more")
+        return Decision.wait("that is all")
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_play_does_not_end_on_the_base_for_the_sake_of_what_cannot_come(drops, monkeypatch):
+    monkeypatch.setattr(WholeAim, "drops_upgrades", drops)
+    offer = catalog(1, layered=True)
+    play = Session(Ladder(offer), 2.0, Greedy(), HarmonicMean())
+    link = Capacity(world("slow", [offer.track("base").bytes[0] * 4.0]), 0.0, 0.02, slow_start=False)
+    record = Simulator(play, offer, link, rtt_s=0.02).run()
+    assert record.met
+    assert record.groups[0].track == ("layer-1" if drops else "base")

@@ -1,11 +1,12 @@
 """The state machine by hand: what goes in and what must come out."""
 
-from kvabr.abr import Decision, Ladder, Policy
-from kvabr.abr.estimators import HarmonicMean
-from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig
-from tests.catalogs import catalog
-from tests.player.sessions import bring, decode_all, of, session
+import pytest
+
+from kvabr.abr import Decision, Policy
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, PlayerConfig, Recompute
+from kvabr.types.cost import PrefillCost
+from kvabr.types.errors import PolicyError
+from tests.player.sessions import bring, decode_all, of, session, wait_for
 
 
 def test_plays_every_group_and_delivers_once():
@@ -60,29 +61,6 @@ def test_upgrades_replace_only_what_is_worse_and_stop_at_the_deadline():
     assert play.record.groups[1].track == "AC-5x"
 
 
-def test_layers_are_asked_for_on_top_of_what_they_refine():
-    class Layers(Policy):
-        def decide(self, view):
-            group = view.first_missing()
-            if group is not None:
-                return Decision.fetch(group, "base", "base first")
-            for group in view.settled:
-                if view.track_of[group] == "base":
-                    return Decision.upgrade(group, "layer-1", "enhance")
-            return Decision.wait("all enhanced, or soon")
-
-    play = Session(Ladder(catalog(2, layered=True)), 1.0, Layers(), HarmonicMean())
-    play.start(0.0)
-    todo, now = of(play.actions(), FetchGroup), 0.0
-    while todo:
-        now += 0.05
-        todo += of(bring(play, todo.pop(0), now), FetchGroup)
-    assert [group.track for group in play.record.groups] == ["layer-1", "layer-1"]
-    assert play.record.bytes_wasted == 0
-    sizes = play.view.catalog.by_name
-    assert play.record.groups[0].bytes == sizes["base"].bytes[0] + sizes["layer-1"].bytes[0]
-
-
 def test_nothing_changes_once_the_play_is_over():
     play = session(2, "cheapfirst", config=PlayerConfig(min_requests=1, first_requests=1))
     play.start(0.0)
@@ -102,3 +80,117 @@ def test_nothing_changes_once_the_play_is_over():
     play.refused(decode.request, "late", 1.2)
     assert [group.track for group in play.record.groups] == tracks
     assert play.record.bytes_wasted == wasted
+
+
+def test_suffix_engine_computes_the_tail_at_the_last_moment():
+    cost = PrefillCost(0.0, 0.5 / (4 * 128))  # the whole prompt takes half a deadline
+    play = session(4, cost=cost, mode="suffix")
+    play.start(0.0)
+    fetches = of(play.actions(), FetchGroup)
+    bring(play, fetches[0], 0.05)
+    now, started = wait_for(play, Recompute)  # silence: nothing arrives any more
+    assert (started[0].first, started[0].last) == (1, 4)
+    assert 0.4 < now <= 0.65
+    play.computed(1, 4, now + 0.375)
+    assert of(play.actions(), Deliver)[0].met
+    assert [g.source for g in play.record.groups] == ["fetched"] + ["recomputed"] * 3
+
+
+def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
+    cost = PrefillCost(0.0, 0.1 / 128)
+    play = session(6, cost=cost)
+    play.start(0.0)
+    play.actions()
+    now, computed = 0.0, []
+    while not play.over and now < 3:  # the network is dead from the start
+        now = play.next_timer()
+        play.timer(now)
+        for action in of(play.actions(), Recompute):
+            assert action.last > action.first
+            computed += range(action.first, action.last)
+            now += 0.1
+            play.computed(action.first, action.last, now)
+            for more in of(play.actions(), Recompute):
+                computed += range(more.first, more.last)
+                now += 0.1
+                play.computed(more.first, more.last, now)
+    assert play.over
+    assert play.record.delivered_s is not None
+    assert [g.track for g in play.record.groups] == ["recomputed"] * 6
+    assert play.record.tokens_recomputed == 6 * 128
+
+
+def test_a_policy_that_leaves_the_same_group_to_the_engine_again_and_again_is_refused():
+    class Again(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group:
+                return Decision.fetch(group, "Int4", "the network brings the rest")
+            return Decision.recompute(0, "again")
+
+    play = session(3, Again(), cost=PrefillCost(0.0, 0.1 / 128))
+    with pytest.raises(PolicyError):
+        play.start(0.0)
+
+
+def test_a_group_in_place_can_be_left_to_the_engine_once():
+    class Better(Policy):
+        def decide(self, view):
+            group = view.first_missing()
+            if group is not None:
+                return Decision.fetch(group, "Int4", "first")
+            if 1 in view.settled and view.cost is not None:
+                return Decision.recompute(1, "better it")
+            return Decision.wait("the engine has it")
+
+    for fails in (False, True):
+        play = session(2, Better(), cost=PrefillCost(0.0, 0.1 / 128))
+        play.start(0.0)
+        now = 0.0
+        for fetch in of(play.actions(), FetchGroup):
+            now += 0.05
+            actions = bring(play, fetch, now)
+        assert [(one.first, one.last) for one in of(actions, Recompute)] == [(1, 2)]
+        assert 1 not in play.view.settled
+        if fails:
+            play.compute_failed("gone", 0.3)
+        else:
+            play.computed(1, 2, 0.3)
+        assert of(decode_all(play, play.actions(), 0.3), Deliver)
+        assert play.record.groups[1].track == ("Int4" if fails else "recomputed")
+        assert play.record.groups[0].track == "Int4"
+
+
+def test_an_engine_that_fails_is_not_asked_again_and_its_groups_are_missing_again():
+    play = session(4, cost=PrefillCost(0.0, 0.1 / 128))
+    play.start(0.0)
+    assert not of(play.actions(), Recompute)
+    now, started = wait_for(play, Recompute, 1.0)
+    play.compute_failed("out of memory", now + 0.05)
+    again = of(play.actions(), FetchGroup)
+    assert started[0].first in {fetch.group for fetch in again}
+    assert play.view.cost is None
+    play.computed(started[0].first, started[0].last, now + 0.06)  # too late: it was said to have failed
+    assert play.record.groups[started[0].first].track is None
+    while not play.over:
+        now = max(now + 0.05, play.next_timer())
+        play.timer(now)
+        assert not of(play.actions(), Recompute)
+    assert "the engine failed: out of memory" in play.record.gave_up
+
+
+def test_an_engine_that_fails_leaves_what_was_decoded_meanwhile_in_place():
+    log = []
+    play = session(2, cost=PrefillCost(0.0, 0.1 / 128), mode="suffix", log=log.append)
+    play.start(0.0)
+    first, second = of(play.actions(), FetchGroup)[:2]
+    bring(play, first, 0.02)
+    play.done(second.request, 0.03)
+    play.engine.chosen.add(1)
+    now, _ = wait_for(play, Recompute, 1.0)
+    play.decoded(second.request, now)
+    play.compute_failed("broken", now + 0.01)
+    assert any(line.name == "recompute_failed" and line.reason == "broken" for line in log)
+    assert play.record.groups[1].track == "Int4"
+    assert play.over
+    assert play.record.delivered_s is not None

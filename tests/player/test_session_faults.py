@@ -8,9 +8,10 @@ from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import Cancel, Decode, FetchGroup, GiveUp, PlayerConfig
+from kvabr.player.session_types import Cancel, Decode, Deliver, FetchGroup, GiveUp, PlayerConfig, Recompute
+from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
-from tests.player.sessions import bring, of, session
+from tests.player.sessions import of, session, wait_for
 
 
 def test_a_failed_request_is_asked_for_again_and_then_on_another_track():
@@ -24,33 +25,25 @@ def test_a_failed_request_is_asked_for_again_and_then_on_another_track():
     assert tracks == ["Int4", "Int4", "Int4", "AC-5x"]
 
 
-def test_without_any_source_the_play_is_given_up_not_holed():
-    play = session(1, config=PlayerConfig(attempts=1))
+@pytest.mark.parametrize("engine", [False, True])
+def test_without_any_source_a_group_is_computed_or_the_play_given_up_not_holed(engine):
+    play = session(1, config=PlayerConfig(attempts=1), cost=PrefillCost(0.0, 1e-4) if engine else None)
     play.start(0.0)
-    now = 0.0
-    gave_up = []
-    while not play.over:
+    now, ended = 0.0, []
+    while not ended:
         actions = play.actions()
-        gave_up += of(actions, GiveUp)
+        ended = of(actions, Recompute | GiveUp)
         for fetch in of(actions, FetchGroup):
             now += 0.001
             play.failed(fetch.request, "gone", now)
-    gave_up += of(play.actions(), GiveUp)
-    assert len(gave_up) == 1
-    assert "group 0" in gave_up[0].reason
-    assert play.record.delivered_s is None
-
-
-def test_refused_frames_count_as_failures():
-    play = session(1)
-    play.start(0.0)
-    (fetch,) = of(play.actions(), FetchGroup)
-    play.done(fetch.request, 0.01)
-    (decode,) = of(play.actions(), Decode)
-    play.refused(decode.request, "checksum", 0.02)
-    (again,) = of(play.actions(), FetchGroup)
-    assert again.group == 0
-    assert play.record.bytes_wasted == fetch.bytes
+    if engine:
+        play.computed(0, 1, now + 0.1)
+        assert of(play.actions(), Deliver)
+        assert play.record.groups[0].source == "recomputed"
+    else:
+        assert play.over
+        assert "group 0" in ended[0].reason
+        assert play.record.delivered_s is None
 
 
 def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
@@ -79,37 +72,6 @@ def test_a_transfer_that_will_not_make_it_is_abandoned_for_a_cheaper_one():
     assert [f.track for f in of(actions, FetchGroup)] == ["AC-5x"]
     assert play.record.abandoned == 1
     assert play.record.bytes_wasted == play.record.bytes_fetched > 0
-
-
-class Restless(Policy):
-    """Replaces one track by another for ever."""
-
-    def decide(self, view):
-        group = view.first_missing()
-        if group is not None:
-            return Decision.fetch(group, "AC-5x", "first")
-        for group in view.settled:
-            other = "FP8" if view.track_of[group] == "Int8" else "Int8"
-            return Decision.upgrade(group, other, "never content")
-        return Decision.wait("all under way")
-
-
-def test_a_policy_that_never_stops_is_stopped_by_the_deadline():
-    play = session(2, Restless())
-    play.start(0.0)
-    todo, now, brought = of(play.actions(), FetchGroup), 0.0, 0
-    while todo and not play.over:
-        now += 0.016
-        if now >= 1.0:
-            play.timer(1.0)
-            break
-        todo += of(bring(play, todo.pop(0), now), FetchGroup)
-        brought += 1
-    assert play.over
-    assert play.record.met
-    assert brought > 50
-    assert all(group.track in {"AC-5x", "FP8", "Int8"} for group in play.record.groups)
-    assert play.record.bytes_wasted + sum(group.bytes for group in play.record.groups) == play.record.bytes_fetched
 
 
 def fetches_until_quiet(play, fails, share):
@@ -247,11 +209,7 @@ def test_silence_of_all_proves_nothing_but_is_worth_asking_again():
     play.start(0.0)
     fetches = of(play.actions(), FetchGroup)
     play.progress(fetches[0].request, 100, 0.05)
-    cancelled, now = [], 0.05
-    while not cancelled and now < 1:
-        now = play.next_timer()
-        play.timer(now)
-        cancelled = of(play.actions(), Cancel)
+    now, cancelled = wait_for(play, Cancel, 1.0)
     assert 0.45 <= now <= 0.5
     assert {cancel.request for cancel in cancelled} == {fetch.request for fetch in fetches}
     assert not play.retries._failures

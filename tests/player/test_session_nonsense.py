@@ -1,6 +1,7 @@
 """Arguments, policies and estimators that make no sense are refused, and named with their place."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -15,26 +16,19 @@ from tests.catalogs import catalog
 from tests.player.sessions import of, session
 
 
-@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_deadline_that_makes_no_sense_is_refused(deadline):
-    with pytest.raises(UsageError, match="deadline"):
-        session(deadline=deadline)
-
-
-@pytest.mark.parametrize("decoders", [0, -1, 1 << 20])
-def test_a_number_of_decoders_that_makes_no_sense_is_refused(decoders):
-    with pytest.raises(UsageError, match="threads that decode"):
-        PlayerConfig(decoders=decoders)
-
-
 @pytest.mark.parametrize(
-    ("name", "price"),
-    [*((name, price) for name in ("time_price", "gpu_price") for price in (-1e-3, math.nan, -math.inf)),
-     ("time_price", math.inf)],
-)  # fmt: skip
-def test_a_price_that_makes_no_sense_is_refused(name, price):
-    with pytest.raises(UsageError, match="price"):
-        PlayerConfig(**{name: price})
+    "make",
+    [
+        *(partial(session, deadline=bad) for bad in (0.0, -1.0, math.nan, math.inf)),
+        *(partial(PlayerConfig, decoders=bad) for bad in (0, -1, 1 << 20)),
+        *(partial(PlayerConfig, time_price=bad) for bad in (-1e-3, math.nan, -math.inf, math.inf)),
+        *(partial(PlayerConfig, gpu_price=bad) for bad in (-1e-3, math.nan, -math.inf)),
+        *(partial(PlayerConfig, give_up_after=bad) for bad in (0.5, math.nan, math.inf)),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make):
+    with pytest.raises(UsageError):
+        make()
 
 
 @pytest.mark.parametrize("policy", ["anytime", "cheapfirst", "fixed:Int4"])

@@ -1,7 +1,6 @@
-"""The bound against brute force on small cases; `test_exhaustive` tries whole schedules."""
+"""What the bound depends on; `test_exhaustive` and `tests/lab/test_bound.py` compare it with whole schedules."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -21,45 +20,6 @@ FREE = {"time_price": 0.0, "gpu_price": 0.0}
 
 def flat(rate):
     return Capacity(Trace("flat", "test", (0.0,), (rate,), 100.0))
-
-
-def brute(offer, nbytes, free=()):
-    """Return the least loss of any choice of whole groups within a number of bytes; groups in ``free`` cost nothing."""
-    best = float("inf")
-    needed = [group for group in range(offer.groups) if group not in free]
-    for choice in product(offer.tracks, repeat=len(needed)):
-        size = sum(track.bytes[group] for group, track in zip(needed, choice, strict=True))
-        if size <= nbytes:
-            best = min(best, sum(track.loss[group] for group, track in zip(needed, choice, strict=True)))
-    return best
-
-
-@given(st.floats(0.05, 3.5))
-def test_bound_is_below_and_near_the_best_whole_group_cache(share):
-    nbytes = share * CATALOG.fp16_bytes / 3
-    bound = Clairvoyant(CATALOG, None, "hole").best(flat(nbytes), 1.0, **FREE)
-    best = brute(CATALOG, nbytes)
-    if best == float("inf"):
-        assert not bound.feasible
-        return
-    assert bound.feasible
-    assert bound.loss <= best + 1e-12
-    steps = max(track.loss[group] for track in CATALOG.tracks for group in range(3) if track.name == "AC-5x")
-    assert best - bound.loss <= steps + 1e-12
-
-
-@given(st.floats(0.02, 3.0), st.floats(0.05, 3.0))
-def test_suffix_bound_matches_the_best_cut(share, whole_s):
-    nbytes = share * CATALOG.fp16_bytes / 3
-    cost = PrefillCost(0.0, whole_s / (3 * 128))
-    bound = Clairvoyant(CATALOG, cost, "suffix").best(flat(nbytes), 1.0, **FREE)
-    best = brute(CATALOG, nbytes)
-    for cut in range(3):
-        left = 1.0 - whole_s * (3 - cut) / 3
-        if left >= 0:
-            best = min(best, brute(CATALOG, nbytes * left, range(cut, 3)) if cut else 0.0)
-    assert bound.loss <= best + 1e-9
-    assert bound.feasible or best == float("inf")
 
 
 PRICES = {"time_price": 0.01, "gpu_price": 0.01}

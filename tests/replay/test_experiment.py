@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvabr.abr.plugins import policies
 from kvabr.data import default_catalog, traces_folder
-from kvabr.player.session_types import PlayerConfig
+from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import FIRST_BYTE_S, LOOKUP_ROUND_TRIPS, PAYLOAD_SHARE
 from kvabr.replay.live_bound import Producer
@@ -127,6 +127,8 @@ def test_a_policy_that_raises_fails_the_play_with_its_place(tmp_path):
         {"question": -1}, {"question": 1 << 30}, {"question": 20, "tail": -1},
         {"question": 20, "producer": Producer(1.0)}, {"rtt_s": -0.1}, {"decode_scale": float("nan")},
         {"decode_scale": -1.0}, {"decoders": 0}, {"decoders": 1 << 20},
+        {"producer": Producer(1.0), "cost": COST}, {"producer": Producer(1.0), "cold": True},
+        {"blend": BlendGoal(None, 20)}, {"blend": BlendGoal(None, 20), "cost": COST, "mode": "suffix"},
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense_are_refused(options):

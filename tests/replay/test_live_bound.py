@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,19 +119,8 @@ def test_the_pace_is_that_of_the_prefill_and_the_time_is_kept():
     assert Producer(2.0).published_s(offer) == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert Producer(2.0, begins_s=-1.0, surprise=2.0).published_s(offer) == pytest.approx([0.0, 1.0, 2.0, 3.0])
     assert Producer(2.0, surprise=2.0).expected_s(offer) == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    from dataclasses import replace
-
     quadratic = replace(offer, prefill=PrefillCost(0.0, 0.0, 1.0))
     assert np.diff(Producer(2.0).published_s(quadratic)).tolist() == pytest.approx([0.375, 0.625, 0.875])
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [({"cost": PrefillCost(0.0, 0.001)}, "or with an engine"), ({"cold": True}, "cold")],
-)
-def test_what_is_not_simulated_is_refused(options, what):
-    with pytest.raises(UsageError, match=what):
-        experiment(**options)
 
 
 @pytest.mark.parametrize("values", [(0.0,), (-1.0,), (math.inf,), (1.0, math.nan), (1.0, 0.0, 0.0)])

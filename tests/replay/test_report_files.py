@@ -5,10 +5,30 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvabr.replay.report import write_log, write_perfetto
+from kvabr.replay.report.timeline import (
+    Computation,
+    achieved,
+    capacity,
+    computations,
+    lanes,
+    requests,
+    stopped,
+)
 from kvabr.types.errors import AssetError
-from kvabr.types.events import DecisionMade
+from kvabr.types.events import (
+    DecisionMade,
+    FirstByteReceived,
+    ProgressMade,
+    RecomputeStarted,
+    RequestCancelled,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
+)
 from tests.replay.report_samples import HOSTILE, hostile, live_sample, sample
 
 
@@ -102,3 +122,92 @@ def test_what_cannot_be_written_says_so(tmp_path, write):
     result, timelines = sample()
     with pytest.raises(AssetError, match="cannot be written"):
         write(tmp_path / "missing" / "out", result, timelines)
+
+
+def area(line, until):
+    ends = [*line["t"][1:], until]
+    return sum((end - start) * rate for start, end, rate in zip(line["t"], ends, line["mean"], strict=True))
+
+
+def test_a_millisecond_link_is_thinned_and_keeps_its_bytes_and_its_dips():
+    link = [(i / 1000, 0.0 if i == 2500 else 1e6 + 1e5 * (i % 7)) for i in range(10_000)]
+    line = capacity(link, 10.0)
+    assert len(line["t"]) == len(line["mean"]) == len(line["low"]) == 1000
+    assert area(line, 10.0) == pytest.approx(sum(rate for _, rate in link) / 1000, rel=1e-3)
+    assert line["low"][250] == 0
+    assert all(low <= mean * 1.001 for low, mean in zip(line["low"], line["mean"], strict=True))
+
+
+@given(
+    rates=st.lists(st.floats(0, 1e9), min_size=1, max_size=60),
+    until=st.floats(0.01, 100),
+    most=st.integers(1, 40),
+)
+def test_thinning_never_makes_or_loses_bytes(rates, until, most):
+    step = until / len(rates)
+    link = [(i * step, rate) for i, rate in enumerate(rates)]
+    line = capacity(link, until, most)
+    rounding = 1e-5 * max(rates) * (len(line["t"]) + 1)  # times are rounded to 10 microseconds
+    assert area(line, until) == pytest.approx(sum(rates) * step, rel=2e-3, abs=rounding + until)
+    assert len(line["t"]) <= max(most, 1)
+
+
+@pytest.mark.parametrize("with_progress", [True, False])
+def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
+    result, timelines = sample()
+    for timeline in timelines:
+        log = [event for event in timeline["log"] if with_progress or not isinstance(event, ProgressMade)]
+        until = max(event.t for event in log) * 1.03
+        line = achieved(log, until)
+        step = until / len(line["t"])
+        came = sum(item.received for item in requests(log))
+        assert sum(line["rate"]) * step == pytest.approx(came, rel=0.01)
+        assert came <= result["runs"][timeline["run"]]["bytes_fetched"] + 1
+
+
+def test_requests_are_read_back_from_single_events():
+    log = [
+        RequestSent(0.0, 0, 3, "FP8", 10),
+        RequestSent(0.1, 1, 4, "FP8", 10),
+        FirstByteReceived(0.2, 0),
+        RequestDone(0.3, 0, 3, "FP8", 10),
+        RequestFailed(0.35, 0, 3, "FP8", 0, "checksum"),
+        RequestCancelled(0.4, 1, 4, "FP8", 4, "late"),
+        RequestSent(0.4, 2, 5, "FP8", 10),
+        RecomputeStarted(0.5, 4, 6),
+        ProgressMade(0.7, 14, 1e6, 1e6, 0.1),
+    ]
+    refused, cancelled, left = requests(log)
+    assert (refused.outcome, refused.end_s, refused.received, refused.reason) == ("failed", 0.3, 10, "checksum")
+    assert (cancelled.outcome, cancelled.end_s, cancelled.received, cancelled.reason) == ("cancelled", 0.4, 4, "late")
+    assert (left.outcome, left.end_s, left.first_byte_s) == ("open", 0.7, None)
+    [computed] = computations(log)
+    assert computed == Computation(0.5, 0.7, 4, 6, finished=False)
+
+
+def test_a_policy_ends_its_play_if_nothing_is_under_way():
+    def said(t, kind, reason="enough"):
+        return DecisionMade(t, kind, None, None, None, reason, 0.0, 0.0, 0.0, None, None)
+
+    def end(*log):
+        return stopped(log, requests(log))
+
+    sent, done = RequestSent(0.0, 0, 3, "FP8", 10), RequestDone(0.3, 0, 3, "FP8", 10)
+    assert end(sent, said(0.1, "finish"), done, said(0.3, "finish")) is None, "it only had nothing more to ask for"
+    assert end(sent, said(0.1, "wait"), done, said(0.3, "finish"), said(0.4, "wait")) == said(0.3, "finish")
+    cancelled = RequestCancelled(0.2, 0, 3, "FP8", 4, "not worth it")
+    assert end(sent, said(0.2, "deliver"), cancelled) == said(0.2, "deliver")
+    assert end(sent, done, said(0.3, "finish"), said(0.4, "upgrade")) is None
+    assert end(sent, said(0.1, "finish", "all is asked for"), done, said(0.3, "finish")) == said(0.3, "finish")
+    assert end() is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))
+def test_spans_in_one_lane_never_overlap(pairs):
+    spans = sorted((start, start + length) for start, length in pairs)
+    chosen = lanes(spans)
+    for i, (start, _) in enumerate(spans):
+        assert not any(chosen[j] == chosen[i] and spans[j][1] > start for j in range(i))
+    for i, (start, _) in enumerate(spans):
+        busy = {chosen[j] for j in range(i) if spans[j][1] > start}
+        assert chosen[i] <= len(busy), "a new lane only where all others are taken"

@@ -3,8 +3,11 @@ import io
 import pytest
 from rich.console import Console
 
-from kvabr.replay.report import family_table, summary_table, verification_table
+from kvabr.cli.display import table, track_table
+from kvabr.replay.fitting_table import FittingTable
+from kvabr.replay.report import family_table, summary_table, verdict, verification_table
 from kvabr.replay.report.queries import DARK
+from tests.catalogs import catalog
 from tests.replay.report_samples import POLICIES, result_of, run, sample
 
 
@@ -82,3 +85,119 @@ def test_verified_plays_are_readable_in_80_columns():
     assert len(text.splitlines()) <= 3 + 2 * 4
     for number in ("123.4", "8192", "0.01234", "0.01301", "1.05", "-0.0021", "0.987"):
         assert text.count(number) == 2
+
+
+def made():
+    rows = [("anytime", "100 %", "1234.5", "0.00012"), ("fixed:Int8", "5 %", "7.0", "1.2")]
+    return table("plays", ("policy", "hit", "TTFT", "loss"), rows, left=("policy",), spare=("TTFT", "hit"))
+
+
+@pytest.mark.parametrize(("width", "gone"), [(28, ["TTFT"]), (22, ["TTFT", "hit"])])
+def test_columns_are_left_out_in_their_order_and_named(width, gone):
+    text = printed(made(), width)
+    assert f"not shown in {width} columns: {', '.join(gone)}" in " ".join(text.split())
+    assert "1234.5" not in text
+    assert ("100 %" in text) == ("hit" not in gone)
+    assert "0.00012" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [25, 30, 45])
+def test_a_long_name_does_not_squeeze_what_wraps(width):
+    made = FittingTable(box=None, padding=0, pad_edge=False)
+    made.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
+    made.add_column("loss", justify="right", no_wrap=True)
+    made.add_column("mix")
+    made.add_row("./leased.py:Leased", "0.00045", "abcdefgh " * 4)
+    first = printed(made, width).splitlines()[1]
+    assert "abcdefgh" in first
+    assert "0.00045" in first
+    assert first.startswith("./leased.py:Leased"[: width - 16])
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_tracks_of_an_asset_are_never_cut(width):
+    text = printed(track_table(catalog(10)), width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def plays(policy, count=4, *, missed=0, **fields):
+    return [run(policy, f"t{i}", met=i >= missed, **fields) for i in range(count)]
+
+
+SAID = [
+    (
+        [*plays("cheapfirst", loss=0.0031), *plays("fixed:AC-5x", loss=0.0082)],
+        "cheapfirst met the deadline in 4 of 4 plays, as often as the best fixed track (AC-5x), and lost 62 % less",
+    ),
+    (
+        [*plays("rate", loss=0.004), *plays("fixed:FP8", loss=0.002, missed=3)],
+        "in 4 of 4 plays, against 1 of 4 for the best fixed track (FP8), but lost 100 % more quality",
+    ),
+    (
+        [*plays("mpc", loss=0.1, missed=1), *plays("fixed:Int4", loss=0.9)],
+        "mpc met the deadline in 3 of 4 plays, against 4 of 4 for the best fixed track (Int4), and lost 89 %",
+    ),
+    (
+        [*plays("rate", loss=0.01, missed=2), *plays("bola", loss=0.5), *plays("fixed:AC-5x")],
+        "No adaptive policy beat the best fixed track here: AC-5x met the deadline in 4 of 4 plays",
+    ),
+    (
+        [*plays("bola", loss=0.00801), *plays("fixed:AC-5x", loss=0.008)],
+        "bola did as well as the best fixed track (AC-5x) and no better: both met the deadline",
+    ),
+    (
+        [run("cheapfirst", loss=0.001), run("fixed:FP8", loss=0.002)],
+        "cheapfirst met the deadline, as did the best fixed track (FP8), and lost 50 % less quality",
+    ),
+    (
+        [*plays("bola", loss=1e-8), *plays("fixed:FP16", loss=1e-7, missed=2)],
+        "neither lost any quality that could be measured",
+    ),
+    ([*plays("bola", loss=0.01205), *plays("fixed:FP16", loss=0.01235)], "0.0120 against 0.0123"),
+    ([*plays("rate", loss=0.004), *plays("fixed:FP8"), run("rate", "extra", met=False)], "in 4 of 4 plays"),
+    ([run("rate", "a", loss=0.001), run("fixed:FP8", "b", loss=0.004)], "they share none"),
+]
+
+
+@pytest.mark.parametrize(("runs", "words"), SAID)
+def test_what_adapting_was_worth(runs, words):
+    assert words in verdict(result_of(*runs))
+
+
+def test_nothing_to_compare_with():
+    for runs, words in (
+        (plays("cheapfirst", loss=0.003), "lost 0.0030 nats per token; no fixed track was played"),
+        (
+            [*plays("bola", loss=0.02), *plays("cheapfirst", loss=0.003)],
+            "its mean regret is 0.0030 against 0.020 for bola.",
+        ),
+        ([*plays("fixed:FP8"), *plays("fixed:Int4", loss=0.1)], "no adaptive policy was played"),
+        ([], "Nothing was played."),
+    ):
+        assert words in verdict(result_of(*runs))
+
+
+def test_infeasible_plays_are_set_apart_and_counted_once():
+    hopeless = [run(policy, "dead", feasible=False, met=False) for policy in ("cheapfirst", "fixed:AC-5x")]
+    played = [*plays("cheapfirst", loss=0.001), *plays("fixed:AC-5x", loss=0.002)]
+    text = verdict(result_of(*played, *hopeless))
+    assert "in 4 of 4 plays" in text
+    assert text.endswith("; one more play is set apart because even the cheapest tracks could not arrive in time.")
+    assert verdict(result_of(*hopeless)).startswith("In the only play, even the cheapest tracks could not arrive")
+
+
+@pytest.mark.parametrize("told", ["oracle", "cachegen-oracle"])
+def test_an_oracle_does_not_compete(told):
+    runs = [*plays(told, loss=0.0), *plays("rate", loss=0.004), *plays("fixed:FP8", loss=0.008)]
+    assert verdict(result_of(*runs)).startswith("rate met")
+
+
+def test_a_play_that_was_given_up_is_worse_than_any():
+    given_up = run("rate", "t1", met=False, ttft=None) | {"regret": None}
+    runs = [run("rate", "t0"), given_up, *plays("fixed:FP8", 2)]
+    text = verdict(result_of(*runs))
+    assert text.startswith("No adaptive policy beat")
+    assert "beyond measure" in text

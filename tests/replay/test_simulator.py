@@ -1,5 +1,8 @@
 """The simulator against arithmetic that can be done by hand."""
 
+from __future__ import annotations
+
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,12 +10,17 @@ import pytest
 from kvabr.abr import Decision, Ladder, Policy
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
+from kvabr.data import default_catalog
+from kvabr.player.builder import new_session
 from kvabr.player.session import Session
 from kvabr.player.session_types import TIME_PRICE, PlayerConfig
+from kvabr.replay import experiment
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
+from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
+from kvabr.types.events import RequestCancelled, RequestSent
 from tests.catalogs import catalog
 from tests.replay.worlds import world
 
@@ -145,3 +153,38 @@ def test_no_play_beats_the_bound_with_a_latency(policy, latency_s):
     assert runs[1]["ttft_s"] >= 0.02 + latency_s
     bounds = [run["clairvoyant_objective"] for run in runs]
     assert bounds[1] - bounds[0] >= 0.99 * TIME_PRICE * latency_s  # what comes last waits for its batch
+
+
+@pytest.mark.parametrize(("slow", "until_s"), [(1e3, 0.3), (2e4, 0.3), (5e4, 0.3)])
+def test_a_source_that_was_slow_for_a_moment_is_tried_again(slow, until_s):
+    steady = Trace("steady", "made", (0.0,), (3e6,), 60.0)
+    other = Trace("other", "made", (0.0, 0.1, until_s), (1e6, slow, 4e6), 60.0)
+    options = ReplayOptions(4.0, 0.02, links=(other,), slow_start=False)
+    outcome = Experiment(default_catalog(), options).play(steady, 0.0, "anytime", log=True)
+    asked = [0, 0]
+    for event in outcome.log:
+        if isinstance(event, RequestSent) and event.t > 1.0:
+            asked[event.source] += event.bytes
+    assert asked[1] > asked[0] / 2 > 0  # nothing, if it is left alone
+    assert outcome.run["objective"] < 1.35 * outcome.run["clairvoyant_objective"]  # 2.0 and 2.1 then
+
+
+@pytest.mark.parametrize("offers", [[None, {"AC-L1", "FP16"}], None], ids=["few tracks", "three sources"])
+def test_silent_sources_are_not_tried_without_end(monkeypatch, offers):
+    """With what one does not have, or with what another is tried with already."""
+    if offers:
+        first = Trace("first", "made", (0.0, 0.12, 0.45), (8e6, 2e5, 1e3), 60.0)
+        others = (Trace("second", "made", (0.0, 0.25), (3e6, 0.0), 60.0),)
+    else:
+        first = Trace("first", "made", (0.0, 0.6, 0.9), (3e6, 1e3, 0.0), 60.0)
+        second = Trace("second", "made", (0.0, 0.06), (8e6, 0.0), 60.0)
+        others = (second, replace(second, name="third", times=(0.0, 0.1)))
+
+    def with_offers(*arguments, **options):
+        return new_session(*arguments, **options | {"offers": offers or options["offers"]})
+
+    monkeypatch.setattr(experiment, "new_session", with_offers)
+    options = ReplayOptions(4.0, 0.02, 0.3 if offers else None, links=others)
+    outcome = Experiment(default_catalog(), options).play(first, 0.0, "anytime", log=True)
+    why = Counter(event.reason for event in outcome.log if isinstance(event, RequestCancelled))
+    assert why["a silent source is tried again"] < 8

@@ -9,10 +9,11 @@ import pytest
 from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, verify_play
 from kvabr.store.locations import open_asset
 from kvabr.store.names import prompt_name
-from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError
+from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError, UsageError
 from kvabr.types.loss import predicted_loss
 from tests import kvdata
 from tests.assets import frame_file
+from tests.client.classes import SLIDING, WINDOWS, Computer, published
 from tests.toymodel import ToyModel, toy_asset
 
 
@@ -89,6 +90,35 @@ def test_steps_of_a_record():
     for bad in (("fetch", 1, 2), ("compute", 1, "Int4"), ("dance", 1, 2)):
         with pytest.raises(FormatError, match="not a step"):
             steps_of([bad])
+
+
+@pytest.fixture(scope="module", params=[SLIDING, WINDOWS], ids=lambda spec: spec.model)
+def verifier(request, tmp_path_factory):
+    asset = published(tmp_path_factory.mktemp("asset"), request.param, list(range(150))).assets[0]
+    return asset.catalog.to_play, Verifier(asset, Computer(request.param))
+
+
+def test_only_what_is_needed_is_needed(verifier):
+    play, verify = verifier
+    exact = verify.play(fetch("FP16", range(play.groups)))
+    assert exact.kl == pytest.approx(0, abs=1e-12)
+    assert exact.predicted == pytest.approx(1e-6 * play.groups)
+    coarse = verify.play(fetch("Int8", range(play.groups)))
+    assert coarse.kl > 0
+    assert coarse.predicted == pytest.approx(0.001 * play.groups)
+
+
+def test_an_engine_computes_from_a_cut_on(verifier):
+    play, verify = verifier
+    first = play.cut(play.groups - 1)
+    assert play.tokens_before(first) == 144
+    done = verify.play([*fetch("FP16", range(play.groups))[:first], ComputeStep(first, play.groups)])
+    assert done.kl == pytest.approx(0, abs=1e-12)
+    assert verify.play([ComputeStep(0, play.groups)]).kl == pytest.approx(0, abs=1e-12)
+    inherited = verify.play([*fetch("Int8", range(play.groups))[:first], ComputeStep(first, play.groups)])
+    assert 0.001 * first < inherited.predicted < 0.001 * play.groups
+    with pytest.raises(UsageError, match="cannot compute"):
+        verify.play([*fetch("FP16", range(play.groups))[: first - 1], ComputeStep(first - 1, play.groups)])
 
 
 @pytest.mark.model

@@ -18,11 +18,6 @@ from tests.examples import examples
 from tests.hostile import DOCUMENTS
 
 
-def test_round_trip():
-    for value in (catalog(3), catalog(5, short=100), catalog(2, layered=True)):
-        assert Catalog.loads(value.dumps()) == value
-
-
 def test_an_asset_may_be_a_piece_of_a_prompt():
     piece = replace(catalog(5), position=1000)
     assert Catalog.loads(piece.dumps()) == piece
@@ -32,12 +27,6 @@ def test_an_asset_may_be_a_piece_of_a_prompt():
     behind = piece.suffix(2).prefix(2)
     assert behind.first_token == behind.unit(0).first == 1000 + 2 * SPEC.group_tokens
     assert behind.address(0, "FP16") == ("FP16", 2)
-
-
-def test_newer_version_says_so():
-    value = json.loads(catalog(2).dumps()) | {"schema": "kvabr.catalog/2"}
-    with pytest.raises(FormatError, match="upgrade"):
-        Catalog.loads(json.dumps(value))
 
 
 def test_digests_may_be_of_another_kind():
@@ -62,6 +51,7 @@ def test_digests_may_be_of_another_kind():
         *({"chunks": []}, {"chunks": ["ab" * 32] * 3}, {"tracks": []}, {"spec": {}}),
         {"prefill": {"constant_s": -1, "per_token_s": 0, "attention_s": 0}},
         {"namespace": {"model": "m", "prompt": "short"}},
+        {"schema": "kvabr.catalog/2"},
     ],
 )
 def test_bad_fields_are_refused(change):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
+from kvabr.replay.report import write_log, write_perfetto
+from kvabr.telemetry import JsonLines, Telemetry
 from kvabr.types.errors import (
     ExhaustedError,
     PlayError,
@@ -14,7 +19,8 @@ from kvabr.types.errors import (
     may_pass,
     told_if_exhausted,
 )
-from kvabr.types.words import ordinal
+from kvabr.types.events import DecisionMade, PlayEvent, RequestFailed
+from tests.replay.report_samples import sample
 
 
 @pytest.mark.parametrize(
@@ -61,6 +67,43 @@ def test_what_can_be_had_again_is_let_go_before_it_is_told():
     assert freed == [1]
 
 
-def test_places_are_said_as_people_say_them():
-    said = [ordinal(number) for number in (1, 2, 3, 4, 11, 12, 13, 21, 101, 112, 1003)]
-    assert said == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "101st", "112th", "1,003rd"]
+@dataclass(frozen=True, slots=True)
+class CacheWarmed(PlayEvent):
+    """An event that only this test knows."""
+
+    name: ClassVar[str] = "warmed"
+    group: int
+    heat: float | None
+
+
+NEW = CacheWarmed(0.25, 3, 0.5)
+
+
+def test_json_has_time_name_and_fields_in_order_and_no_options_that_are_unset():
+    failed = RequestFailed(1.5, 2, 3, "Int4", 400, "reset")
+    assert json.dumps(failed.to_json()) == (
+        '{"t": 1.5, "event": "failed", "request": 2, "group": 3, "track": "Int4", "received": 400, "reason": "reset"}'
+    )
+    wait = DecisionMade(0.0, "wait", None, None, None, "full", 0.0, 0.0, 0.0, None, None)
+    assert wait.to_json()["group"] is None
+    assert "late" not in wait.to_json()
+    assert list(replace(wait, late=True).to_json().items())[-1] == ("late", True)
+
+
+def test_a_new_event_reaches_the_log_the_trace_and_telemetry(tmp_path):
+    result, timelines = sample()
+    timelines = [{**timelines[0], "log": [*timelines[0]["log"], NEW]}]
+    write_log(tmp_path / "log.jsonl", result, timelines)
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert {key: last[key] for key in ("t", "event", "group", "heat")} == NEW.to_json()
+    write_perfetto(tmp_path / "trace.json", result, timelines)
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"] for event in shown if event["name"] == "warmed"] == [{"group": 3, "heat": 0.5}]
+    with Telemetry(JsonLines(tmp_path / "plays.jsonl")) as telemetry:
+        telemetry.feed([NEW])
+    told = [json.loads(line) for line in (tmp_path / "plays.jsonl").read_text().splitlines()]
+    assert [(record["event"], record.get("heat")) for record in told] == [
+        ("called", None),
+        ("warmed", 0.5),
+        ("ended", None),
+    ]

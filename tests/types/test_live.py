@@ -44,11 +44,6 @@ def growing_of(groups):
     return GrowingCatalog(made, made.catalog.prefix(groups))
 
 
-def test_a_live_catalog_survives_its_text():
-    made = live()
-    assert LiveCatalog.loads(made.dumps().encode()) == made
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -71,13 +66,9 @@ def test_a_live_catalog_that_is_wrong_is_refused(change, says):
         LiveCatalog.loads(change(live().dumps()).encode())
 
 
-def test_news_survive_their_text():
-    for message in (news(3, NAMES), LiveEnd(KEY), LiveEnd(KEY, "the engine was killed")):
-        assert parse_edge(message.dumps()) == message
-
-
 def test_several_news_lie_one_behind_the_other():
-    messages = [news(0, NAMES), news(1, NAMES), LiveEnd(KEY, '}{ "')]
+    messages = [news(0, NAMES), news(1, NAMES), LiveEnd(KEY), LiveEnd(KEY, '}{ "')]
+    assert [parse_edge(message.dumps()) for message in messages] == messages
     assert parse_edges(b"".join(message.dumps() for message in messages)) == messages
     assert parse_edges(b"") == []
     with pytest.raises(FormatError, match="edge message"):
@@ -121,6 +112,11 @@ def test_sizes_and_digests_become_known_group_by_group():
     for group in (2, 3):
         growing.publish(news(group, NAMES))
     assert growing.complete
+    shorter = growing_of(2)
+    for group in range(4):
+        shorter.publish(news(group, NAMES))
+    assert shorter.complete
+    assert (shorter.edge, shorter.catalog.groups) == (2, 2)
 
 
 def test_news_with_digests_of_another_kind_are_refused():
@@ -130,14 +126,6 @@ def test_news_with_digests_of_another_kind_are_refused():
     with pytest.raises(FormatError, match="digests of another kind than sha256"):
         growing.publish(message)
     assert growing.edge == 0
-
-
-def test_a_shorter_play_ends_with_its_own_last_group():
-    growing = growing_of(2)
-    for group in range(4):
-        growing.publish(news(group, NAMES))
-    assert growing.complete
-    assert (growing.edge, growing.catalog.groups) == (2, 2)
 
 
 BEGUN = [replace(news(0, ["base"]), rest_s=0.5), news(1, ["base"])]
@@ -194,16 +182,25 @@ def test_what_is_encoded_later_is_added():
     assert {(0, name) for name in NAMES if name not in {"base", "layer-1", "layer-2", "Int4"}} == growing.left_out
 
 
-def test_groups_of_several_classes_appear_together():
+def of_classes():
+    """A live catalog of several layer classes, and the news of each of its groups."""
     offer = hybrid()
-    made = LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY)
-    growing = GrowingCatalog(made, offer.to_play)
-    wanted = growing.catalog
-    assert not wanted.every_token
+    told = []
     for chunk in range(len(offer.chunks)):
         units = [unit for unit in offer.units if unit.chunk == chunk]
         names = [offer.spec.parts[unit.part].track_name(track) for unit in units for track in offer.by_name]
-        growing.publish(news(chunk, names, size=5000))
+        told.append(news(chunk, names, size=5000))
+    return LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY), told
+
+
+def test_groups_of_several_classes_appear_together():
+    made, told = of_classes()
+    offer = made.catalog
+    growing = GrowingCatalog(made, offer.to_play)
+    wanted = growing.catalog
+    assert not wanted.every_token
+    for chunk, message in enumerate(told):
+        growing.publish(message)
         assert all(wanted.unit(group).chunk <= chunk for group in range(growing.edge))
     assert growing.complete
     assert growing.edge == wanted.groups < offer.groups
@@ -240,13 +237,8 @@ def test_a_track_that_was_left_out_once_is_none_of_the_shorter_asset_nor_is_what
 
 
 def test_the_shorter_asset_of_several_classes_ends_where_each_can_be_played():
-    offer = hybrid()
-    made = LiveCatalog(offer, tuple(map(float, range(len(offer.chunks)))), KEY)
-    told = []
-    for chunk in range(len(offer.chunks)):
-        units = [unit for unit in offer.units if unit.chunk == chunk]
-        names = [offer.spec.parts[unit.part].track_name(track) for unit in units for track in offer.by_name]
-        told.append(news(chunk, names, size=5000))
+    made, told = of_classes()
+    offer = made.catalog
     shorter = [published_catalog(made, told[:groups]) for groups in range(len(told) + 1)]
     # There are snapshots behind the second, the fourth and the last group.
     assert [None if one is None else one.tokens for one in shorter] == [None, None, 32, 32, 64, 70]

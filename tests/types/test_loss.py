@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 
 from kvabr.data import default_catalog
-from kvabr.types.catalog import RECOMPUTED
+from kvabr.types.catalog import RECOMPUTED, Catalog
 from kvabr.types.errors import FormatError
 from kvabr.types.loss import INHERITED, factors_behind, played_loss, predicted_loss, promised_loss
-from kvabr.types.tails import TailLoss, share_behind
+from kvabr.types.tails import TailLoss, losses_behind, share_behind
 from tests.catalogs import catalog
 from tests.counting import lines
 
@@ -31,14 +32,6 @@ def test_recomputed_behind_lossy_groups_inherits_a_share():
     inherited = four[2] * four[2] / (four[2] + four[3]) + block[2] * block[3] / (block[2] + block[3])
     inherited += four[3] * four[1] / sum(four[1:]) + block[3] * block[2] / sum(block[1:])
     assert loss == pytest.approx(four[0] + block[1] + INHERITED * inherited)
-
-
-def test_wrong_lists_are_refused():
-    made = catalog(3)
-    with pytest.raises(FormatError, match="2 tracks for an asset of 3 groups"):
-        predicted_loss(made, ["FP16"] * 2)
-    with pytest.raises(FormatError, match="no track 'Int2'"):
-        predicted_loss(made, ["FP16", "Int2", "FP16"])
 
 
 def test_what_was_computed_early_does_not_gain_by_upgrades_that_come_later():
@@ -65,6 +58,9 @@ def test_a_group_computed_first_and_fetched_then_counts_as_fetched():
 def test_steps_that_leave_a_hole_or_the_asset_are_refused(steps):
     with pytest.raises(FormatError):
         played_loss(catalog(2), steps)
+    for tracks in (["FP16"], ["FP16", "Int2"]):
+        with pytest.raises(FormatError):
+            predicted_loss(catalog(2), tracks)
 
 
 def test_the_work_per_group_does_not_grow_where_fetched_and_computed_groups_alternate():
@@ -156,3 +152,104 @@ def test_a_finer_track_never_raises_what_is_promised(made):
             if track.loss[group] <= held.loss[group]:
                 finer = [*mix[:group], track.name, *mix[group + 1 :]]
                 assert promised(made, finer) <= before + 1e-12
+
+
+LONG_TAILS = (TailLoss(16, 0.5), TailLoss(128, 0.2, 0.7), TailLoss(512, 0.06))
+
+
+def test_shares_are_those_listed_and_fall_between_them():
+    assert share_behind(LONG_TAILS, 0) == 1.0
+    assert share_behind((), 128) == 1.0
+    for tail in LONG_TAILS:
+        assert share_behind(LONG_TAILS, tail.tokens) == pytest.approx(tail.share)
+    between = [share_behind(LONG_TAILS, tokens) for tokens in (0, 1, 8, 16, 20, 128, 300, 512)]
+    assert between == sorted(between, reverse=True)
+    assert share_behind(LONG_TAILS, 5000) == pytest.approx(0.06)
+
+
+def test_groups_lose_by_their_distance_from_the_reader():
+    losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
+    whole = sum(losses)
+    assert losses_behind(losses, LONG_TAILS, 6, 0, 128) == losses
+    behind = losses_behind(losses, LONG_TAILS, 5, 128, 128)
+    assert sum(behind) == pytest.approx(0.2 * whole)
+    # Some of it is spread evenly: which groups a question is about is not known.
+    assert behind == pytest.approx([0.04 * (0.85 * loss / 0.06 + 0.15 / 5) for loss in losses[:5]])
+    # A shorter prefix of the same cache ends as the whole does.
+    shorter = losses_behind(losses, LONG_TAILS, 3, 0, 128)
+    assert sum(shorter) == pytest.approx(whole)
+    assert shorter == pytest.approx((0.02, 0.02, 0.16))
+    # A question is a tail, too.
+    asked = losses_behind(losses, LONG_TAILS, 6, 16, 128)
+    assert sum(asked) == pytest.approx(0.5 * whole)
+    assert sorted(range(6), key=asked.__getitem__) == sorted(range(6), key=losses.__getitem__)
+    # Of older assets nothing is known but the groups' own losses.
+    assert losses_behind(losses, (), 5, 128, 128) == losses[:5]
+
+
+@pytest.mark.parametrize("asked", [(0.0,) * 6, (5e-324, 0, 0, 0, 0, 0), (1e6,) * 6, (0, 0, 0, 0, 0, 1.0)])
+def test_whatever_a_catalog_says_of_questions_the_whole_loss_stays(asked):
+    losses = (0.02, 0.005, 0.005, 0.01, 0.02, 0.14)
+    for groups in (5, 6):
+        behind = losses_behind(losses, LONG_TAILS, groups, 144, 128, asked)
+        assert sum(behind) == pytest.approx(share_behind(LONG_TAILS, 144) * sum(losses))
+        assert min(behind) > 0
+
+
+def _tailed() -> Catalog:
+    catalog = default_catalog()
+    return replace(catalog, tracks=tuple(replace(track, tails=LONG_TAILS) for track in catalog.tracks))
+
+
+def test_what_a_play_fetches_before_a_tail():
+    catalog = _tailed()
+    fetched = catalog.behind(catalog.groups - 1, 148)
+    assert (fetched.groups, fetched.tail) == (catalog.groups - 1, 148)
+    for track, whole in zip(fetched.tracks, catalog.tracks, strict=True):
+        assert track.total_loss == pytest.approx(whole.total_loss * share_behind(LONG_TAILS, 148))
+        assert track.bytes == whole.bytes[:-1]
+    assert catalog.behind(catalog.groups, 0) is catalog
+
+
+def test_a_part_of_a_catalog_keeps_its_part_of_what_questions_are_about():
+    catalog = _tailed()
+    asked = tuple(1.0 + group for group in range(catalog.groups))
+    known = replace(catalog, asked=asked)
+    assert Catalog.loads(known.dumps()) == known
+    assert known.prefix(3).asked == asked[:3]
+    assert known.suffix(2).asked == asked[2:]
+    behind = known.behind(catalog.groups, 16)
+    assert behind.asked == ()  # its losses are those behind a question already
+    for track, without in zip(behind.tracks, catalog.behind(catalog.groups, 16).tracks, strict=True):
+        assert track.total_loss == pytest.approx(without.total_loss)
+        assert track.loss != without.loss
+    with pytest.raises(FormatError, match="shares of"):
+        replace(catalog, asked=asked[:3])
+    value = json.loads(known.dumps())
+    value["asked"][0] = -1.0
+    with pytest.raises(FormatError, match="asked"):
+        Catalog.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "tails",
+    [
+        [[16, -0.1, 0]],
+        [[16, float("nan"), 0]],
+        [[16, 0.5, float("inf")]],
+        [[0, 0.5, 0]],
+        [[128, 0.5, 0], [16, 0.2, 0]],
+        [[tokens, 0.5, 0] for tokens in range(1, 40)],
+        [[16]],
+        *([[tokens, 0.5, 0.0]] for tokens in (1.5, True, "16")),
+        ["long"],
+        7,
+        None,
+        {"16": 0.5},
+    ],
+)
+def test_what_a_peer_makes_up_is_refused(tails):
+    value = json.loads(_tailed().dumps())
+    value["tracks"][0]["tails"] = tails
+    with pytest.raises(FormatError):
+        Catalog.loads(json.dumps(value))

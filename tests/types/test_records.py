@@ -100,16 +100,13 @@ def test_the_fields_that_are_tried_here_are_all_that_there_are():
     assert FACTS.keys() == published(CommonFacts).keys()
 
 
-def test_the_road_of_the_json():
+def test_the_road_of_the_json_and_of_a_live_record():
     made = full()
     assert Catalog.loads(made.dumps()) == made
     passage = replace(made, position=0, passage=NOTES)
     assert Catalog.loads(passage.dumps()) == passage
-
-
-def test_the_road_of_a_live_record():
-    made = LiveCatalog(full(), (0.5, 1.25), "0123456789abcdef")
-    assert LiveCatalog.loads(made.dumps().encode()) == made
+    live = LiveCatalog(made, (0.5, 1.25), "0123456789abcdef")
+    assert LiveCatalog.loads(live.dumps().encode()) == live
 
 
 def test_the_road_of_pages():

@@ -9,14 +9,19 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 
 import msgspec
+import pytest
 
 import kvabr
 from kvabr.types.errors import FormatError
+from kvabr.types.once import once
 from kvabr.types.records import built
 
 PROCESSES = int(os.environ.get("KVABR_RACE_PROCESSES", "2"))
@@ -102,3 +107,38 @@ def test_every_record_may_be_read_by_several_threads_first():
         ended = subprocess.run(command, check=False)  # noqa: S603  # the child above
         died += ended.returncode != 0
     assert died == 0, f"{died} of {PROCESSES} processes"
+
+
+def test_threads_that_want_it_first_get_the_same():
+    built, go = [], threading.Barrier(8)
+
+    @once
+    def thing(name):
+        built.append(name)
+        time.sleep(0.01)  # others come meanwhile
+        return object()
+
+    def want(name):
+        go.wait()
+        return thing(name)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(want, ["a", "b"] * 4))
+    assert sorted(built) == ["a", "b"]
+    assert len(set(map(id, found))) == 2
+    assert thing("a") is found[0]
+
+
+def test_an_error_is_raised_and_tried_again():
+    tried = []
+
+    @once
+    def thing():
+        tried.append(1)
+        if len(tried) == 1:
+            raise KeyError("not yet")
+        return len(tried)
+
+    with pytest.raises(KeyError):
+        thing()
+    assert thing() == thing() == 2

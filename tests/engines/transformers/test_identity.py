@@ -16,11 +16,6 @@ from tests import kvdata, tinymodels
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tinymodels.save(tmp_path_factory.mktemp("models") / "base")
-
-
 def loaded(folder, **options):
     import transformers
 
@@ -92,7 +87,7 @@ def test_prompts_that_longrope_rotates_otherwise_are_not_taken(tmp_path):
 def test_a_profile_of_the_model_before_it_was_tuned_serves(folder, tmp_path):
     spec = engine_of(loaded(folder), folder).spec
     for name, fits in (
-        ("base-0123456789abcdef", True),
+        ("tiny-llama-0123456789abcdef", True),
         (f"{spec.model}{MARK}0123456789abcdef", True),
         ("other-0123456789abcdef", False),
     ):

@@ -24,7 +24,7 @@ from kvabr.engines.transformers.publish import cache_publisher
 from kvabr.engines.weights import model_name
 from kvabr.publish.publisher import Slot
 from kvabr.types.errors import ModelError
-from tests import needs, tinymodels
+from tests import needs
 
 pytestmark = [
     pytest.mark.model,
@@ -32,11 +32,6 @@ pytestmark = [
 ]
 
 TOKENS = list(range(200))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tinymodels.save(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture
@@ -169,12 +164,6 @@ def test_what_an_adapter_does_is_in_the_name(model, folder, change):
         model.add_adapter(lora(**options), "another")
         model.set_adapter("another")
     assert name_of(model, folder) != before
-
-
-def test_adapters_that_do_nothing_are_none(base, folder):
-    base.add_adapter(lora(), "legal")
-    base.disable_adapters()
-    assert adapters_digest(base) is None
 
 
 def test_an_engine_of_another_adapter_neither_plays_nor_publishes(model, folder, tmp_path):

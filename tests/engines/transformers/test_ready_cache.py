@@ -24,12 +24,10 @@ from tests import tinymodels
 from tests.client.served import LIMIT_S, Served
 from tests.client.virtual import virtual
 from tests.engines.transformers.text import IDS, cold, furthest
+from tests.engines.transformers.tiny import SLOW
 from tests.memory_transport import Fault
 
 pytestmark = pytest.mark.model
-
-SLOW = PrefillCost.from_rate(100.0)
-"""So slow an engine that nothing is computed that comes over the network."""
 
 
 async def ready_from(link, engine, ids=IDS, *, deadline=2.0, **how):
@@ -168,14 +166,11 @@ async def test_a_request_that_is_aborted(origin, engine):
 @virtual
 async def test_what_is_no_prompt(origin, engine):
     async with origin() as link:
-        with pytest.raises(UsageError, match="has 2 prompts: play them one at a time"):
+        with pytest.raises(UsageError):
             await ready_from(link, engine, torch.zeros(2, 5, dtype=torch.long))
-        with pytest.raises(ModelError, match="at least one token"):
-            await ready_from(link, engine, [])
-        with pytest.raises(ModelError, match="outside the vocabulary"):
-            await ready_from(link, engine, [3, 256])
-        with pytest.raises(ModelError, match="do not fit"):
-            await ready_from(link, engine, [3] * 641)
+        for ids in ([], [3, 256], [3] * 641):
+            with pytest.raises(ModelError):
+                await ready_from(link, engine, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from kvabr.engines.transformers import smollm2
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.engines.transformers import play_cache_async, smollm2
 from kvabr.publish.texts import measuring_texts
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import RopeSpec
+from tests.memory_transport import Fault, MemoryConnection, MemoryLink
 
 pytestmark = pytest.mark.model
 
@@ -61,3 +68,39 @@ def test_a_file_of_something_else_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "find_gguf", lambda: other)
     with pytest.raises(ModelError, match="not the SmolLM2 file"):
         smollm2.load()
+
+
+def text(loaded, ids, cache=None):
+    given = torch.tensor([ids])
+    output = loaded.engine.model.generate(
+        given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=16, do_sample=False
+    )
+    return loaded.decode(output[0, len(ids) :].tolist())
+
+
+@pytest.fixture(scope="module")
+def prompt(asset):
+    made = asset.prompt()
+    return [*made.tokens, *made.continuation[:8]]
+
+
+@pytest.fixture(scope="module")
+def cold(loaded, prompt):
+    return text(loaded, prompt)
+
+
+@pytest.mark.parametrize(("track", "lost"), [("FP16", None), ("Int8", None), ("FP16", 1)])
+async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
+    def faults(ask):
+        return Fault(refuse=0x10) if ask.group == lost and ask.track in asset.catalog.by_name else None
+
+    find = partial(PublishedAssets(asset.store).find, EVERYTHING)
+    options = PlayOptions(policy=f"fixed:{track}", gpu_price=float("inf"))
+    async with (
+        MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link,
+        AsyncClient(link, engine=loaded.engine, options=options) as client,
+    ):
+        ready = await play_cache_async(client, loaded.engine, prompt, deadline=20.0)
+    assert ready.tokens == 300
+    assert ready.played.coverage == tuple("recomputed" if group == lost else track for group in range(3))
+    assert text(loaded, prompt, ready.cache) == cold

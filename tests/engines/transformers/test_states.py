@@ -9,8 +9,9 @@ import torch
 
 from kvabr.engines.transformers import cache_publisher, prefill_prompt, publish_cache
 from kvabr.engines.transformers.cache import read_cache, states_of
-from kvabr.publish.encoder import ordered_tracks, publish
+from kvabr.publish.encoder import compute_cache, ordered_tracks, publish
 from kvabr.publish.frames import MemoryFrames
+from kvabr.publish.model import answer_of, score_classes
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset
 from kvabr.store.prompt import Prompt
@@ -254,3 +255,26 @@ def test_what_cannot_be_published(tmp_path):
     publisher.close()
     names = [track.name for track in PublishedAssets(tmp_path / "out").assets[0].catalog.tracks]
     assert names == ["Raw", "FP16", "Int8", "Int4"]
+
+
+QUESTION = IDS[300:307]
+
+
+@pytest.mark.parametrize(("name", "tails"), [("Gemma3", (9, 133)), ("Qwen3-Next", (9,))])
+def test_what_is_left_is_measured_as_far_as_a_tail_can_be_computed(name, tails):
+    engine = tiny(name)
+    exact = compute_cache(engine, IDS[:200])
+    said = answer_of(engine, exact, QUESTION, 8)
+    scores = score_classes(engine, exact, [*QUESTION, *said])[len(QUESTION) - 1 : -1]
+    taken = scores.gather(1, scores.new_tensor(said).long()[:, None])[:, 0]
+    assert (scores.max(dim=1).values - taken).max() < 1e-3  # the likeliest, but for rounding
+    prompt = Prompt(tuple(IDS[:200]), tuple(IDS[200:230]))
+    catalog = publish(engine, prompt, ("BF16", "Int4", "FP4"), None, MemoryFrames(), questions=[QUESTION, IDS[400:407]])
+    for track in catalog.tracks:
+        assert tuple(tail.tokens for tail in track.tails) == tails
+        assert all(tail.spread > 0 for tail in track.tails)
+    assert catalog.asked == ()  # of several layer classes
+    int4 = catalog.track("Int4")
+    assert catalog.behind(len(catalog.chunks), 9).track("Int4").total_loss == pytest.approx(
+        sum(catalog.to_play.track("Int4").loss) * int4.tails[0].share
+    )

@@ -200,15 +200,6 @@ def continued(engine, cache, ids):
     return engine.model(input_ids=torch.tensor([ids]), **{engine.cache_argument: cache}, use_cache=True).logits
 
 
-def greedy(engine, cache, ids, count=8):
-    """The text that follows a cache and these tokens."""
-    said = []
-    for _ in range(count):
-        ids = [int(continued(engine, cache, ids)[0, -1].argmax())]
-        said += ids
-    return said
-
-
 def published(engine, root, ids=PREFIX, *, cache=None, **how):
     """An origin's holdings with the cache of a prompt, which is prefilled unless it is given."""
     publisher = cache_publisher(engine, root, **how)

@@ -9,7 +9,7 @@ import torch
 from kvabr.codec.fit import FitConfig
 from kvabr.codec.native import coder
 from kvabr.types.kv import KVSpec, RopeSpec
-from kvabr_lab.bench import codec_speed, synthetic
+from kvabr_lab.bench import codec_speed, coder_speed, synthetic
 from kvabr_lab.bench.codec_speed import Job, time_track
 from tests import kvdata
 
@@ -41,6 +41,12 @@ def test_stages_of_a_chain_are_timed(group):
     assert timing.path == coder.active_path()
     assert timing.all_cores > 0
     assert 0 < timing.bits < 16
+
+
+def test_synthetic_groups_of_the_coder_have_the_bits_that_are_asked_for():
+    made = coder_speed.synthetic(coder_speed.CacheShape("tiny", 2, 2, 16, 1, 2, 4), 2.0, tokens=128)
+    assert made.symbols == 2 * 2 * 2 * 16 * 128
+    assert 1.5 < made.ideal_bits[0] / made.symbols < 2.5
 
 
 @pytest.mark.process

@@ -1,4 +1,3 @@
-import math
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -31,43 +30,12 @@ def test_mean_and_duration_are_met(kind, mean, duration, step, seed):
     assert all(rate % 125 == 0 for rate in trace.rates)
 
 
-def test_markov_has_three_levels():
-    trace = synthesise("markov", mean_mbps=30, duration_s=600, seed=1, shape=Shape(scatter=0.0))
-    low, middle, high = sorted(set(trace.rates))
-    assert middle / low == pytest.approx(1 / 0.35, rel=1e-3)
-    assert high / low == pytest.approx(1.8 / 0.35, rel=1e-3)
-    changes = sum(a != b for a, b in pairwise(trace.rates))
-    assert changes == pytest.approx(600 / 8, rel=0.4)  # a stay of 8 s on average
-
-
-def test_scatter_is_lognormal_around_the_level():
-    rates = synthesise("diurnal", mean_mbps=1e4, duration_s=20_000, seed=1, shape=Shape(scatter=0.4, depth=0.0)).rates
-    logs = [math.log(rate) for rate in rates]
-    mean = sum(logs) / len(logs)
-    assert math.sqrt(sum((x - mean) ** 2 for x in logs) / len(logs)) == pytest.approx(0.4, rel=0.03)
-
-
 def test_outages_are_as_often_and_as_long_as_asked():
     shape = Shape(outage_every_s=20.0, outage_s=5.0)
     trace = synthesise("outages", mean_mbps=30, duration_s=20_000, step_s=0.5, seed=1, shape=shape)
     assert describe(trace)["zero_share"] == pytest.approx(5 / 25, rel=0.1)
     begins = sum(a > 0 and b == 0 for a, b in pairwise(trace.rates))
     assert begins == pytest.approx(20_000 / 25, rel=0.15)
-
-
-def test_slow_start_doubles_up_to_a_plateau():
-    shape = Shape(ramp_s=6.0, scatter=0.0)
-    rates = synthesise("slow-start", mean_mbps=30, duration_s=30, shape=shape).rates
-    assert [b / a for a, b in pairwise(rates[:7])] == pytest.approx([2.0] * 6, rel=1e-2)
-    assert len(set(rates[6:])) == 1
-
-
-def test_diurnal_goes_round_once_a_period():
-    shape = Shape(period_s=40.0, depth=0.5, scatter=0.0)
-    rates = synthesise("diurnal", mean_mbps=100, duration_s=80, shape=shape).rates
-    assert rates[:40] == rates[40:]
-    assert (min(rates), max(rates)) == (rates[0], rates[20])
-    assert rates[20] / rates[0] == pytest.approx(3.0)
 
 
 def test_the_share_of_a_port_is_one_over_the_flows_on_it():
@@ -80,27 +48,6 @@ def test_the_share_of_a_port_is_one_over_the_flows_on_it():
     # What the others carry: in every moment their number times the play's rate.
     others = sum((end - start) * (peak - rate) for start, end, rate in trace.segments())
     assert others / (peak * 2000) == pytest.approx(0.5, rel=0.15)
-
-
-@pytest.mark.slow
-def test_incasts_and_pauses_are_as_often_and_as_long_as_asked():
-    shape = Shape(cross=0.0, fan_in=9.0, incast_every_s=0.2, incast_s=0.05, pause_every_s=0.5, pause_s=0.02)
-    trace = synthesise("port", mean_mbps=1e4, duration_s=1000, step_s=0.001, seed=1, shape=shape)
-    assert describe(trace)["zero_share"] == pytest.approx(0.02 / 0.52, rel=0.1)
-    low, high = sorted(set(trace.rates) - {0.0})
-    assert high / low == pytest.approx(10.0, rel=1e-3)
-    slow = sum(end - start for start, end, rate in trace.segments() if rate == low)
-    assert slow / 1000 == pytest.approx(0.05 / 0.25 * 0.5 / 0.52, rel=0.1)
-
-
-def test_a_bucket_has_bursts_over_its_limit():
-    shape = Shape(burst=8.0, burst_every_s=2.0, burst_s=0.5)
-    trace = synthesise("bucket", mean_mbps=1e4, duration_s=2000, step_s=0.01, seed=1, shape=shape)
-    low, high = sorted(set(trace.rates))
-    assert high / low == pytest.approx(8.0, rel=1e-3)
-    fast = sum(end - start for start, end, rate in trace.segments() if rate == high)
-    assert fast / 2000 == pytest.approx(0.2, rel=0.1)
-    assert all(rate != following for rate, following in pairwise(trace.rates))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "traces").glob("*.csv")), ids=lambda path: path.stem)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
+import numpy as np
 import pytest
 
+from kvabr.abr import Ladder, View
+from kvabr.abr.time_planner import TimePlanner
+from kvabr.replay.engines import ENGINES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route import (
@@ -17,8 +22,12 @@ from kvabr_lab.route import (
     RouteLink,
     Router,
     RouteRequest,
+    break_even_tokens,
     decide,
+    forecasts,
+    remote_lengths,
 )
+from tests.catalogs import catalog
 from tests.test_imports import loaded
 
 SLOW, FAST = PrefillCost.from_rate(1000), PrefillCost.from_rate(10_000)
@@ -127,14 +136,147 @@ def test_a_router_learns_the_link_and_spreads_a_crowd():
         Router(SLOW, FAST, SIZE, rtt_s=0.0, workers=(0, 1))
 
 
-def test_the_guide_works_as_it_is_written(capsys):
-    guide = Path(__file__).parents[3] / "docs" / "guides" / "route.md"
-    code = guide.read_text().partition("```python\n")[2].partition("```")[0]
-    exec(compile(code, str(guide), "exec"), {})  # noqa: S102
-    assert capsys.readouterr().out.startswith("remote remote prefill takes")
-
-
 @pytest.mark.process
 def test_a_router_needs_neither_numpy_nor_torch():
     code = "import kvabr_lab.route, sys\nprint({'torch', 'numpy', 'asyncio', 'kvabr.client'} & set(sys.modules))"
     assert loaded(code) == "set()"
+
+
+SLOW_LINK = PrefillCost(0.05, 1 / 1000, 1e-8)
+FAST_LINK = PrefillCost(0.02, 1 / 8000, 2e-9)
+BYTES = CacheSize(10_000.0)
+
+
+def by_place(tokens, local=None, remote=None, link=None, size=BYTES):
+    """Return the forecasts by place."""
+    found = forecasts(
+        tokens, local or PrefillSite(SLOW_LINK), remote or PrefillSite(FAST_LINK), link or RouteLink(5e6, 0.04), size
+    )
+    return {one.place: one for one in found}
+
+
+ENGINES_TO_SPLIT = [
+    *(ENGINES[name] for name in ("h200-8b", "h200-70b", "cpu-smollm2")),
+    PrefillCost.from_rate(3000.0),
+    PrefillCost(0.02, 1e-6, floor_s=0.03),
+]
+
+
+@pytest.mark.parametrize("decode_s", [1e-5, 1e-3, 1e-2])
+@pytest.mark.parametrize("cost", ENGINES_TO_SPLIT)
+@pytest.mark.parametrize("groups", [32, 256])
+def test_a_split_prompt_takes_what_the_rule_of_players_expects(groups, cost, decode_s):
+    """One track, all of it in place elsewhere, idle engines: the forecast is the rule's, and the first token's step."""
+    made = catalog(groups)
+    track = replace(made.track("Int4"), decode_s=decode_s, loss=(1e-9,) * groups)
+    offer = replace(made, tracks=(track,))
+    size = CacheSize(track.total_bytes / offer.tokens, decode_s=decode_s / 128)
+    stops = np.arange(groups + 1)
+    computed_s = cost.seconds_many(0, np.array([offer.tokens_before(stop) for stop in stops]))
+    step_s = np.where(stops < groups, cost.seconds(offer.tokens - 1, 1), 0.0)
+    there = PrefillSite(PrefillCost(0.0, 1e-12), cached_tokens=offer.tokens)
+    for share, rtt_s in product((0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0), (0.001, 0.02, 0.1)):
+        rate = share * track.total_bytes / computed_s[-1]
+        view = View(Ladder(offer), 1e6, cost=cost, gpu_price=0.0, time_price=1.0)
+        view.rate, view.ttfb_s = rate, rtt_s
+        rule = TimePlanner(view).divide(view, rate, 0, stops, computed_s, np.zeros(groups + 1))
+        found = by_place(offer.tokens, PrefillSite(cost), there, RouteLink(rate, rtt_s), size)
+        # To fetch a prefix is another thing: its rest is computed behind it.
+        least = min(one.ttft_s for place, one in found.items() if place != "fetch")
+        assert least == pytest.approx((rule.objective + step_s).min(), rel=0.03)
+
+
+def test_local_prefill_waits_and_computes_what_is_not_cached():
+    local = PrefillSite(SLOW_LINK, queue_s=2.0, cached_tokens=1000)
+    one = by_place(4000, local)["local"]
+    # 896 tokens are whole groups.
+    assert one.ttft_s == pytest.approx(2.0 + SLOW_LINK.seconds(896, 3104))
+    assert one.bytes == 0
+    assert one.limit == "prefill"
+
+
+def test_without_a_live_link_everything_is_sent_at_the_end():
+    one = by_place(12_800, link=RouteLink(1e6, 0.04, live=False))["remote"]
+    assert one.ttft_s == pytest.approx(
+        0.02 + FAST_LINK.seconds(0, 12_800) + 128.0 + 0.02 + SLOW_LINK.seconds(12_799, 1)
+    )
+
+
+def test_what_is_cached_there_is_sent_while_the_request_queues():
+    remote = PrefillSite(FAST_LINK, queue_s=10.0, cached_tokens=6400)
+    one = by_place(12_800, remote=remote, link=RouteLink(1e7, 0.0))["remote"]
+    # 6.4 s for the first half are over when its prefill begins.
+    assert one.ttft_s == pytest.approx(10.0 + FAST_LINK.seconds(6400, 128) + 6.4 + SLOW_LINK.seconds(12_799, 1))
+
+
+def test_a_prefix_there_can_be_fetched_for_a_prefill_here():
+    found = by_place(12_800, remote=PrefillSite(FAST_LINK, queue_s=60.0, cached_tokens=12_000))
+    one = found["fetch"]
+    # 11,904 tokens are whole groups.
+    assert one.ttft_s == pytest.approx(0.02 + 119.04 / 5 + 0.02 + SLOW_LINK.seconds(11_904, 896))
+    assert "fetch" not in by_place(12_800, PrefillSite(SLOW_LINK, cached_tokens=12_000))
+
+
+def test_bytes_under_way_go_first():
+    free, busy = (by_place(1280, link=RouteLink(5e6, 0.0, backlog))["remote"] for backlog in (0.0, 5e7))
+    assert busy.ttft_s == pytest.approx(10.0 + 2.56 + SLOW_LINK.seconds(1279, 1))
+    assert free.ttft_s < 3
+
+
+@pytest.mark.parametrize(
+    ("coming", "own", "ends"),
+    [
+        ((), ((1.0, 50.0),), 8.0),
+        (((0.0, 10.0, 50.0),), ((0.0, 20.0),), 10.0),
+        (((0.0, 10.0, 50.0),), ((0.0, 100.0),), 18.0),
+        (((4.0, 4.0, 30.0),), ((0.0, 5.0),), 3.5),
+        (((4.0, 4.0, 30.0),), ((0.0, 30.0),), 9.0),
+        (((2.0, 4.0, 40.0),), ((6.0, 10.0),), 8.0),
+    ],
+)
+def test_what_comes_later_takes_its_share_when_it_comes(coming, own, ends):
+    assert RouteLink(10.0, backlog_bytes=30.0, coming=coming).through(*own) == pytest.approx(ends)
+
+
+def test_an_unknown_link_carries_nothing():
+    assert math.isinf(by_place(100, link=RouteLink(0.0))["remote"].ttft_s)
+    assert break_even_tokens(PrefillSite(SLOW_LINK), PrefillSite(FAST_LINK), RouteLink(0.0), BYTES) == math.inf
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    ("remote", "size", "queues"),
+    [
+        (FAST_LINK, BYTES, (0.0, 0.0)),
+        (FAST_LINK, CacheSize(10_000.0, 3e6, decode_s=2e-5), (0.0, 0.0)),
+        (FAST_LINK, CacheSize(10_000.0, 3e6, decode_s=2e-3), (1.0, 0.3)),
+        (PrefillCost(0.5, 1 / 3000, 4e-8), BYTES, (0.2, 0.0)),  # slower for very long prompts
+        (PrefillCost.from_rate(1100), BYTES, (0.0, 2.0)),
+    ],
+)
+def test_the_closed_form_agrees_with_the_forecasts(remote, size, queues, live):
+    for rate in (3e5, 3e6, 1.2e7, 3e7, 1e9):
+        for cached in (0, 1280):
+            link = RouteLink(rate, 0.04, 1e5, live)
+            sites = (PrefillSite(SLOW_LINK, queues[0], cached), PrefillSite(remote, queues[1], cached))
+            intervals = remote_lengths(*sites, link, size)
+            for groups in (1, 2, 3, 5, 8, 13, 21, 40, 80, 200, 500, 1000):
+                fresh = 128 * groups
+                local, other = forecasts(fresh + cached, *sites, link, size)[:2]
+                inside = any(low < fresh < high for low, high in intervals)
+                assert inside == (other.ttft_s < local.ttft_s), (rate, fresh, intervals)
+
+
+def test_the_least_bytes_of_a_catalog_keep_the_floor():
+    layered = catalog(16, layered=True)
+    sizes = [CacheSize.of_catalog(layered, floor) for floor in (1.0, 0.05, 0.01, 0.001)]
+    for size, floor in zip(sizes, (1.0, 0.05, 0.01, 0.001), strict=True):
+        assert size.loss <= floor
+    assert [size.per_token for size in sizes] == sorted(size.per_token for size in sizes)
+    base = next(track for track in layered.tracks if track.name == "base")
+    assert sizes[0].per_token == pytest.approx(base.total_bytes / layered.tokens)
+    assert sizes[0].decode_s == pytest.approx(0.002 / 128)
+    assert CacheSize.of_catalog(layered, 1.0, decoders=4).decode_s == pytest.approx(0.0005 / 128)
+    assert sizes[0].scaled(2).per_token == 2 * sizes[0].per_token
+    with pytest.raises(UsageError, match="no tracks of this asset lose at most 1e-09"):
+        CacheSize.of_catalog(layered, 1e-9)
