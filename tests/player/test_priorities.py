@@ -20,7 +20,8 @@ from kvabr.player.session import Session
 from kvabr.player.session_types import FetchGroup, PlayerConfig
 from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
-from tests.abr.plain import bring_up_to, fly, view
+from tests.abr.plain import bring as bring_up_to
+from tests.abr.plain import fly, view
 from tests.catalogs import catalog
 from tests.player.sessions import bring, of, session
 from tests.replay.worlds import world
