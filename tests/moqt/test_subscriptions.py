@@ -235,7 +235,9 @@ def test_a_malformed_track_among_those_that_wait():
     (refused,) = raw.told(Refused)
     assert refused.message.code == RequestCode.MALFORMED_TRACK
     assert {Stop(7, 1), Stop(11, 1)} <= {command for command in raw.commands if isinstance(command, Stop)}
-    raw.forgotten()
+    assert raw.session.requester._requests == raw.session.requester._by_alias == {}
+    assert raw.session.requester._held_bytes == 0
+    assert raw.code is None
 
 
 @table(
