@@ -141,49 +141,6 @@ def test_a_plan_is_near_the_best_of_all_assignments(rate, decode):
     assert plan.objective <= 1.1 * best
 
 
-def test_an_upgrade_that_fails_before_the_next_plan_can_be_planned_again():
-    offer = catalog(1, layered=True)
-    view = View(Ladder(offer), 2.0, time_price=1e-9)
-    view.track_of = ["base"]
-    view.settled.add(0)
-    view.missing_groups = GroupSet(view.groups, ())
-    planner = TimePlanner(view)
-    planner.sync(view)
-    before = planner.plan(view, 1e6)
-    planner.follow(0, "FP16")
-    assert planner.lost() == pytest.approx(offer.track("FP16").loss[0])
-    planner.sync(view)  # it has failed meanwhile: the group has what it had
-    assert planner.lost() == pytest.approx(offer.track("base").loss[0])
-    assert planner.plan(view, 1e6).targets == before.targets
-
-
-def test_a_plan_knows_what_is_there_in_flight_unavailable_and_computed():
-    offer = catalog(4, layered=True)
-    view = View(Ladder(offer), 2.0, time_price=1e-9)
-    view.track_of = ["layer-1", "base", None, "recomputed"]
-    view.settled.add(0)
-    view.missing_groups = GroupSet(view.groups, [2])
-    view.unavailable = {(0, "layer-2")}
-    planner = TimePlanner(view)
-    planner.sync(view)
-    plan = planner.plan(view, 1e6)
-    names = [planner.names[target] for target in plan.targets]
-    assert names[:3] == ["FP16", "base", "FP16"]  # the second is in flight: it stays what it will be
-    sizes = offer.track("FP16").bytes
-    assert plan.bytes == sizes[0] + sizes[2]
-    assert planner.bytes_to(0, planner.names.index("FP16")) == sizes[0]
-    left = tuple(track for track in offer.tracks if track.name not in {"FP16", "BF16", "Int8"})
-    without = dataclasses.replace(offer, tracks=left)
-    view = View(Ladder(without), 2.0, time_price=1e-9)
-    view.track_of = ["layer-1", None, None, None]
-    view.settled.add(0)
-    planner = TimePlanner(view)
-    planner.sync(view)
-    layer = planner.names.index("layer-2")
-    assert planner.plan(view, 1e6).targets[0] == layer
-    assert planner.bytes_to(0, layer) == without.track("layer-2").bytes[0]
-
-
 def test_what_builds_on_an_unavailable_layer_cannot_be_had_either():
     offer = catalog(3, layered=True)
     layers = tuple(track for track in offer.tracks if track.name in {"base", "layer-1", "layer-2", "Int8"})

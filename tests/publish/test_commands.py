@@ -183,13 +183,6 @@ def test_the_real_asset(asset, capsys):
 
 
 @pytest.mark.model
-def test_mixed_caches_of_the_real_asset_are_predicted(asset):
-    assert len(asset.catalog.mixes) >= 6
-    for mix in asset.catalog.mixes:
-        assert 0.5 < mix.predicted / mix.measured < 2.0, mix
-
-
-@pytest.mark.model
 def test_a_text_that_is_too_short_says_how_much_there_is(tmp_path, capsys):
     model = tinymodels.save(tmp_path / "tiny")
     text = tmp_path / "text"

@@ -8,12 +8,11 @@ import threading
 import pytest
 import torch
 
-from kvabr.codec.threads import encoder_threads
 from kvabr.publish import encoding_threads
 from kvabr.publish.encoding_threads import EncodingBudget, calm_down, encoding_thread, hurry
 from kvabr.publish.live_publisher import LivePublisher
 from kvabr.types.errors import UsageError
-from tests.publish.test_live_publisher import Steps, publisher
+from tests.publish.test_live_publisher import publisher
 
 
 @pytest.mark.parametrize(("cpu_s", "wall_s", "taken_s"), [(0.03, 0.3, 0.03), (0.03, 0.04, 0.01), (0.03, 0.02, 0.0)])
@@ -62,19 +61,6 @@ def test_a_thread_that_is_calm_can_be_hurried():
     hurry(number)  # it has ended
     assert policy == (os.SCHED_IDLE if encoding_threads._may_hurry() else os.sched_getscheduler(0))
     assert after != os.SCHED_IDLE or os.sched_getscheduler(0) == os.SCHED_IDLE
-
-
-def test_the_last_groups_are_encoded_on_all_cores_even_before_the_engine_says_that_they_are(tmp_path, monkeypatch):
-    seen = []
-    steps = Steps(tmp_path)
-    encode = steps.production._encode
-    monkeypatch.setattr(steps.production, "_encode", lambda *given: (seen.append(encoder_threads()), encode(*given)))
-    steps.hand(0, 32)
-    steps.work()
-    steps.hand(32, 70)
-    steps.work()
-    assert seen == [None, None, *[len(os.sched_getaffinity(0))] * 3]
-    assert encoder_threads() is None
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

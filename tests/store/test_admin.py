@@ -123,15 +123,6 @@ def test_copies_between_all_kinds(place, tmp_path):
         copy_assets(StoreTree(place), target, names=["nothing"])
 
 
-def test_a_damaged_asset_is_not_copied(place):
-    name, good = put(place, LONG[100:120]), put(place, LONG[:40])
-    damaged = min(open_store(place).open(name).objects)
-    replace_object(place, damaged, bytes(len(read_object(place, damaged))))
-    done = copy_assets(StoreTree(place), open_store(f"memory://{secrets.token_hex(6)}", create=True))
-    assert done.assets == [good]
-    assert done.failed.keys() == {name}
-
-
 def test_a_folder_of_stores_is_managed_as_one(tmp_path):
     one, two = put(tmp_path / "one", LONG[:20]), put(tmp_path / "teams" / "two", LONG[:40])
     tree = StoreTree(tmp_path)

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 
 from kvabr.store import names as naming
-from kvabr.store.asset_writer import AssetWriter
 from kvabr.store.locations import open_asset, open_objects, open_store
 from kvabr.store.memory import MemoryStore
 from kvabr.store.pages import Page
@@ -256,9 +255,3 @@ def test_a_publisher_that_is_killed_harms_nobody(tmp_path, writes):
     catalog, writer = put(tmp_path, PLAIN, TOKENS[:600], loss=0.3)
     assert writer.published
     assert check(open_store(tmp_path).open()) == catalog
-
-
-def test_a_writer_is_used_in_a_with_statement(tmp_path):
-    writer = AssetWriter(open_objects(tmp_path), None)
-    with pytest.raises(UsageError):
-        writer.frame(0, "FP16", b"x", "ab" * 32)

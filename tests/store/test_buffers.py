@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kvabr.codec.gpu import staging
 from kvabr.store.buffers import BufferPool
@@ -38,17 +37,6 @@ def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
     assert (len(again), pool.spare_bytes, pool.fresh_bytes) == (SIZE - 1, 0, 2 * SIZE)
 
 
-def test_a_tensor_keeps_its_memory() -> None:
-    pool = BufferPool(16 << 20)
-    last = torch.frombuffer(pool.take(SIZE), dtype=torch.float32).view(3, -1).fill_(7)[2, -2:]
-    gc.collect()
-    torch.frombuffer(pool.take(SIZE), dtype=torch.float32).fill_(8)
-    assert last.tolist() == [7.0, 7.0]
-    assert pool.fresh_bytes == 2 * SIZE
-    del last
-    assert pool.spare_bytes == 2 * SIZE
-
-
 @pytest.mark.parametrize("size", [SIZE + 1, 2 * SIZE, SIZE // 2])
 def test_memory_of_another_size_is_not_used(size: int) -> None:
     pool = BufferPool(64 << 20)
@@ -56,12 +44,6 @@ def test_memory_of_another_size_is_not_used(size: int) -> None:
     kept = pool.take(size)
     assert pool.spare_bytes == SIZE
     assert pool.fresh_bytes - SIZE >= len(kept)
-
-
-def test_small_buffers_are_the_systems() -> None:
-    pool = BufferPool(16 << 20)
-    assert [len(pool.take(size)) for size in (0, 1, 100_000)] == [0, 1, 100_000]
-    assert (pool.spare_bytes, pool.fresh_bytes) == (0, 0)
 
 
 def test_no_more_is_kept_than_was_allowed_and_the_longest_unused_goes_first() -> None:

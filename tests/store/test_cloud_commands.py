@@ -18,7 +18,6 @@ from kvabr.store.locations import open_asset, open_store
 from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import AssetError, UsageError
 from kvabr.types.peer import PeerOptions
-from tests import tinymodels
 from tests.client.classes import HYBRID
 from tests.client.served import Served
 from tests.store.noise import replace_object
@@ -116,19 +115,6 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
                 options = PlayOptions(policy=policy)
                 played = client.play(prompt(100).tokens, deadline=300.0, model=SPEC, options=options)
             assert played.coverage == (coverage,) * 7
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("store_url", [pytest.param("s3", marks=pytest.mark.process)], indirect=True)
-def test_encode_writes_into_a_store(store_url, tmp_path, capsys):
-    model, text = tinymodels.save(tmp_path / "tiny"), tmp_path / "text.txt"
-    text.write_text("A cache is published into an object store. " * 40)
-    encode_it = ["encode", "--text", str(text), "--tokens", "140", "--model", str(model), "--continuation", "8"]
-    encode_it += ["--out", store_url, "--tracks", "Int8", "AC-L0"]
-    assert main(encode_it) == 0
-    assert main(["inspect", store_url, "--check"]) == 0
-    assert "0 bad" in capsys.readouterr().out
-    assert main(encode_it) == 2
 
 
 def test_a_copy_takes_the_beginning_of_a_name(store_url, tmp_path, capsys):

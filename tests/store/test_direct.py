@@ -129,26 +129,6 @@ async def test_connections_are_opened_ahead():
     assert not any(reader._idle.values())
 
 
-async def test_what_is_not_urgent_goes_round_and_leaves_the_connection_used_last():
-    """That one has carried most lately, so what is urgent has no slow start on it."""
-    async with Peer(serve) as peer:
-        await peer.reader.warm(3)
-
-        async def ask(*, urgent):
-            await peer.reader.receive("k", 7, 16, Memory(9), urgent=urgent)
-            return peer.ports[-1]
-
-        first = await ask(urgent=True)
-        assert await ask(urgent=True) == first
-        others = [await ask(urgent=False) for _ in range(2)]
-        assert len({first, *others}) == 3
-        assert await ask(urgent=False) == first
-        assert await ask(urgent=True) == first
-        assert [await ask(urgent=False) for _ in range(2)] == others
-        assert await ask(urgent=True) == others[-1]
-        assert peer.reader.dialled == 3
-
-
 async def test_what_is_not_urgent_leaves_a_connection():
     async with Peer(lambda head: None if b"/s/large" in head else serve(head)) as peer:
         await peer.reader.warm(1)
@@ -258,19 +238,6 @@ async def test_cancelling_ends_the_request():
         sink = Memory()
         await peer.reader.receive("k", BEGIN, END, sink)
         assert sink.buffer == BODY
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://127.0.0.1/x",
-        "s3://bucket/x",
-        "s3://bucket?endpoint=https://127.0.0.1",
-        "gs://bucket",
-    ],
-)
-def test_other_stores_have_no_reader(url):
-    assert DirectReader.of(CloudStore(url)) is None
 
 
 @pytest.mark.parametrize(("passed_by", "direct"), [("", False), ("127.0.0.1", True)])

@@ -127,17 +127,6 @@ async def test_what_changed_in_memory_is_not_given_out():
     assert (store.total_bytes, store.damaged) == (0, 1)
 
 
-async def test_a_listing_is_no_use():
-    store = GroupCache(200)
-    first, second, third = (group() for _ in range(3))
-    await store.put(*first)
-    await store.put(*second)
-    assert len(list(store)) == 2
-    assert first[0] in store
-    await store.put(*third)
-    assert first[0] not in store
-
-
 async def test_the_disk_outlives_the_process(tmp_path):
     changes = []
 

@@ -176,13 +176,6 @@ def test_a_store_that_knows_no_conditions_is_named(flaky):
         put(flaky(trouble).url, PLAIN, [1, 2, 3])
 
 
-def test_a_store_is_probed_once_by_a_process(flaky):
-    server = flaky()
-    for _ in range(3):
-        open_store(server.url).prepare()
-    assert len({key for method, key in server.requests if method == "PUT"}) == 1
-
-
 async def test_answers_that_are_cut_short_or_of_another_range_are_refused(flaky):
     answers = {}
 

@@ -4,13 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvabr.abr import Ladder
-from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
-from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment, ReplayOptions
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import PolicyError
 from kvabr_lab.policies.video import BolaScores, project
 from tests.abr.plain import bring, fly, offer, steady, view
 from tests.catalogs import catalog
@@ -39,23 +35,6 @@ def test_cake_computes_from_the_front_while_it_loads_from_the_back():
     assert {group["track"] for group in run["groups"]} == {"recomputed", "FP16"}
     asked = [group["requested_s"] for group in run["groups"][meet:]]
     assert asked == sorted(asked, reverse=True)
-
-
-def test_cake_takes_the_cheapest_track_that_loses_little_enough():
-    asset = catalog(8)
-
-    def track(name):
-        seen = Session(Ladder(asset), 4.0, policy := load_policy(name)(), HarmonicMean())
-        seen.start(0.0)
-        return policy._track
-
-    assert track("cake") == "AC-5x"  # 0.0082 nats
-    assert track("cake:loss=0.0075") == "Int4"
-    assert track("cake:loss=0.001") == "Int8"
-    assert track("cake:loss=1e-6") == "FP16"
-    assert track("cake:FP8") == "FP8"
-    with pytest.raises(PolicyError, match="no track 'FP9' to play alone; write cake:TRACK with one of FP16"):
-        track("cake:FP9")
 
 
 PROFILES = (("A", 1000, 0.01, None), ("B", 2000, 0.001, None), ("C", 4000, 0.0001, None), ("D", 8000, 0.0, None))
@@ -99,19 +78,6 @@ def planned(lower, name="robustmpc"):
     return seen, policy
 
 
-def test_robustmpc_plans_stacks_of_layers_within_the_share_of_five_groups():
-    seen, policy = planned(2000.0)  # 10,000 bytes for five groups: one layer more for each
-    decision = policy.decide(seen)
-    assert (decision.kind, decision.group, decision.track) == ("fetch", 0, "A")
-    assert policy._owed[0][1] == ("A1",)
-    seen, policy = planned(3000.0)
-    policy.decide(seen)
-    assert policy._owed[0][1] == ("A1", "A2")
-    seen, policy = planned(1100.0)  # 5,500 bytes: the base of all five, and no layer fits
-    policy.decide(seen)
-    assert 0 not in policy._owed
-
-
 def test_robustmpc_asks_for_a_layer_once_what_it_refines_is_in_place():
     seen, policy = planned(3000.0)
     policy.decide(seen)
@@ -123,15 +89,6 @@ def test_robustmpc_asks_for_a_layer_once_what_it_refines_is_in_place():
     bring(seen, 0, "A", 0.4)
     decision = policy.decide(seen)
     assert (decision.kind, decision.group, decision.track) == ("upgrade", 0, "A1")
-
-
-def test_robustmpc_lets_a_layer_be_that_would_not_arrive_any_more():
-    seen, policy = planned(3000.0)
-    policy.decide(seen)
-    bring(seen, 0, "A", 0.4)
-    seen.lower_bound = 980.0  # 9,408 bytes: the base of the nine others, and 408
-    assert policy.decide(seen).kind == "fetch"
-    assert 0 not in policy._owed
 
 
 def test_robustmpc_spends_what_is_left_on_layers_and_says_when_there_is_nothing():
@@ -156,11 +113,6 @@ def test_robustmpc_over_a_steady_link_wastes_nothing_and_beats_mpc():
         return sum(asset.track(group.track).loss[group.group] for group in record.groups)
 
     assert loss(layered) < 0.5 * loss(plain)
-
-
-def test_robustmpc_plays_an_asset_whose_layers_need_not_be_there():
-    record = steady("robustmpc", catalog(16), 2e6)
-    assert record.met
 
 
 # Ten groups in ten seconds: tracks of 1000, 2000 and 4000 bytes a second. BOLA's buffer levels are 1 s and 2.5 s, so
@@ -193,21 +145,6 @@ def test_bola_e_starts_by_throughput_and_does_not_go_beyond_it():
     assert policy.decide(seen).track == "B"
     seen.rate = 4500.0  # 0.9 of it carries C
     assert policy.decide(seen).track == "C"
-
-
-def test_bola_e_goes_on_from_where_it_started_by_a_placeholder_that_fades():
-    seen, policy = view(), load_policy("bola-e")()
-    seen.rate = 6000.0
-    policy.start(seen)
-    bring(seen, 0, "C", 0.0)  # one segment ahead: steady from now on, with 1.082 s of placeholder
-    assert policy.decide(seen).track == "C"
-    bring(seen, 1, "C", 0.9)  # 1.1 s ahead, 2.171 s with what is left of it
-    assert policy.decide(seen).track == "C"
-    bring(seen, 2, "C", 2.1)  # 0.9 s ahead, 1.960 s
-    assert policy.decide(seen).track == "B"
-    seen.now = 3.5  # behind the timeline: no placeholder any more
-    assert policy.decide(seen).track == "A"
-    assert policy._placeholder_s == 0.0
 
 
 def test_dynamic_is_throughput_below_the_stable_buffer_and_bola_above_it_with_hysteresis():
