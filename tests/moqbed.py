@@ -1,7 +1,5 @@
 """An origin to dial, servers of moq-rs (an independent peer), and a path that can be cut."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

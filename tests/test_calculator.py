@@ -1,7 +1,5 @@
 """The calculator of the docs says at its points what was simulated there, and refuses what is out of its range."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

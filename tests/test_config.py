@@ -1,7 +1,5 @@
 """The configuration file: where it is found, what it changes, and what is said of its mistakes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ships with the package: a profile that decodes what its catalog promises, and a catalog of a real encode."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Every example runs, as its first lines say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands of the first hour: demo, doctor, a picture."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

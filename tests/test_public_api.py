@@ -1,7 +1,5 @@
 """The public API: what `kvabr` exports, and what importing it loads."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

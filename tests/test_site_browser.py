@@ -1,7 +1,5 @@
 """Pages of the documentation in a real browser, on a telephone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

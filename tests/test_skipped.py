@@ -1,7 +1,5 @@
 """What is skipped is listed at the end of a run, with the command that runs it."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

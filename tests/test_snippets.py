@@ -3,8 +3,6 @@
 A block after ``<!-- not run: REASON -->`` is only compiled.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

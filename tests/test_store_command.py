@@ -1,7 +1,5 @@
 """`kvabr store`: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Real transformers models of a few thousand random weights, saved as any model is; their tokens are single bytes."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Stored groups come first: the best version, layers on top of their base; then the policy continues as usual."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.abr import Ladder

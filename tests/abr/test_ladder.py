@@ -1,7 +1,5 @@
 """The columns that plays of long prompts begin with are what the same numbers give group by group."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Policies whose plays are handed over on a coarse track, and are then upgraded to the exact one."""
 
-from __future__ import annotations
-
 from kvabr.abr.policy import Decision, Policy
 
 

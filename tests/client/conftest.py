@@ -1,7 +1,5 @@
 """One small real asset and its library for all tests of the client, and origins in memory around it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -3,8 +3,6 @@
 Prints what became of the plays under each limit, and of those after it was lifted, one JSON object a line.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

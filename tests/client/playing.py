@@ -1,7 +1,5 @@
 """Short calls of a client: a play on a connection of the test's, or by a client that several plays share."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from kvabr.client.async_client import AsyncClient

@@ -1,7 +1,5 @@
 """A real origin over QUIC in this process, on an event loop in a thread of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 

@@ -1,7 +1,5 @@
 """Many plays of one client: nothing twice over the network, the earliest deadline first, nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

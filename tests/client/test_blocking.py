@@ -1,7 +1,5 @@
 """The blocking client, over real QUIC: threads, handles, and code without asyncio."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Prefix plays of several layer classes: everything that the prefix needs of each class is in place, or nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Upgrades of a cache of several layer classes that is in use: every class but states, at its own tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

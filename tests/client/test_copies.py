@@ -3,8 +3,6 @@
 It is decoded into the cache itself, and a play takes no new memory if earlier ones left some.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading

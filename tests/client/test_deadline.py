@@ -1,7 +1,5 @@
 """Without an engine a play ends at its deadline: complete, or with what is missing and the groups before it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """Assets whose groups have BLAKE3 digests: published, served, played and kept; or computed, but never believed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`kvabr fetch` and `kvabr inspect URL` against a real origin: what they write, what they say, what they refuse."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Hints: what is expected to come is in the store before it does, and stays there."""
 
-from __future__ import annotations
-
 import asyncio
 from queue import SimpleQueue
 

@@ -1,7 +1,5 @@
 """Latents (MLA) as engines keep them, in 16 bits or in FP8: published by an engine's publisher, served, and played."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

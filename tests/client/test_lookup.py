@@ -1,7 +1,5 @@
 """What an origin has of a prompt: the longest prefix, in as few round trips as it takes, and nothing on trust."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

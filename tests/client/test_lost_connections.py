@@ -1,7 +1,5 @@
 """A peer that is lost, silent or leaving in the middle of a play: the connection is dialled again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Whose cache is played when nobody says: the engine's, or that of the only model that the origin tells of."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """Passages and prompts side by side in one store: nobody is given the one for the other."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from functools import partial

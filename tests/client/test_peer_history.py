@@ -1,7 +1,5 @@
 """What is known of peers: kept, bounded, and never believed when it cannot be true."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Whole plays over links of every kind: what comes is the cache, on time, without a hole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

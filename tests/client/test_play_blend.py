@@ -1,7 +1,5 @@
 """Prompts in parts of which tokens are computed again: which, when, over what, and when that is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """Prompts that are joined from passages: every one at its place, all else computed in order, and never a hole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

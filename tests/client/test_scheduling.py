@@ -1,7 +1,5 @@
 """Admission bounds plays and refuses early; the scheduler orders them by deadline, seldom changes, starves nobody."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Plays that share a link: each knows its share of it, and none takes the others for a slow link."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

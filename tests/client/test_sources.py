@@ -1,7 +1,5 @@
 """A play whose groups come from several sources: each its own connection and its own estimate."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """What goes wrong between a play and a store: never a wrong cache, never a hang, always a reason."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Plays out of object stores: the same caches as from an origin, with few requests."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

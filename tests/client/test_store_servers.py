@@ -1,7 +1,5 @@
 """Stores behind real servers: SeaweedFS, nginx as a cache, and gateways that answer with what nobody published."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

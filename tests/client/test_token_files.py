@@ -1,7 +1,5 @@
 """Tokens in files: wherever a token can be given, a file with one can be given as well."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.cli.main import main

@@ -1,7 +1,5 @@
 """Upgrades of a cache that is in use: they come, whole groups at a time, when the engine says so, and never else."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -5,8 +5,6 @@ and no engine thread is at work. A slow or loaded machine therefore changes how 
 A thread that must hang waits for a `Hang`, which tells the loop not to wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import selectors

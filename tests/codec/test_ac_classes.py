@@ -1,7 +1,5 @@
 """The AC tracks of every kind of class: windows, chunks, latents, states, K = V, unlike keys and values."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The bias of values: its numbers, their code, and what it does to a group."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every level on every kind of layer class: shapes without a K/V axis, windows, latents and states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two things at a time: results in order, errors where they belong, torch's threads as they were."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -3,8 +3,6 @@
 The AC levels have vectors of their own (`tests.codec.native`): their bytes depend on the processor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from importlib.resources import files

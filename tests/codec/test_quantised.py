@@ -1,7 +1,5 @@
 """Caches that an engine keeps in FP8 are carried code by code; other levels carry the numbers that the codes mean."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

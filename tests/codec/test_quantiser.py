@@ -1,7 +1,5 @@
 """Counts of a calibration: the same on every path."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvabr.codec.native.coder_model import MOST_RADIUS, Quantiser

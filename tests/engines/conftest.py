@@ -1,7 +1,5 @@
 """A home for player processes; Triton is loaded for its interpreter, before any other library of an engine loads it."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Blocks of a paged cache, as an engine names them."""
 
-from __future__ import annotations
-
 from kvabr.codec.block_slots import BlockSlots
 from kvabr.engines.layouts import block_layers
 

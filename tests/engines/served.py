@@ -1,7 +1,5 @@
 """An origin over QUIC in this process for tests of engines: it looks for what is new when it is told to."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What is said of engines: versions, ranges, and who adds one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -5,8 +5,6 @@ configuration, changes one thing, and compares the names. The objects stand in f
 fields are read.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Caches that go by a key: what is published comes back, and what is of another length or place does not."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace

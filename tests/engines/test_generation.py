@@ -1,7 +1,5 @@
 """Which weights an engine has: a signal changes the names of its caches, a declared version is shared."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The end of a prompt that is cached under keys is left to the engine's call for the question, if that is worth it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

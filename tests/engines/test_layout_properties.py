@@ -1,7 +1,5 @@
 """KV layouts, whatever the shape: a cache cut over ranks and blocks, and put together again, is what it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

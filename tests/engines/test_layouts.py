@@ -1,7 +1,5 @@
 """KV layouts: what is written into blocks is read back, whatever the blocks, the strides and the element types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

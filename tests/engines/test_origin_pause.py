@@ -1,7 +1,5 @@
 """An origin that has failed is left alone until it answers a probe, and longer if it fails again."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """The matrix that the memory of every engine passes: what a play writes is what a publication reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Settings of the adapters: every wrong key and value is named, with its place and what is allowed."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

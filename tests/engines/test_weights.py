@@ -1,7 +1,5 @@
 """The name of a model in a folder: a digest of all weights, read once, or what its operator declares."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

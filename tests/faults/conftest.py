@@ -1,7 +1,5 @@
 """Fixtures of the tests of faults; and after each test: no task is left, and no event loop met an unhandled error."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What a lying origin may do in answer to a request for a group: by name, functions of a `tests.faults.rude.Answer`."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kvabr.moqt.codes import RequestCode, ResetCode

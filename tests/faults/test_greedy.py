@@ -1,7 +1,5 @@
 """Clients that take all they can get: what they hold stays within the budgets, and others are served."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 

@@ -1,7 +1,5 @@
 """Clients that misbehave: limits hold, others are served meanwhile, and nothing is left of them afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Publishers that lie: what comes is refused with its reason, asked for again, and never becomes part of a cache."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -4,8 +4,6 @@ One link carries one item after the other in any order, and a decoder takes what
 one group. With an engine, a group may be computed instead, when all before it is in place.
 """
 
-from __future__ import annotations
-
 from itertools import combinations, permutations, product
 
 from kvabr.abr.ladder import stack

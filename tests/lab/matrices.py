@@ -1,7 +1,5 @@
 """Small matrices for tests of the laboratory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from kvabr_lab.matrix import EngineSpec, LabMatrix, Offer

@@ -1,7 +1,5 @@
 """Small catalogs and links whose best caches can be found by trying everything."""
 
-from __future__ import annotations
-
 import random
 
 from kvabr.replay.link import Capacity

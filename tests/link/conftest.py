@@ -1,7 +1,5 @@
 """An asset, and a certificate."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.server.certificates import development

@@ -1,7 +1,5 @@
 """Peers that send without end what carries no data: each turn of the event loop is bounded, and the connection ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """Who held a transfer up."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kvabr.transfer import transfer

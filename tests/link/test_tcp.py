@@ -1,7 +1,5 @@
 """MoQT over TCP: what only TCP has, and peers that misuse it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Plays of a cache that is still being prefilled: what exists may be requested, and none ends before it is whole."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sessions with a goal: prefixes, what is in the store, suffixes of a catalog."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

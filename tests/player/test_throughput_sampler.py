@@ -1,7 +1,5 @@
 """Rates from bytes that come in lumps: what the meter of real transports makes of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Upgrades of a cache in use, by hand: what a session asks for, and when it ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration: which contexts are cut, and that a profile comes of a real model."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace

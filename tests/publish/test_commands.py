@@ -1,7 +1,5 @@
 """`kvabr encode`, `inspect`, `calibrate` and `bench quality`, as a user calls them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Publishing a cache, with the toy model: what the catalog says is what the frames are, and what the model measured."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from functools import partial

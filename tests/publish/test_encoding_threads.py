@@ -1,7 +1,5 @@
 """The threads beside an engine: their priorities, what they may take, and which of them is at a cache."""
 
-from __future__ import annotations
-
 import os
 import threading
 

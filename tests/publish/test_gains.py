@@ -1,7 +1,5 @@
 """Gains of decoded values: the least of a parabola, chosen by loss, kept only if they save any."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

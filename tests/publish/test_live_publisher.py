@@ -1,7 +1,5 @@
 """Caches that are published while they are computed: what followers see, what is left, and what goes wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

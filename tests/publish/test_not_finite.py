@@ -1,7 +1,5 @@
 """Caches with NaN, infinity, and numbers that not every track holds, by way of every publisher."""
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import replace

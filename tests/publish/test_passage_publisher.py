@@ -1,7 +1,5 @@
 """An application publishes passages with its own model, and plays them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an engine computed is published in the background, as an asset like any other."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Losses against numbers worked out by hand; a track's losses add up to its KL, and take few forward passes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A damaged asset is published again by whoever computes it again, whatever kind of store it is in."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

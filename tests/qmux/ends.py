@@ -1,7 +1,5 @@
 """Two ends of a connection, and frames as a peer may write them."""
 
-from __future__ import annotations
-
 from kvabr.qmux.connection import QmuxConnection
 from kvabr.qmux.frames import FrameType, TransportParameters, frame, write_varint
 

@@ -1,7 +1,5 @@
 """One QMux connection: what two ends tell each other, and what a peer must not do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

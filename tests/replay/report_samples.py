@@ -1,7 +1,5 @@
 """Results for tests of the reports: played for real where it matters, written down by hand where cases are wanted."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import cache

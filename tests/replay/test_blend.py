@@ -1,7 +1,5 @@
 """Prompts of passages in the simulator: whole plays, their bound, and what reports say of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is shown of plays of several layer classes: groups have the names of their classes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

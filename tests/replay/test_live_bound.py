@@ -1,7 +1,5 @@
 """Replays of a cache that is being prefilled, and their bound: against linear programs, schedules, and the policies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The simulator against arithmetic that can be done by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Verification: the steps of a play, carried out for real."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

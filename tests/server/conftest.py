@@ -1,7 +1,5 @@
 """Assets, certificates and clocks of the tests of relays."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.server.certificates import development

@@ -1,7 +1,5 @@
 """Relays and their origins, for the tests of relays: real sockets, or origins in memory that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

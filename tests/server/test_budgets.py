@@ -1,7 +1,5 @@
 """Budgets of a server: who gives way, who waits, and that nothing is left of clients that have gone."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

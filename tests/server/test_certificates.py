@@ -1,7 +1,5 @@
 """Certificates: made for development, or checked before they are served."""
 
-from __future__ import annotations
-
 import hashlib
 import stat
 import subprocess

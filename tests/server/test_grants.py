@@ -1,7 +1,5 @@
 """Tokens: who holds one, and what it opens."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Routers place a prompt where kvabr has its prefix: `kvabr serve` as a process, and a router of each kind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

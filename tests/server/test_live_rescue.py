@@ -1,7 +1,5 @@
 """Producers that are killed: what they have published becomes the asset of a shorter prompt, once, and checked."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

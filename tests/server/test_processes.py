@@ -1,7 +1,5 @@
 """Processes that share an address: how they end, and are replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """What an origin serves: the asset's own bytes, cut into objects that a receiver can put together."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

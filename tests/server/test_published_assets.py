@@ -1,7 +1,5 @@
 """What a server publishes: what is found in a folder, when it changes, and who may see it."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """What passes through a relay, between real sockets towards players and origins on QUIC or in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

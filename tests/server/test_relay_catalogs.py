@@ -1,7 +1,5 @@
 """Small tracks of a relay: what is believed, how long it is repeated, and how much of it is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """`kvabr relay` as a process, and its options."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shlex

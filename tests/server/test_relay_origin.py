@@ -1,7 +1,5 @@
 """Origins of a relay that go away, take back what they had, or lie."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

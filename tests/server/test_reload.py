@@ -1,7 +1,5 @@
 """Files that a server reads again: tokens and certificates, good ones and broken ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Tokens that expire or are taken back, and assets that go: at the origin, at a relay, and at one behind it."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

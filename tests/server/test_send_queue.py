@@ -1,7 +1,5 @@
 """What a connection still has to send, and in which order."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.codec.container import ObjectSpan

@@ -1,7 +1,5 @@
 """`kvabr serve`: what it refuses before it binds, what it says, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

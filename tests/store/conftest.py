@@ -1,7 +1,5 @@
 """Stores of every kind that can run here, and the assets of the client tests."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

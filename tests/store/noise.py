@@ -1,7 +1,5 @@
 """Publishes assets of noise into stores of any kind, the same bytes for the same groups."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 

@@ -1,7 +1,5 @@
 """Stores of all kinds, and folders of stores, are managed alike."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

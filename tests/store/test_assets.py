@@ -1,7 +1,5 @@
 """Assets in stores: what is published is listed, read and shared, and survives publishers that race or die."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Stores behind the commands and servers: publish, inspect, replay, serve, play."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

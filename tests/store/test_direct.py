@@ -1,7 +1,5 @@
 """Ranges over plain HTTP: what comes is in place, and an answer that is not the range is never taken for it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Encryption at rest: what is not exactly what was written under a name and a key fails, and costs little."""
 
-from __future__ import annotations
-
 import os
 import random
 

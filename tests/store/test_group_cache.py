@@ -1,7 +1,5 @@
 """Groups by digest: bounded, checked when they are read, and no other files are touched."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -3,8 +3,6 @@
 Real rules count in days, so the objects are deleted here as a rule does: without a look at who reads them.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Assets that are played while they are written: what a follower sees, also of a writer that fails or is killed."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A folder as a store: other users may write there, processes die, and disks are full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Pages: read as they were written, and nothing else is believed."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import replace

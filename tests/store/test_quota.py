@@ -1,7 +1,5 @@
 """What engines publish stays within a quota: outgrown turns and the least recently computed assets go."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kind of store keeps one contract."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

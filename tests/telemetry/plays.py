@@ -1,7 +1,5 @@
 """Lines of simulated plays."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from kvabr.replay.experiment import Experiment, ReplayOptions

@@ -1,7 +1,5 @@
 """Sets of metrics, as Prometheus' own parser reads them, and the HTTP server that shows them."""
 
-from __future__ import annotations
-
 import re
 import socket
 

@@ -1,7 +1,5 @@
 """Kinds of digests: their text, what is compared, and what a machine does that lacks the package of one."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

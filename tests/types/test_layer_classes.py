@@ -1,7 +1,5 @@
 """Layer classes: what a spec of several may be, how it is cut into units, and which of these a prompt needs."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Live catalogs and the news of each group: round trips, bounds, and what does not belong together."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

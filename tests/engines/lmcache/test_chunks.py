@@ -1,7 +1,5 @@
 """Names, specs and layouts of LMCache's chunks; none of it needs LMCache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

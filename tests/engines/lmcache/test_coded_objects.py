@@ -1,7 +1,5 @@
 """Objects of LMCache's daemon as bytes of a fixed length; none of it needs LMCache."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """LMCache's multi-process daemon, on the CPU: its storage manager stores and prefetches over a real origin."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

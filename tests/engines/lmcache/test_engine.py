@@ -1,7 +1,5 @@
 """LMCache itself, on the CPU: its engine stores and retrieves over a real origin, with kvabr as its remote storage."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Messages as they cross: in their order, with files, profiles once, and errors as they were."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Plays in a player process: real processes, a real origin, and the ways in which they end."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

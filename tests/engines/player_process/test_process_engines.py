@@ -1,7 +1,5 @@
 """The player process' end of an engine's connection, on a socket pair: what is left when things end out of order."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Pages in the layouts of HiCache's host pool; none of it needs SGLang."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

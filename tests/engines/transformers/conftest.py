@@ -1,7 +1,5 @@
 """A tiny real model, a text, and an origin in memory that has the cache of the text's beginning."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

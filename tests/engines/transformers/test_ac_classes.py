@@ -1,7 +1,5 @@
 """AC tracks of several layer classes, and of latents: published with a profile of their own, and played."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

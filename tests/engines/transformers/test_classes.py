@@ -1,7 +1,5 @@
 """Caches of several layer classes, or of keys and values of unlike dims: published, played to the bit, continued."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What was changed of a model after its folder was written is in the name of its caches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

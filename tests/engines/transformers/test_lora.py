@@ -1,7 +1,5 @@
 """Adapters of PEFT in transformers: each has caches of its own, and nobody plays those of another."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Any local transformers model: plain full attention is taken, the rest refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

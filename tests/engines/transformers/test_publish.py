@@ -1,7 +1,5 @@
 """What a prefill computed, published; and caches that must not be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

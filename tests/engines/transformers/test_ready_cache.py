@@ -1,7 +1,5 @@
 """A prompt in, a cache for generate() out: played, its gaps computed, and the text is that of a cold run."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import closing

@@ -1,7 +1,5 @@
 """SmolLM2 from its package: the tokenizer round-trips, the model reads English, holes are filled exactly."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent and convolution states: published as snapshots, played to the bit, continued as after a cold prefill."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

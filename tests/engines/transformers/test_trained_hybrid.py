@@ -1,7 +1,5 @@
 """What levels cost a trained model with latents and states, on text that it has not seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

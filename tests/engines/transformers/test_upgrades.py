@@ -1,7 +1,5 @@
 """Upgrades into a cache that generate() reads: between two of its steps, never within one."""
 
-from __future__ import annotations
-
 import math
 import threading
 

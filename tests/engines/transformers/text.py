@@ -1,7 +1,5 @@
 """What the tests' tiny model is asked, and how it answers."""
 
-from __future__ import annotations
-
 import random
 
 import torch

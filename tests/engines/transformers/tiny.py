@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, whose caches are of every kind: for layouts, bytes and exactness."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

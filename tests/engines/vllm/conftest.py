@@ -1,7 +1,5 @@
 """An origin with a toy model's cache, and the connector's two halves for it."""
 
-from __future__ import annotations
-
 import pytest
 
 import tests.codec.gpu.conftest  # noqa: F401  # loads Triton to interpret kernels, before vLLM loads it

@@ -1,7 +1,5 @@
 """The real engine, in this process, with kvabr's connector; and prompts of a real text for it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,7 +1,5 @@
 """The two halves of the connector without vLLM, called as vLLM would: blocks in plain tensors."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

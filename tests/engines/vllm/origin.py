@@ -1,7 +1,5 @@
 """An origin in a process of its own: `kvabr serve`, at one port, so that it can die and come back."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket

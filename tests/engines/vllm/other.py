@@ -3,8 +3,6 @@
 As a program: ``python -m tests.engines.vllm.other MODEL EXTRA ROLE OPTIONS``, the last three in JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What vLLM says of its cache, as layer classes and block tables; and what of it is refused. Needs no vLLM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines that are set up in a way that cannot work are refused when they start, with what to do. Real vLLM objects."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

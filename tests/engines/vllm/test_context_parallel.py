@@ -1,7 +1,5 @@
 """Ranks that share out the tokens of every block: each keeps its own of one published cache, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

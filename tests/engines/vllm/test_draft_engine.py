@@ -1,7 +1,5 @@
 """Models with drafts in the real vLLM: with a played cache as many tokens are accepted as with a computed one."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")

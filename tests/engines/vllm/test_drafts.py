@@ -1,7 +1,5 @@
 """Draft heads and models: which layers are theirs, what caches' names tell of them, and blocks that they have not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

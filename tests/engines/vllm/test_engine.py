@@ -1,7 +1,5 @@
 """End to end with the real vLLM on this machine's processor; see tools/engine vllm. States the version that it ran."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The connector tells routers what can be had from kvabr, by the real vLLM's KV events; the subscriber hears it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -3,8 +3,6 @@
 Three engines after one another: one that keeps numbers, one with scales, and one with others.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The two halves of a model with windows, whose layers have several block tables; a real origin, without vLLM."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import closing
 

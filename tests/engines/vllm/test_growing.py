@@ -1,7 +1,5 @@
 """Caches that other nodes play while they are computed: by steps in the scheduler, out of blocks in a worker."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The two halves of the connector without vLLM: a real origin over QUIC, blocks in plain tensors."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import closing

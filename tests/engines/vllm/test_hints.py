@@ -1,7 +1,5 @@
 """Requests that say that their session goes on: what they need stays in the node's store."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from functools import partial

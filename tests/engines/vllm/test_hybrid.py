@@ -5,8 +5,6 @@ tools/gemma-model made, so does Gemma 3 270M. A small random Qwen3-Next (gated d
 vLLM's kernels for CPUs run it in no other type, with states in float32, as vLLM chooses itself on some processors.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What vLLM's prefix cache may keep of plays with losses. Needs no vLLM, no network and no clock."""
 
-from __future__ import annotations
-
 import math
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """What is played goes through AC's kernels into the engine's blocks; in Triton's interpreter, without a GPU."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

@@ -4,8 +4,6 @@ vLLM's attention for processors without AMX computes such prompts without what i
 plays nothing there; these tests have it do so all the same, and look at the blocks.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")

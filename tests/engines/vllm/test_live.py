@@ -1,7 +1,5 @@
 """One vLLM prefills and publishes step by step, and another, in this process, plays meanwhile. Both are real."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

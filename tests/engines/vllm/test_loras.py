@@ -1,7 +1,5 @@
 """Requests with LoRA adapters: caches are shared by what an adapter does, and by nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A lossy play does not outlive its request in the real vLLM's prefix cache: later requests get exact text."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 What needs more has a file of its own: pipelines (test_pipeline), two engines (test_two_engines), FP8 (test_config).
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """More requests at once than link and engine can serve: those are in time that can be together."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures in the real vLLM: what was published of a prompt is played for the same picture, and for no other."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")

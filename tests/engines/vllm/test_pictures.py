@@ -1,7 +1,5 @@
 """Requests with pictures: caches are shared by those who sent the same one at the same place, and by nobody else."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

@@ -4,8 +4,6 @@ vLLM's CPU backend runs stages only where the model is traced: without that, it 
 receives (vLLM 0.32, `CPUModelRunner.warming_up_model`).
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tools/engine vllm")

@@ -1,7 +1,5 @@
 """Play first, promise later, without vLLM: a real origin over QUIC, and requests that change their mind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """What waiting requests have in place and are promised. Needs no vLLM, no network and no clock."""
 
-from __future__ import annotations
-
 import random
 
 from kvabr.engines.vllm.promises import Promises, Terms

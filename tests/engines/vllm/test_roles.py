@@ -1,7 +1,5 @@
 """What a role needs, the salt, and counters. Needs no vLLM."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvabr.engines.vllm as adapter

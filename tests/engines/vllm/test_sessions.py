@@ -1,7 +1,5 @@
 """A session in the real vLLM says that it will be back: its next turn is played from the node's store."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
 

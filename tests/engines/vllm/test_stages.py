@@ -1,7 +1,5 @@
 """A rank of a pipeline: it plays its own layers of a whole model's cache, or a cache of these alone. Without vLLM."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Recurrent states in vLLM's blocks: how they are published, kept and played. Without vLLM, with a real origin."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

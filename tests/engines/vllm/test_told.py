@@ -1,7 +1,5 @@
 """Which blocks vLLM's connector tells routers of, and when it takes them back; without vLLM."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from types import SimpleNamespace
 

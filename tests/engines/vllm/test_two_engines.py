@@ -4,8 +4,6 @@ A small random model with windows always runs. With KVABR_GEMMA, a folder that t
 270M, on every level; KVABR_GEMMA_PROFILE names its codec profile, which is calibrated otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What windows drop is kept for publishing: by steps in the scheduler, by digest in a worker. Needs no vLLM."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Small random models that vLLM runs on this machine's processor, as folders; their tokens are bytes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

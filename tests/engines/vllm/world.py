@@ -1,7 +1,5 @@
 """What the tests of a module share with the real vLLM: an engine, and an origin that serves what is published."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A real model of a few thousand weights, whose tokens are bytes, its profile, and texts to measure on."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.codec.fit import fit

@@ -1,7 +1,5 @@
 """A drawn asset plays like a real one, and no two of its groups are alike."""
 
-from __future__ import annotations
-
 import torch
 
 from kvabr.codec.profile import Profile

@@ -1,7 +1,5 @@
 """Producer, origin, link and decoder as processes, with a tiny model; and the picture of such a play."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.types.errors import KvabrError

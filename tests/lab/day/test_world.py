@@ -1,7 +1,5 @@
 """Two sites and a link, on cases that can be added up by hand; requests; the oracle against enumeration."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

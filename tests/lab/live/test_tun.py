@@ -1,7 +1,5 @@
 """The kernel's TCP and UDP through a link that a process carries packet by packet."""
 
-from __future__ import annotations
-
 import random
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`kvabr route`: answers, tables, files, errors."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 

@@ -1,7 +1,5 @@
 """What holders have of a prompt, by what they tell."""
 
-from __future__ import annotations
-
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from kvabr_lab.route import HeldPrefixes, PrefixHolder
 

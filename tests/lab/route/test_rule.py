@@ -1,7 +1,5 @@
 """Decisions, their reasons, and a router's memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

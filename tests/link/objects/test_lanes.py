@@ -1,7 +1,5 @@
 """Which ranges go out when; no bytes move here."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.link.objects.lanes import KEEP_BYTES, LEAST_BYTES, MOST_BYTES, Lanes

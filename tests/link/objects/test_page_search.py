@@ -1,7 +1,5 @@
 """The search for a prompt's pages: which objects are asked for, and in how many rounds."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import hashlib

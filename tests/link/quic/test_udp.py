@@ -1,7 +1,5 @@
 """A UDP socket read by the batch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

@@ -1,7 +1,5 @@
 """Batches that are lost, late, twice or out of order: a replay is asked for, else the publisher is forgotten."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A publisher and its readers over ZeroMQ: late readers, lost batches, restarts, and peers that mean no good."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """What is told of assets that come and go is what a reader of the events then believes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The messages are those of vLLM 0.32 byte for byte; hostile ones are refused, and nothing else happens."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec
