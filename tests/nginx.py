@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,11 +62,6 @@ class Nginx:
     def complaints(self) -> str:
         """Its log of errors."""
         return (self._folder / "error.log").read_text()
-
-    def gets_at_store(self) -> Counter[StoreGet]:
-        """Return how often the store was asked for what."""
-        found = map(_ASKED.match, (self._folder / "asked.log").read_text().splitlines())
-        return Counter(StoreGet(one[1], one[2], int(one[3])) for one in found if one)
 
     def requests(self) -> int:
         """Return how many requests it got."""

@@ -1,7 +1,6 @@
 """What ships with the package: a profile that decodes what its catalog promises, and a catalog of a real encode."""
 
 import hashlib
-import sys
 from importlib.resources import files
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 import kvabr.data
 from kvabr.codec.profile import Profile
 from kvabr.data import default_catalog, default_profile_bytes
-from kvabr.types.catalog import RECOMPUTED
-from kvabr.types.loss import predicted_loss
 from kvabr.types.naming import LAYERS
 
 
@@ -37,25 +34,6 @@ def test_the_profile_is_the_one_that_the_catalog_names():
     assert len(data) < 0.03 * 269e6  # of what the weights have at 16 bits
     assert (hashlib.sha256(data).hexdigest(), len(data)) == (catalog.profile, catalog.profile_bytes)
     Profile.from_bytes(data).check(catalog.spec)
-
-
-def test_predicting_a_loss_takes_fewer_calls_than_there_are_pairs_of_groups():
-    """A replay asks thousands of times. Calls are counted, generator steps included: time would measure the machine."""
-    catalog = default_catalog()
-    tracks = [("Int4", "AC-5x", RECOMPUTED)[group % 3] for group in range(63)]
-    predicted_loss(catalog, tracks)
-    calls = 0
-
-    def count(*_):
-        nonlocal calls
-        calls += 1
-
-    sys.setprofile(count)
-    try:
-        predicted_loss(catalog, tracks)
-    finally:
-        sys.setprofile(None)
-    assert 63 < calls < 63 * 63
 
 
 def test_it_says_what_is_left_behind_tails():

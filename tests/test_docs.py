@@ -218,57 +218,6 @@ def test_what_is_to_be_installed_can_be():
     assert (ROOT / "constraints.txt").is_file()
 
 
-FIGURES = {
-    "docs/benchmarks.md": (
-        # README, and the page that it comes from; both have the figures in the same order.
-        (r"32k\n  tokens takes an H200 ([\d.]+) s", r"\| 70B, 32k tokens \| ([\d.]+) \|"),
-        (
-            r"With vLLM its first token comes after ([\d.]+) s over 1 Gbit/s and ([\d.]+) s over 10",
-            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\) \|[^|]*\| [\d.]+ \(([\d.]+)\) \|",
-        ),
-        (
-            r"with transformers,\s+which fills holes, after ([\d.]+) and ([\d.]+) s",
-            r"\| 70B, 32k tokens \| [\d.]+ \|[^|]*\| ([\d.]+) \([\d.]+\) \|[^|]*\| ([\d.]+) \(",
-        ),
-        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| ([\d.]+) \|"),
-        (r"With 8B, ([\d.]+) s of prefill", r"\| 8B, 32k tokens \| [\d.]+ \|[^|]*\| [\d.]+ \(([\d.]+)\)"),
-        (r"In ([\d,]+) of the [\d,]+\s+simulated plays", r"and ([\d,]+) came within 5 %"),
-        (r"of the ([\d,]+)\s+simulated plays", r"All ([\d,]+) plays met their deadline"),
-        (r"runs at ([\d.]+) Gbit/s over QUIC", r"\| qh3 \| [\d.]+ \|[^|]*\| 1 \| ([\d.]+) \|"),
-        (r"over QUIC and ([\d.]+) over TLS", r"\| TCP with TLS \| [\d.]+ \|[^|]*\|[^|]*\| ([\d.]+) \|"),
-        (r"elements per second with AVX2, and\s+encodes at (\d+)", r"\| AC-L0 to L3 \| (\d+); \d+ \|"),
-        (r"encodes at \d+ to (\d+)", r"\| AC-L0 \| (\d+); \d+ \|"),
-        (r"layers at (\d+) to", r"\| AC-L0 to L3 \| \d+; \d+ \| (\d+);"),
-        (r"layers at \d+ to (\d+)", r"\| AC-L0 \| \d+; \d+ \| (\d+);"),
-        (
-            r"comes after ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s\s+over 10, 50, 200 and 1,000",
-            r"\| kvabr, defaults \(deadline 2 s\) \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
-        ),
-        (
-            r"exact caches take ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) s",
-            r"\| LMCache 0.5.6, its remote store \| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) [^|]*\| ([\d.]+) ",
-        ),
-        (r"computing ([\d.]+)\. In", r"\| vLLM computes the prompt \| ([\d.]+) "),
-        (r"and prefills them in (\d+)", r"\| prefill, ms \| \d+ \| \d+ \| (\d+) \|"),
-    ),
-    "docs/design/codec.md": (
-        (r"and loses ([\d.]+) nats", r"\| questions \| 0 \| ([\d.]+) \("),
-        (r"\(95 %: ([\d.]+) to ([\d.]+)\)", r"\| questions \| 0 \| [\d.]+ \(([\d.]+) to ([\d.]+)\)"),
-        (r"takes [\d.]+ bits and loses ([\d.]+)\.", r"\| questions \| 0 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \("),
-        (r"the losses are ([\d.]+) and", r"\| questions \| 0 \|.*\n\| \| 128 \| ([\d.]+) \("),
-        (
-            r"the losses are [\d.]+ and ([\d.]+)",
-            r"\| questions \| 0 \|.*\n\| \| 128 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
-        ),
-        (r"with 512 tokens ([\d.]+) and", r"\| questions \| 0 \|.*\n.*\n\| \| 512 \| ([\d.]+) \("),
-        (
-            r"with 512 tokens [\d.]+ and ([\d.]+)",
-            r"\| questions \| 0 \|.*\n.*\n\| \| 512 \|[^|]*\|[^|]*\|[^|]*\| ([\d.]+) \(",
-        ),
-    ),
-}
-
-
 def test_disk_space_in_the_answers_is_that_of_the_shipped_catalog():
     nbytes = {track.name: sum(track.bytes) for track in default_catalog().tracks}
     layers = sum(size for name, size in nbytes.items() if name.startswith("AC-L"))
@@ -285,15 +234,14 @@ def test_the_front_page_counts_the_policies():
     assert int(said[1]) == len(policies())
 
 
-@pytest.mark.parametrize("page", FIGURES)
-def test_figures_of_the_readme_are_those_of_their_pages(page):
-    readme, text = (ROOT / "README.md").read_text(), (ROOT / page).read_text()
-    for said, measured in FIGURES[page]:
-        ours, theirs = re.search(said, readme), re.search(measured, text)
-        assert ours is not None, said
-        assert theirs is not None, measured
-        assert ours.groups() == theirs.groups(), said
-    assert len(readme.splitlines()) <= 130
+def test_figures_of_the_readme_are_in_its_pages():
+    """What is measured anew is said anew; the seconds and the loss of the picture have a test of their own."""
+    readme = (ROOT / "README.md").read_text()
+    readme, picture = readme.partition("![")[2], (ROOT / "docs" / "assets" / "play.svg").read_text()
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "design/codec.md")) + picture
+    figures = re.findall(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w.]*\d)", readme)
+    assert len(figures) > 20
+    assert [each for each in figures if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", text)] == []
 
 
 def test_the_readme_has_vllms_figure_from_the_calculator():

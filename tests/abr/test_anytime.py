@@ -15,7 +15,6 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Simulator
 from kvabr.types.catalog import Catalog
 from kvabr.types.cost import PrefillCost
-from kvabr.types.errors import PolicyError
 from tests.catalogs import catalog
 from tests.player.sessions import decode_all, of
 from tests.replay.worlds import world
@@ -130,29 +129,11 @@ def test_groups_that_an_engine_fails_to_compute_are_fetched_after_all():
     assert asked | {fetch.group for fetch in of(play.actions(), FetchGroup)} == set(range(8))
 
 
-@pytest.mark.parametrize("policy", ["anytime", "cheapfirst"])
-def test_a_late_first_byte_and_a_slow_engine_do_not_make_a_play_late(policy):
-    """To compute one group takes longer than the deadline is away, and the link carries everything once it begins."""
-    offer = catalog(8, layered=True)
-    cost = PrefillCost(0.0, 3.0 / 128)
-    late = world("late", [0.0] * 3 + [sum(offer.track("Int4").bytes) / 1.0] * 20)
-    run = Experiment(offer, ReplayOptions(2.0, 0.05, None, cost, "hole")).play(late, 0.0, policy).run
-    assert run["met"]
-    assert run["recompute_s"] == 0
-
-
 def test_a_suffix_engine_begins_with_everything_when_half_the_deadline_has_brought_nothing():
     options = ReplayOptions(2.0, 0.05, None, TWICE, "suffix")
     run = Experiment(catalog(16, layered=True), options).play(world("dead", [0.0] * 200 + [1.0]), 0.0, "anytime").run
     assert run["ttft_s"] == pytest.approx(1.0 + WHOLE_S, abs=0.1)
     assert {group["source"] for group in run["groups"]} == {"recomputed"}
-
-
-def test_parameters_are_checked():
-    with pytest.raises(PolicyError, match="no parameter"):
-        load_policy("anytime:depth=3")
-    with pytest.raises(PolicyError, match="must be from"):
-        load_policy("anytime:ahead_ttfb=100")
 
 
 @pytest.mark.parametrize("engine", [None, "hole", "suffix"])
@@ -189,31 +170,6 @@ def test_a_deadline_that_is_past_already_brings_the_base_as_soon_as_can_be():
     assert late.over
     assert late.record.delivered_s == pytest.approx(now + 0.001)
     assert {group.track for group in late.record.groups} == {"base"}
-
-
-def test_layers_that_the_origin_has_for_some_groups_only():
-    offer = catalog(6, layered=True)
-    play = session(offer, 2.0, "anytime:waste=0.01", config=PlayerConfig(attempts=2))
-    play.start(0.0)
-    todo, now, refused = of(play.actions(), FetchGroup), 0.0, 0
-    while not play.over:
-        now += 0.01
-        if not todo:
-            now = max(now, play.next_timer())
-            play.timer(now)
-            todo = of(decode_all(play, play.actions(), now), FetchGroup)
-            continue
-        fetch = todo.pop(0)
-        if fetch.track != "base" and fetch.group % 2:
-            refused += 1
-            play.failed(fetch.request, "not found", now)
-            todo += of(decode_all(play, play.actions(), now), FetchGroup)
-        else:
-            todo += bring(play, fetch, now)
-    assert play.record.met
-    assert [group.track for group in play.record.groups] == ["layer-2", "base"] * 3
-    assert refused == 12
-    assert play.record.bytes_wasted == 0
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])

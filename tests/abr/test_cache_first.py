@@ -8,8 +8,7 @@ from kvabr.abr.estimator import Prior
 from kvabr.abr.estimators import HarmonicMean
 from kvabr.abr.plugins import load_policy
 from kvabr.player.session import Session
-from kvabr.player.session_types import Decode, Deliver, FetchGroup, Recompute
-from kvabr.player.throughput_sampler import ThroughputSampler
+from kvabr.player.session_types import Decode, FetchGroup, Recompute
 from kvabr.types.cost import PrefillCost
 from tests.catalogs import catalog
 
@@ -62,46 +61,6 @@ def test_layers_at_hand_are_put_upon_their_base():
         assert [track for where, track in asked if where == group][: len(layers)] == layers
     # A layer without a stored base is not usable.
     assert next(fetch.track for fetch in others if fetch.group == 3) == "base"
-
-
-def test_all_at_hand_is_delivered_without_the_network():
-    offer = catalog(5)
-    kept = {"FP16": range(5)}
-    play, _ = playing(offer, kept)
-    play.start(0.0)
-    delivered = []
-    actions = play.actions()
-    while actions:
-        for action in actions:
-            if isinstance(action, FetchGroup):
-                play.done(action.request, 0.01, "kept")
-            elif isinstance(action, Decode):
-                play.decoded(action.request, 0.02)
-            elif isinstance(action, Deliver):
-                delivered.append(action)
-        actions = play.actions()
-    assert delivered == [Deliver(0.02, True)]
-    assert [group.track for group in play.record.groups] == ["FP16"] * 5
-    assert play.record.bytes_held_up == {"kept": play.record.bytes_fetched}
-
-
-def test_what_is_at_hand_and_waiting_for_others_say_nothing_about_the_link():
-    meter = ThroughputSampler(HarmonicMean(), 2.0)
-    meter.received(10**9, 0.001, "kept")
-    meter.settle(0.002, idle=True)
-    assert meter.estimates() == (0.0, 0.0, 0.0)
-    meter.first_byte(0.05, 0.1)
-    for now in (0.2, 0.3, 0.4):
-        meter.received(100_000, now)
-        meter.settle(now, idle=False)
-    rate = meter.estimates()[0]
-    for now in (0.5, 1.0, 1.5):
-        meter.waited(now)
-        meter.tick(now, waiting=True, idle=False)
-    assert meter.estimates()[0] == rate
-    meter.received(100_000, 1.6)
-    meter.settle(1.6, idle=False)
-    assert abs(meter.estimates()[0] / 1e6 - 1) < 0.01
 
 
 @pytest.mark.parametrize("mode", ["hole", "suffix"])

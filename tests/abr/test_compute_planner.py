@@ -5,9 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvabr.abr import Ladder
 from kvabr.abr.estimator import Prior
-from kvabr.abr.ladder import every_option, rank
 from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
@@ -19,19 +17,6 @@ from kvabr.types.events import GroupDecoded
 from kvabr.types.loss import predicted_loss
 from tests.catalogs import catalog
 from tests.replay.worlds import world, worlds
-
-
-def test_a_byte_is_worth_less_the_more_there_are():
-    offer = catalog(12, layered=True)
-    ladder = Ladder(offer)
-    assert ladder.price(-1.0) == math.inf
-    steps = rank(every_option(offer))
-    assert ladder.price(0.0) == steps[0].worth
-    prices = [ladder.price(1e4 * count) for count in range(300)]
-    assert prices == sorted(prices, reverse=True)
-    everything = sum(step.bytes for step in steps)
-    assert ladder.price(everything) == steps[-1].worth
-    assert ladder.price(everything + 1) == 0.0
 
 
 @pytest.mark.parametrize("price", [-1.0, float("nan")])
@@ -99,13 +84,6 @@ def test_what_is_sooner_computed_than_anything_comes_is_computed_at_once(mode, p
     assert run["track_tokens"] == {"recomputed": 32 * 128}
     assert run["ttft_s"] == pytest.approx(GPU.seconds(0, 32 * 128))
     assert run["loss"] == 0.0
-
-
-@pytest.mark.parametrize("load", [0.1, 1.0, 10.0])
-def test_a_slow_engine_makes_no_play_miss_a_deadline_that_the_network_meets(load):
-    with_engine = simulated(PrefillCost.from_rate(300.0), deadline=1.0, rtt=0.1, load=load)
-    assert simulated(None, deadline=1.0, rtt=0.1, load=load)["met"]
-    assert with_engine["met"]
 
 
 @pytest.mark.parametrize("load", [None, 3.0, 300.0])

@@ -55,16 +55,6 @@ def test_a_hole_starts_behind_what_is_in_flight():
     assert 3 < found.last <= 8
 
 
-def test_a_stalled_transfer_is_taken_over():
-    found = plan(view(0.0, in_flight=(0, 1)), per_group(0.02), "hole", range(10), 0.0)
-    assert found.first == 0
-
-
-def test_a_run_does_not_compute_what_is_in_place():
-    found = plan(view(0.1 * WHOLE), per_group(0.02), "hole", [2, 3, 7, 8, 9], 0.0)
-    assert (found.first, found.last) == (2, 4)
-
-
 def test_a_suffix_reaches_to_the_end_even_over_groups_in_place():
     found = plan(view(0.1 * WHOLE), per_group(0.02), "suffix", [2, 3, 7], 0.0)
     assert found.last == 10

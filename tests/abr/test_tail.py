@@ -44,11 +44,6 @@ def test_offers_are_whole_groups_up_to_the_limit(catalog):
     assert [offer.tokens for offer in tail_offers(catalog, GPU, following=20, most=last)] == [0, last]
 
 
-def test_where_nothing_follows_there_is_no_tail(catalog):
-    (offer,) = tail_offers(catalog, GPU, following=0)
-    assert (offer.tokens, offer.catalog) == (0, catalog)
-
-
 def test_one_group_is_fetched_at_least_and_what_is_skipped_is_not(catalog):
     few = catalog.prefix(3)
     assert [offer.catalog.groups for offer in tail_offers(few, GPU, following=1)] == [3, 2, 1]
@@ -107,12 +102,6 @@ def test_a_policy_chooses_for_itself(catalog, answer, monkeypatch):
         return
     with pytest.raises(PolicyError, match="chose tail"):
         choose_tail(name, offers, tail_costs(offers, 2.0, **prices()))
-
-
-def test_few_of_many_tails_are_offered_with_the_longest(catalog):
-    offers = tail_offers(catalog, GPU, following=20, most=1 << 20)
-    assert len(offers) <= 9
-    assert offers[-1].catalog.groups <= 2
 
 
 @pytest.mark.parametrize(("block", "tails"), [(16, [128, 256, 384, 512]), (256, [256, 512]), (384, [384])])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 
 import pytest
 
@@ -15,8 +14,6 @@ from kvabr.data import default_catalog
 from kvabr.player.session import Session
 from kvabr.player.session_types import Cancel, Deliver, FetchGroup, PlayerConfig
 from kvabr.replay.experiment import Experiment, ReplayOptions
-from kvabr.replay.link import Capacity
-from kvabr.replay.simulator import Simulator
 from tests.catalogs import catalog
 from tests.player.sessions import bring, decode_all, of
 from tests.replay.worlds import world
@@ -49,19 +46,6 @@ def test_no_fixed_track_is_noticeably_better_at_any_speed(load, rtt_s):
 SHIPPED = default_catalog()
 
 
-def test_a_plan_that_must_end_by_a_time_loses_no_more_than_it_must():
-    view = View(Ladder(SHIPPED), 4.0, time_price=PRICE)
-    times = TimePlanner(view)
-    free = times.plan(view, 5e6)
-    plans = [times.plan_by(view, 5e6, by_s, range(0), 0.0) for by_s in (0.1, 0.7, 1.0, 1.5, free.ends_s)]
-    assert plans[-1] == free
-    assert plans[0].ends_s == min(plan.ends_s for plan in plans)  # nothing can end by then
-    for plan, by_s in zip(plans[1:], (0.7, 1.0, 1.5), strict=False):
-        assert 0.8 * by_s < plan.ends_s <= by_s
-    losses = [sum(times.losses[target, group] for group, target in enumerate(plan.targets)) for plan in plans]
-    assert losses == sorted(losses, reverse=True)
-
-
 def test_a_base_that_cannot_be_decoded_in_time_is_replaced_by_what_can():
     offer = catalog(24, layered=True)
     layers = ("base", "layer-1", "layer-2")
@@ -82,18 +66,6 @@ def test_a_play_ends_once_nothing_is_worth_the_wait_and_the_dearer_time_is_the_s
     assert ends[-1] < 0.6 * ends[0]
     losses = [play["loss"] for play in plays]
     assert losses == sorted(losses)
-
-
-def test_the_log_says_what_the_next_upgrade_would_have_cost():
-    log = []
-    offer = catalog(24, layered=True)
-    play = Session(Ladder(offer), 4.0, load_policy("anytime")(), HarmonicMean(), log=log.append)
-    Simulator(play, offer, Capacity(LINK, 0.0, 0.02), rtt_s=0.02).run()
-    reason = next(line.reason for line in log if line.name == "decision" and line.kind == "finish")
-    found = re.fullmatch(r"nothing is worth the wait: (\S+) of group \d+ would save (\S+) nats and cost (\S+)", reason)
-    assert found
-    assert found[1] in offer.by_name
-    assert 0 < float(found[2]) <= float(found[3])
 
 
 def test_the_play_does_not_end_in_an_outage_right_after_the_base():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kvabr.blend import Selection, Selector, choose
-from kvabr.blend.selectors import BUILTIN, load_selector, selectors
+from kvabr.blend.selectors import load_selector, selectors
 from kvabr.player.play_choices import DEFAULT_SELECTOR
 from kvabr.types.errors import PolicyError, UnknownPolicyError, UsageError
 
@@ -24,6 +24,11 @@ PROMPT = Selection(
         ("question", 0.28, (8, 9)),
         ("question-value", 0.28, (2, 9)),
         ("order", 0.28, (3, 4)),
+        # Those of the laboratory.
+        ("hkvd", 0.28, (2, 9)),
+        ("legolink", 0.28, (2, 6)),
+        ("legolink", 0.5, (2, 3, 6, 7)),
+        ("oracle", 0.1, (9,)),
     ],
 )
 def test_what_each_selector_chooses(name, share, chosen):
@@ -72,7 +77,7 @@ def test_of_equal_scores_the_earlier_tokens_come_first():
 
 def test_without_what_it_needs_a_selector_says_so():
     bare = Selection(tokens=10, passages=((0, 10),), layers=2)
-    for name, cls in BUILTIN.items():
+    for name, cls in selectors().items():
         if cls.needs - {"order"}:
             with pytest.raises(UsageError, match="was given none"):
                 load_selector(name)().scores(bare)

@@ -146,19 +146,6 @@ async def test_the_first_play_of_a_model_has_it_measured(origin: Any, tmp_path: 
     assert set(measured) <= {"FP16", "Int8", "Int4"}
 
 
-def test_a_device_of_batches_has_a_latency_and_a_time_per_group(tmp_path: Path) -> None:
-    offer = catalog(2)
-    found = decode_speeds._measure_batches(offer, None, torch.device("cpu"), 10.0)
-    tracks = {name for name in found if not name.startswith(decode_speeds.BATCH)}
-    assert tracks == {"FP16", "BF16", "FP8", "Int8", "FP4", "Int4"}
-    assert all(map(decode_speeds._sound, found.values()))
-    models = {str(ModelKey.of(offer)): {**PER_TOKEN, "batch AC": 0.025}}
-    rates = DecodeSpeeds(written(tmp_path / "rates.json", models)).rates(offer)
-    assert rates.latency("AC-5x") == 0.025
-    assert rates.seconds("AC-5x") == pytest.approx(128 * 5e-4)
-    assert rates.latency("Int8") == 0.0
-
-
 def test_a_gpu_is_measured_without_a_file_and_until_then_taken_for_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     device, offer = torch.device("cuda", 0), catalog(2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")

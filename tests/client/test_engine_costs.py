@@ -260,21 +260,6 @@ async def test_what_computes_on_a_gpu_has_one_thread_as_long_as_it_lives() -> No
     assert not first.is_alive()
 
 
-async def test_prefills_on_a_gpu_are_timed_in_the_thread_that_computes() -> None:
-    class OnGpu(Clocked):
-        device = torch.device("meta")  # whatever is not the processor
-
-        def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
-            threads.add(threading.current_thread())
-            return super().prefill(tokens, before)
-
-    threads: set[threading.Thread] = set()
-    async with AsyncClient() as client:
-        engine = OnGpu(4096)
-        await client.measure_prefill(engine)
-        assert threads == {await on_engine(engine, threading.current_thread)}
-
-
 LEFT_ALONE = """
 import asyncio, threading, time, torch
 from kvabr.client.resources import in_thread

@@ -1,7 +1,6 @@
 """Plays that share a link: each knows its share of it, and none takes the others for a slow link."""
 
 import asyncio
-import contextlib
 import time
 
 import pytest
@@ -169,28 +168,3 @@ async def test_what_is_wrong_with_one_estimator_is_no_concern_of_other_plays():
         assert moody.link_rate() == 0.0
         with link.joined(fresh()) as third:
             assert third.rate() == 0.0
-
-
-@virtual
-async def test_hundreds_of_plays_do_not_each_look_at_every_other_one_at_each_tick():
-    link, asked = link_of(connection()), 0
-    with contextlib.ExitStack() as stack:
-        shares = [stack.enter_context(link.joined(fresh())) for _ in range(300)]
-        now = await received(link, dict.fromkeys(shares, 1e4), 1.0, 0.0)
-        for share in shares:
-            share.first_byte(0.03)
-            told = share.link_ttfb
-
-            def count(told=told):
-                nonlocal asked
-                asked += 1
-                return told()
-
-            share.link_ttfb = count
-        assert all(share.ttfb() == 0.03 for share in shares)
-        assert asked <= len(shares)
-        assert all(share.rate() == pytest.approx(1e4, rel=0.05) for share in shares)
-        gone = shares[:200]
-        await received(link, dict.fromkeys(shares[200:], 1e4), 1.0, now)
-        assert not any(share.active() for share in gone)
-        assert all(link.active_beside(share) == 99 for share in shares[200:])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvabr.engines.generation import Generation, VersionFile
+from kvabr.engines.generation import Generation
 from kvabr.engines.settings import EngineSettings
 from kvabr.types.errors import UsageError
 
@@ -56,4 +56,3 @@ def test_a_version_file_is_read_again_when_it_has_changed(tmp_path):
     assert one.name == Generation(lambda: "8").name
     path.unlink()
     assert one.name == Generation(lambda: "8").name  # while it is being replaced
-    assert VersionFile is not None

@@ -16,7 +16,6 @@ from kvabr.replay.report.timeline import (
     computations,
     lanes,
     requests,
-    stopped,
 )
 from kvabr.types.errors import AssetError
 from kvabr.types.events import (
@@ -183,23 +182,6 @@ def test_requests_are_read_back_from_single_events():
     assert (left.outcome, left.end_s, left.first_byte_s) == ("open", 0.7, None)
     [computed] = computations(log)
     assert computed == Computation(0.5, 0.7, 4, 6, finished=False)
-
-
-def test_a_policy_ends_its_play_if_nothing_is_under_way():
-    def said(t, kind, reason="enough"):
-        return DecisionMade(t, kind, None, None, None, reason, 0.0, 0.0, 0.0, None, None)
-
-    def end(*log):
-        return stopped(log, requests(log))
-
-    sent, done = RequestSent(0.0, 0, 3, "FP8", 10), RequestDone(0.3, 0, 3, "FP8", 10)
-    assert end(sent, said(0.1, "finish"), done, said(0.3, "finish")) is None, "it only had nothing more to ask for"
-    assert end(sent, said(0.1, "wait"), done, said(0.3, "finish"), said(0.4, "wait")) == said(0.3, "finish")
-    cancelled = RequestCancelled(0.2, 0, 3, "FP8", 4, "not worth it")
-    assert end(sent, said(0.2, "deliver"), cancelled) == said(0.2, "deliver")
-    assert end(sent, done, said(0.3, "finish"), said(0.4, "upgrade")) is None
-    assert end(sent, said(0.1, "finish", "all is asked for"), done, said(0.3, "finish")) == said(0.3, "finish")
-    assert end() is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))

@@ -21,29 +21,18 @@ def samples(text):
 def test_a_set_is_exposed_under_its_names():
     metrics = Metrics()
     metrics.connections.inc()
-    metrics.connections.inc()
-    metrics.connections.dec()
-    metrics.connections_total.labels("accepted").inc()
     metrics.group_sent("Int4")
     metrics.bytes_sent_total.inc(1 << 40)
-    metrics.refusals_total.labels("16").inc()
-    metrics.assets.set(7)
     metrics.first_byte_seconds.observe(0.03)
     metrics.first_byte_seconds.observe(99)
     found = samples(metrics.expose())
     assert found["kvabr_connections",] == 1
-    assert found["kvabr_connections_total", "accepted"] == 1
     assert found["kvabr_groups_sent_total", "Int4"] == 1
     assert found["kvabr_bytes_sent_total",] == 1 << 40
-    assert found["kvabr_refusals_total", "16"] == 1
-    assert found["kvabr_assets",] == 7
-    assert found["kvabr_requests_in_flight",] == 0
     assert found["kvabr_first_byte_seconds_bucket", "0.02"] == 0
     assert found["kvabr_first_byte_seconds_bucket", "0.05"] == 1
-    assert found["kvabr_first_byte_seconds_bucket", "5.0"] == 1
     assert found["kvabr_first_byte_seconds_bucket", "+Inf"] == found["kvabr_first_byte_seconds_count",] == 2
     assert found["kvabr_first_byte_seconds_sum",] == pytest.approx(99.03)
-    assert metrics.value("kvabr_groups_sent_total", track="Int4") == 1
     assert metrics.value("kvabr_groups_sent_total", track="FP16") == 0
 
 

@@ -10,7 +10,6 @@ import torch
 from kvabr.codec.rope import rotate
 from kvabr.engines.transformers import spec_of
 from kvabr.engines.transformers.model_loader import engine_of, load_model
-from kvabr.types.engine import Engine
 from kvabr.types.errors import ModelError
 from kvabr.types.kv import KVSpec, RopeSpec
 from tests import tinymodels
@@ -21,15 +20,6 @@ pytestmark = pytest.mark.model
 @pytest.fixture(scope="module")
 def tiny(folder):
     return load_model(str(folder))
-
-
-def test_spec_of_a_directory(tiny):
-    spec = tiny.engine.spec
-    assert (spec.layers, spec.kv_heads, spec.head_dim, spec.dtype) == (2, 2, 8, "float16")
-    assert spec.rope == RopeSpec(10000.0, 8, "half")
-    assert spec.model.startswith("tiny-llama-")
-    assert tiny.engine.context == 640
-    assert isinstance(tiny.engine, Engine)
 
 
 def test_a_prefill_in_parts_is_the_whole(tiny):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvabr.link.objects.lanes import KEEP_BYTES, LEAST_BYTES, MOST_BYTES, Lanes
+from kvabr.link.objects.lanes import KEEP_BYTES, MOST_BYTES, Lanes
 
 K = 1 << 10
 NEEDED, DEARER, UPGRADE = 10, 70, 200
@@ -42,31 +42,12 @@ def test_a_merged_get_has_at_most_a_megabyte():
     assert ranges(lanes.due()) == [("s", 3600 * K, 4500 * K)]
 
 
-def test_what_waits_is_shared_out_among_the_free_lanes():
-    lanes = Lanes()
-    want(lanes, [50 * K] * 16)
-    assert ranges(lanes.due()) == [("s", first * K, (first + 200) * K) for first in (0, 200, 400, 600)]
-
-
-def test_a_piece_is_never_split():
-    lanes = Lanes()
-    want(lanes, [17 * MOST_BYTES, 5])
-    assert ranges(lanes.due()) == [("s", 0, 17 * MOST_BYTES), ("s", 17 * MOST_BYTES, 17 * MOST_BYTES + 5)]
-
-
 def test_pieces_with_a_gap_between_them_or_of_another_object_go_apart():
     lanes = Lanes()
     want(lanes, [K])
     want(lanes, [K], begin=2 * K)
     want(lanes, [K], begin=K, key="t")
     assert ranges(lanes.due()) == [("s", 0, K), ("s", 2 * K, 3 * K), ("t", K, 2 * K)]
-
-
-def test_the_same_range_may_be_wanted_twice():
-    lanes = Lanes()
-    want(lanes, [K])
-    want(lanes, [K])
-    assert ranges(lanes.due()) == [("s", 0, K), ("s", 0, K)]
 
 
 def test_what_comes_before_the_most_urgent_piece_goes_with_it():
@@ -124,13 +105,6 @@ def test_the_spare_lane_is_for_what_is_needed_more_than_something_under_way():
     assert [one.key for one in lanes.due()] == ["later"]
 
 
-def test_the_spare_lane_is_not_for_more_of_the_same():
-    lanes = Lanes()
-    want(lanes, [MOST_BYTES] * 8)
-    assert len(lanes.due()) == 4
-    assert lanes.waiting == 4
-
-
 def test_bytes_are_given_to_the_pieces_that_they_belong_to():
     lanes = Lanes()
     first, second, third = want(lanes, [10, 20, 30])
@@ -139,13 +113,6 @@ def test_bytes_are_given_to_the_pieces_that_they_belong_to():
     assert lanes.cancel(third) is None
     assert receive(lanes, transfer, 45) == [(second, 15)]
     assert lanes.ended(transfer) == []
-
-
-def test_a_cancelled_piece_that_waits_is_never_asked_for():
-    lanes = Lanes()
-    first, *_ = want(lanes, [K, K, K])
-    assert lanes.cancel(first) is None
-    assert ranges(lanes.due()) == [("s", K, 3 * K)]
 
 
 def test_a_get_of_which_nobody_wants_much_of_the_rest_is_ended_and_frees_its_lane():
@@ -158,30 +125,6 @@ def test_a_get_of_which_nobody_wants_much_of_the_rest_is_ended_and_frees_its_lan
     assert lanes.cancel(first) is transfer
     assert lanes.ended(transfer) == []
     assert [one.key for one in lanes.due()] == ["next"]
-
-
-def test_a_small_rest_is_received_to_its_end_without_a_lane():
-    lanes = Lanes(lanes=1, spare=0)
-    (piece,) = want(lanes, [MOST_BYTES])
-    (transfer,) = lanes.due()
-    receive(lanes, transfer, MOST_BYTES - KEEP_BYTES)
-    assert lanes.cancel(piece) is None
-    want(lanes, [K], key="next")
-    assert [one.key for one in lanes.due()] == ["next"]
-    assert receive(lanes, transfer, KEEP_BYTES) == []
-    assert transfer.at == transfer.end
-
-
-def test_only_a_few_rests_are_received():
-    lanes = Lanes(lanes=1, spare=0)
-    ended = []
-    for number in range(6):  # as of a player that asks again for what stands still
-        (piece,) = want(lanes, [K], key=str(number))
-        lanes.due()
-        if (transfer := lanes.cancel(piece)) is not None:
-            lanes.ended(transfer)
-            ended.append(transfer.key)
-    assert ended == ["0", "1"]
 
 
 def test_what_lies_far_behind_cancelled_bytes_is_asked_for_again_without_them():
@@ -208,9 +151,3 @@ def test_only_what_is_missing_is_asked_for_again():
         lanes.again(piece)
     assert ranges(lanes.due()) == [("s", 130, 200)]
     assert (first.begin, second.begin) == (100, 130)
-
-
-def test_small_pieces_do_not_open_all_lanes():
-    lanes = Lanes()
-    want(lanes, [LEAST_BYTES // 8] * 10)
-    assert ranges(lanes.due()) == [("s", 0, LEAST_BYTES), ("s", LEAST_BYTES, 10 * LEAST_BYTES // 8)]
