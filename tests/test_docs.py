@@ -235,13 +235,14 @@ def test_the_front_page_counts_the_policies():
 
 
 def test_figures_of_the_readme_are_in_its_pages():
-    """What is measured anew is said anew; the seconds and the loss of the picture have a test of their own."""
+    """What is measured anew is said anew; those of the picture, in front of it, have a test of their own."""
     readme = (ROOT / "README.md").read_text()
-    readme, picture = readme.partition("![")[2], (ROOT / "docs" / "assets" / "play.svg").read_text()
-    text = "".join((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "design/codec.md")) + picture
-    figures = re.findall(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w.]*\d)", readme)
+    assert len(readme.splitlines()) <= 130
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("benchmarks.md", "design/codec.md", "faq.md"))
+    figures = re.findall(r"(?<![\w.,/-])\d[\d,]*\.\d+(?![\w.]*\d)", readme.partition("![")[2])
     assert len(figures) > 20
-    assert [each for each in figures if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", text)] == []
+    missing = {each for each in figures if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", text)}
+    assert missing <= {"3.11"}  # Python's version
 
 
 def test_the_readme_has_vllms_figure_from_the_calculator():
