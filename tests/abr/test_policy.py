@@ -2,7 +2,8 @@ import inspect
 
 import pytest
 
-from kvabr.abr.plugins import load_policy, policies, policy_class
+from kvabr.abr import Estimator, Policy
+from kvabr.abr.plugins import estimators, load_estimator, load_policy, policies, policy_class
 from kvabr.abr.policy import Parameter, declared, parse, spell
 from kvabr.types.errors import PolicyError
 from tests.lab.matrices import tuned
@@ -73,3 +74,74 @@ def test_what_a_policy_declares_is_what_its_constructor_takes(name):
     known = declared(cls)
     assert {key: parameter.default for key, parameter in known.items()} == takes
     assert all(one.low <= one.default <= one.high for one in known.values())
+
+
+GOOD = """
+from kvabr.abr import Decision, Policy
+
+class Mine(Policy):
+    def decide(self, view):
+        return Decision.wait("test")
+
+class Other(Policy):
+    pass
+"""
+
+
+def test_every_name_loads_a_fresh_object():
+    for name in policies():
+        make = load_policy(name)
+        assert isinstance(make(), Policy)
+        assert make() is not make()
+    for name in estimators():
+        assert isinstance(load_estimator(name)(), Estimator)
+
+
+def test_a_policy_from_a_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    assert type(load_policy(f"{path}:Mine")()).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nosuch", "unknown policy 'nosuch'.*cheapfirst"),
+        ("{dir}/absent.py:Mine", "no such file"),
+        ("{dir}/good.py:Absent", "found: Mine, Other"),
+        ("{dir}/good.py:Other", "lacks decide"),
+        ("{dir}/good.py", "found: Mine, Other"),
+        ("{dir}/syntax.py:Mine", r"syntax\.py:2: invalid syntax: class Mine"),
+        ("{dir}/raises.py:Mine", r"raises\.py, line 1"),
+        ("rate:7", "cannot be created"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(tmp_path, text, words):
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "syntax.py").write_text("x = 1\nclass Mine(:\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    with pytest.raises(PolicyError, match=words):
+        load_policy(text.format(dir=tmp_path))()
+
+
+def test_an_entry_point_is_found(tmp_path, monkeypatch):
+    (tmp_path / "thirdparty.py").write_text(GOOD)
+    info = tmp_path / "thirdparty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvabr.policies]\nthirdparty = thirdparty:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert policies()["thirdparty"].__name__ == "Mine"
+    assert type(load_policy("thirdparty")()).__name__ == "Mine"
+
+
+def test_files_of_one_name_in_two_folders_are_two_policies(tmp_path, monkeypatch):
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        body = f"    about = {name!r}\n    def decide(self, view): ...\n"
+        text = f"from kvabr.abr import Policy\n\nclass Mine(Policy):\n{body}"
+        (tmp_path / name / "mine.py").write_text(text)
+        monkeypatch.chdir(tmp_path / name)
+        found.append(load_policy("./mine.py:Mine")().about)
+    assert found == ["one", "other"]

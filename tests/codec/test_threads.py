@@ -1,10 +1,14 @@
-"""Cores are shared among the groups being decoded."""
+"""Cores are shared among the groups being decoded, and what is done two at a time leaves torch its threads."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 
 from kvabr.codec import threads
+from kvabr.codec.parallel_map import parallel_map
 from kvabr.codec.threads import SharedCores
 
 
@@ -31,3 +35,32 @@ def test_what_is_timed_has_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     with cores.share() as after:
         pass
     assert (timed, after) == (1, 1024)
+
+
+@pytest.fixture(params=[1, 2])
+def torchs(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def test_results_come_in_order(torchs):
+    first = threading.Event()
+
+    def work(number):
+        if torchs > 1 and number == 0:
+            assert first.wait(10)  # until the next one is done
+        first.set()
+        return number, torch.get_num_threads()
+
+    assert list(parallel_map(work, range(5))) == [(number, 1) for number in range(5)]
+    assert torch.get_num_threads() == torchs
+
+
+def test_an_error_is_raised_in_its_place(torchs):
+    found = parallel_map(lambda number: 1 / (number - 1), range(5))
+    assert next(found) == -1
+    with pytest.raises(ZeroDivisionError):
+        next(found)
+    assert torch.get_num_threads() == torchs

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
+import kvabr.engines.vllm as adapter
 from kvabr.engines.chunk_store import KeyedSettings
 from kvabr.engines.client_arguments import ClientArguments
 from kvabr.engines.settings import EngineSettings, TroubleLog
-from kvabr.engines.vllm.config import VllmSettings
-from kvabr.types.errors import UsageError
+from kvabr.engines.vllm.config import VllmSettings, read_settings
+from kvabr.types.errors import ModelError, UsageError
 
 KINDS = (EngineSettings, KeyedSettings, VllmSettings)
 URL = {"url": "moqt://origin.example/"}
@@ -131,3 +132,34 @@ def test_trouble_is_logged_at_once_and_then_summed_up(caplog):
         "kvabr: within 3600 s: a play failed: 1 more, the last: gone again",
         "kvabr: a play failed: much later",
     ]
+
+
+def read(given, *, consumes=True, produces=False):
+    return read_settings(given, consumes=consumes, produces=produces)
+
+
+def test_what_a_role_needs():
+    with pytest.raises(UsageError, match='"url"'):
+        read({})
+    with pytest.raises(UsageError, match='"publish"'):
+        read({}, consumes=False, produces=True)
+
+
+def test_a_salt_file(tmp_path):
+    secret = tmp_path / "salt"
+    secret.write_bytes(b"x" * 32)
+    assert read(URL | {"salt_file": str(secret)}).salt == b"x" * 32
+    with pytest.raises(UsageError, match="cannot be read"):
+        _ = read(URL | {"salt_file": str(tmp_path / "none")}).salt
+
+
+def test_without_vllm_it_says_so():
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        with pytest.raises(ModelError, match="not installed"):
+            _ = adapter.KvabrConnector
+    else:
+        assert adapter.KvabrConnector.__name__ == "KvabrConnector"
+    with pytest.raises(AttributeError):
+        _ = adapter.Nothing

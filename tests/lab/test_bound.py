@@ -64,15 +64,6 @@ def test_no_schedule_with_an_engine_passes_the_bound(seed, mode):
             assert bound.loss <= alone.best(capacity, 1.0, **FREE).loss + 1e-12
 
 
-def test_an_engine_that_computes_it_all_in_time_leaves_no_loss():
-    small = offer()
-    assert (
-        Clairvoyant(small, PrefillCost(0.0, 0.9 / small.tokens), "hole").best(link(small, 0.01), 1.0, **FREE).loss
-        == 0.0
-    )
-    assert best_loss(small, link(small, 0.01), 1.0, PrefillCost(0.0, 0.9 / small.tokens)) == 0.0
-
-
 def program(whole):
     """Losses, bytes, and the constraint that every group has one option."""
     options = [(track.loss[g], sum(layer.bytes[g] for layer in stack(whole, track)), g)
@@ -130,11 +121,3 @@ def test_the_frontier_is_the_linear_program_with_two_resources(seed, decode):
             found += 1
             assert 0.99 * exact.fun <= bound <= exact.fun * (1 + 1e-9)
     assert found > 10
-
-
-def test_a_curve_of_some_groups_is_that_of_a_catalog_that_has_only_these():
-    whole = catalog(6, layered=True)
-    curve, alone = LossCurves(whole).of([0, 1, 2]), LossCurves(whole.prefix(3)).of(range(3))
-    for share in (0.01, 0.05, 0.1, 0.3, 1.0, 3.0):
-        assert curve.at(share * whole.fp16_bytes) == pytest.approx(alone.at(share * whole.fp16_bytes))
-    assert curve.least_bytes == alone.least_bytes

@@ -148,16 +148,6 @@ def test_a_fold_never_sees_what_it_holds_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_finds_the_same_and_plays_nothing_again(tmp_path):
-    mine = tuned(tmp_path)
-    first = search(tmp_path / "out", mine)
-    again = search(tmp_path / "out", mine)
-    assert again == first
-    other = search(tmp_path / "out", mine, options=Search(points=4, rounds=1, near=2, seed=5))
-    assert {fold.chosen for fold in other.folds} != {fold.chosen for fold in first.folds}
-
-
-@pytest.mark.slow
 def test_what_cannot_be_tuned_is_refused(tmp_path):
     with pytest.raises(UsageError, match="declares no parameters"):
         search(tmp_path, "cachegen")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -22,8 +21,8 @@ from kvabr.replay.link import Capacity
 from kvabr.replay.simulator import Machine
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import ProgressMade
-from kvabr_lab.crowd import MACHINES, BucketModel, CacheMachine, Crowd, PlayTable, Tree, drawn, fewest, flow, loads
-from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream
+from kvabr_lab.crowd import BucketModel, CacheMachine, Crowd, PlayTable, Tree, drawn, fewest, flow, loads
+from kvabr_lab.packets import PACKET
 from kvabr_lab.sharing import SharedPlays, Sharing
 from tests.catalogs import catalog
 from tests.replay.worlds import world
@@ -57,15 +56,6 @@ def shared(policies, *, sharing=None, rtt=0.05, deadline=4.0, rate=RATE, slow_st
 
 def size(track):
     return OFFER.track(track).total_bytes
-
-
-@pytest.mark.parametrize("rtt", [0.0, 0.05, 0.2])
-def test_alone_a_play_takes_what_its_bytes_take(rtt):
-    (record,), _, link = shared(["fixed:Int8"], rtt=rtt, slow_start=False)
-    least = rtt + size("Int8") / RATE
-    assert least <= record.delivered_s <= 1.1 * least + 2 * rtt
-    assert link.dropped == 0
-    assert all(group.track == "Int8" for group in record.groups)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -136,36 +126,6 @@ def test_a_long_queue_delays_every_request_and_codel_keeps_it_short():
     assert codel.dropped > 0
 
 
-class Endless(Stream):
-    """More bytes than the link carries."""
-
-    def __init__(self):
-        super().__init__(10**9)
-
-    def place(self):
-        return 0
-
-    def receive(self, size, now):
-        pass
-
-
-def test_codel_drops_ever_more_often_until_the_delay_is_acceptable():
-    """The control law of RFC 8289: intervals of 100 ms over the root of the drops so far."""
-    link = Bottleneck(Capacity(world("flat", [RATE])), 0.01, 10**9, PACKET, codel=True)
-    sender = Sender(link, 5e6)  # far more than the link takes in the time
-    sender.open(Endless(), 0.0)
-    drops, dropped = [], 0
-    while (now := link.next_s()) < 2.0:
-        link.run(now)
-        if link.dropped > dropped:
-            drops.append(now)
-        dropped = link.dropped
-    gaps = [after - before for before, after in itertools.pairwise(drops)]
-    assert len(gaps) > 20
-    for count, gap in enumerate(gaps, start=1):
-        assert gap == pytest.approx(0.1 / math.sqrt(count), abs=3 * PACKET / RATE)
-
-
 @pytest.mark.parametrize("engine", [None, "hole", "suffix"])
 @pytest.mark.parametrize("rivals", [0, 3])
 def test_an_experiment_shares_its_link(rivals, engine):
@@ -214,12 +174,6 @@ def test_an_edge_sends_no_more_than_it_carries(table: PlayTable):
     found = flow(table, Tree(SMALL, 3))
     assert (found.shares * found.active <= SMALL.carries * (1 + 1e-9)).all()
     assert (found.shares <= CROWD.access).all()
-
-
-def test_alone_a_player_gets_its_own_link(table: PlayTable):
-    found = flow(table, Tree(MACHINES["nginx"], 1000, store=BucketModel(1e15)))
-    assert found.met_share == 1.0
-    assert found.loss == pytest.approx(table.plays[-1].loss, abs=1e-4)
 
 
 def test_real_plays_over_the_rates_of_the_flow_agree_with_it(table: PlayTable):

@@ -8,11 +8,8 @@ import torch
 from kvabr.cli.main import main
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import load_model
-from kvabr.types.errors import FormatError
-from kvabr_lab.bench.blend import FULL, FusedCase, FusionLab, Recipe, measure, recipes
-from kvabr_lab.bench.blend_picture import picture
+from kvabr_lab.bench.blend import FusedCase, FusionLab, Recipe, measure, recipes
 from kvabr_lab.bench.blend_prompts import KINDS, make_prompts
-from kvabr_lab.bench.blend_summary import loss_table, ratio_table, summarise
 from tests.lab.bench.conftest import prose
 from tests.tinymodels import save
 
@@ -79,30 +76,6 @@ def test_results_are_kept_and_the_next_run_computes_nothing(large, lab):
         raise AssertionError(key)
 
     assert measure(lab, some, plan, kept.get, never) == found
-
-
-def test_the_summary_and_the_picture(large, lab):
-    kept = {}
-    plan = recipes(("question", "oracle"), (0.15, 0.3), ())
-    some = [prompt for kind in ("facts", "codes") for prompt in prompts(large, kind, 2)]
-    result = summarise(measure(lab, some, plan, kept.get, kept.setdefault), plan)
-    rows = {(row["recipe"], row["kind"]): row for row in result["recipes"]}
-    assert rows[FULL, "codes"]["kl"] == 0
-    codes = rows[FULL, "codes"]
-    assert codes["margin_ci95"][0] <= codes["margin"] <= codes["margin_ci95"][1]
-    assert "margin" not in rows[FULL, "facts"]
-    row = rows["mean, question 0.15", "facts"]
-    assert row["kl_ci95"][0] <= row["kl"] <= row["kl_ci95"][1]
-    over = {(each["over"], each["kind"]) for each in result["ratios"]}
-    assert {("alone, hkvd 0.15", "facts"), ("alone, lmcache 0.15", "codes")} <= over
-    assert len(loss_table(result)[1]) == len(plan) + 1
-    assert len(ratio_table(result)[1]) == len(result["ratios"])
-    drawn = picture(result)
-    assert drawn.startswith("<svg")
-    assert "share of codes not found" in drawn
-    assert "mean, oracle" in drawn
-    with pytest.raises(FormatError, match="to draw"):
-        picture({"recipes": []})
 
 
 @pytest.mark.slow

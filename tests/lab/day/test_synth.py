@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvabr.cli.main import main
-from kvabr.replay.readers import find, read
 from kvabr_lab.cli.traces import describe
 from kvabr_lab.day.synth import KINDS, Shape, synthesise
 
@@ -60,17 +59,3 @@ def test_the_project_s_traces_are_what_their_headers_say(path, tmp_path):
     assert out.read_bytes() == data
     assert len(data) < 60_000
     assert f"`{path.name}`" in (ROOT / "traces" / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_project_s_traces_read():
-    paths = find([ROOT / "traces"])
-    traces = [trace for path in paths for trace in read(path)]
-    assert len(traces) == len(paths) >= 10
-    assert all(60 <= trace.duration_s <= 300 and trace.rtt_s for trace in traces)
-    rows = [line.split("|") for line in (ROOT / "traces" / "README.md").read_text(encoding="utf-8").splitlines()]
-    told = {row[1].strip(" `"): row for row in rows if len(row) == 8}
-    for path, trace in zip(paths, traces, strict=True):
-        row = told[path.name]
-        assert trace.mean_rate / MBIT == pytest.approx(float(row[4]), rel=1e-3)
-        assert trace.rtt_s == pytest.approx(float(row[5]) / 1000)
-        assert trace.duration_s == float(row[6])

@@ -11,12 +11,12 @@ from kvabr.replay.link import FIRST_BYTE_S
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
-from kvabr_lab.day.compare import BEST, ORACLE, compare
+from kvabr_lab.day.compare import ORACLE, compare
 from kvabr_lab.day.informed import KNOWLEDGE, other_days, play_informed
 from kvabr_lab.day.nodes import Fleet, FleetShape
 from kvabr_lab.day.oracle import replay_choices, search
 from kvabr_lab.day.requests import TOKEN_S, DayRequest, DayShape, day_of_requests
-from kvabr_lab.day.rules import PRFAAS_TOKENS, RULES, play_day, rule_of
+from kvabr_lab.day.rules import PRFAAS_TOKENS, play_day, rule_of
 from kvabr_lab.day.sessions import SessionShape, SessionTurn, day_of_sessions, read_sessions
 from kvabr_lab.day.world import Choice, Day, SiteShape, World, WorldShape
 from kvabr_lab.route import BOTH, FETCH, LOCAL, REMOTE, CacheSize, PrefillSite, RouteLink, forecasts
@@ -216,18 +216,6 @@ def test_a_rule_that_knows_what_can_be_known_plays_futures():
     mine = results["kvabr"]
     assert mine.elsewhere_s <= 10 * mine.mean_s
     assert results[ORACLE].elsewhere_s == 0
-
-
-@pytest.mark.slow
-def test_queues_and_link_make_a_rule_better_than_a_threshold():
-    requests = day_of_requests(DayShape(300, 1200.0), 1)
-    found = {one.rule: one for one in compare(requests, shape(), deadline_s=5.0, sweeps=1)}
-    assert set(found) == {*RULES, BEST, ORACLE}
-    assert found[ORACLE].mean_s <= found["kvabr"].mean_s <= found["prfaas"].mean_s
-    assert found["kvabr"].mean_s <= min(found["local"].mean_s, found["remote"].mean_s)
-    assert found["remote"].bytes > found["kvabr"].bytes > found["local"].bytes == 0
-    assert found["local"].remote_s == 0
-    assert sum(found["kvabr"].shares.values()) == pytest.approx(1.0)
 
 
 COST = PrefillCost(0.0, 1e-3, 0.0)

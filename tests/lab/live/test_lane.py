@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvabr.replay.link import Capacity
 from kvabr.types.errors import UsageError
-from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane, line_rate
+from kvabr_lab.live.lane import HEADER_BYTES, PACKET_BYTES, Conditions, Lane
 from tests.lab.live.links import trace
 
 FULL = 1000 - HEADER_BYTES
@@ -80,10 +80,3 @@ def test_conditions_are_checked_and_a_queue_holds_a_round_trip():
     assert Conditions(rtt_s=0.1).limit_bytes(5e6) == 500_000
     assert Conditions(rtt_s=0.01).limit_bytes(1e5) == 64 * PACKET_BYTES
     assert Conditions(queue_bytes=9999).limit_bytes(5e6) == 9999
-
-
-def test_the_line_rate_is_what_a_link_carries_at_its_best():
-    assert line_rate(trace([5.0])) == 5.0
-    assert line_rate(trace([1.0] * 60 + [9.0] * 40)) == 9.0
-    assert line_rate(trace([1.0] * 97 + [9.0] * 3)) == 1.0, "a moment is not the line"
-    assert line_rate(trace([0.0] * 50 + [3.0] * 50)) == 3.0

@@ -13,7 +13,6 @@ from kvabr.replay.engines import ENGINES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route import (
-    PROBE_BYTES,
     PROBE_WAIT_S,
     CacheSize,
     PrefillSite,
@@ -85,19 +84,6 @@ def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
     assert found.chosen.others_s < found.options[0].others_s
     # Others can go elsewhere too: with more workers nobody waits.
     assert crowded(workers=(2, 1)).route(RouteRequest(20_000), 13.0).place == "local"
-
-
-def test_a_silent_link_is_probed_until_something_is_heard():
-    router = Router(SLOW, FAST, SIZE, rtt_s=0.04)
-    assert router.probe(10.0) == PROBE_BYTES  # nothing is known yet
-    assert router.probe(10.5) == router.probe(11.9) == 0
-    assert router.probe(12.0) == PROBE_BYTES  # the first one was lost
-    router.arrived(PROBE_BYTES, 0.01, 12.2)
-    assert router.probe(14.0) == 0
-    assert router.probe(14.2) == PROBE_BYTES
-    for second in range(15, 30):
-        router.arrived(1e7, 1.0, float(second))
-        assert router.probe(second + 0.5) == 0
 
 
 def test_probes_close_and_open_a_link_over_which_nothing_else_is_sent():
