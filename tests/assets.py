@@ -1,7 +1,5 @@
 """Assets for tests of the origin: true names, sizes and digests; frames of noise, since no origin looks inside."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

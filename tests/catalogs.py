@@ -1,7 +1,5 @@
 """Catalogs for tests of the player: the sizes and losses that a real cache has, any number of groups."""
 
-from __future__ import annotations
-
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.kv import KVSpec, RopeSpec
 from kvabr.types.naming import TrackNamespace, chain

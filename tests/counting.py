@@ -1,7 +1,5 @@
 """Counts the work that code does, in lines of Python: the same on every machine, however busy."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

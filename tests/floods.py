@@ -1,7 +1,5 @@
 """A peer that sends without end what carries no data: records of TLS, and frames of QMux."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import socket

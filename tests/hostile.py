@@ -1,7 +1,5 @@
 """JSON that a hostile peer may send in place of a catalog, of any size."""
 
-from __future__ import annotations
-
 from tests.catalogs import catalog
 
 _HEAD, _TAIL = catalog(2).dumps()[:-2].encode(), b"}\n"

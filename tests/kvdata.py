@@ -1,7 +1,5 @@
 """KV caches for tests of the codecs: channels of unlike spread, a few outliers, keys turned by RoPE, loud sinks."""
 
-from __future__ import annotations
-
 from functools import cache as cache_result
 
 import torch

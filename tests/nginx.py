@@ -1,7 +1,5 @@
 """nginx as a cache in front of a store, configured as `docs/deploy/nginx.conf` says, and what it asks the store."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

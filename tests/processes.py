@@ -1,7 +1,5 @@
 """Watch processes that are not children of the test."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

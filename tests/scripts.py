@@ -1,7 +1,5 @@
 """Runs scripts in the process of a test: to load torch and kvabr again takes longer than what most of them do."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy

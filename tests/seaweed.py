@@ -1,7 +1,5 @@
 """A real S3 server for tests: SeaweedFS, from its package, on ports of its own, with accounts of its own."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

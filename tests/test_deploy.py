@@ -1,7 +1,5 @@
 """The files in docs/deploy: their commands parse, their metrics exist, and what can run here accepts them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

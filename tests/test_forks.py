@@ -1,7 +1,5 @@
 """Objects with threads or sockets in a forked child: they say so, and closing them there does nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

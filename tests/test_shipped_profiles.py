@@ -1,7 +1,5 @@
 """Codec profiles that ship with the package: what is in them, whose caches they fit, and under which digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -3,8 +3,6 @@
 None of the figures is a time that was measured here: plays are simulated.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

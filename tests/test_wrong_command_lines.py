@@ -6,8 +6,6 @@ one: a model, an address or a policy that cannot be had stops it before it compu
 All that is said stands in `data/messages.txt`, for people to read. ``KVABR_MESSAGES=write`` writes that file again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

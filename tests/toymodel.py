@@ -1,7 +1,5 @@
 """A model of a few hundred numbers that obeys the engine protocol: what a token's KV is depends on all before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

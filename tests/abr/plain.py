@@ -1,7 +1,5 @@
 """Catalogs with round numbers, and views set by hand, for decisions that can be worked out on paper."""
 
-from __future__ import annotations
-
 from kvabr.abr import Ladder, View
 from kvabr.abr.view import Transfer
 from kvabr.player.session import Session

@@ -4,8 +4,6 @@
 meant to play otherwise must do.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tomllib

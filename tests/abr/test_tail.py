@@ -1,7 +1,5 @@
 """How much of a prefix is left to the call that computes the question."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

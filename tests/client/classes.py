@@ -1,7 +1,5 @@
 """Caches of several layer classes for plays: whole numbers, which every 16-bit float holds exactly."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Assets in object stores for tests of playing: put there as publishers do, and a web server that reads them badly."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Random models whose groups are lost at random: what is handed over is exact, complete, and what was needed."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A cache with a layer class of every kind: encoded, served, played by an ordinary session, and put together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

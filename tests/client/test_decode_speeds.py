@@ -1,7 +1,5 @@
 """How fast the machine decodes: measured on a clock that counts, kept in a file, and never believed if it cannot be."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What an engine's prefills cost: learnt from every computation, kept between processes, and never spoilt by one."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -4,8 +4,6 @@ Whatever the row of the table, a cache that is handed over has no hole and is th
 way on the connection, and the play ends within its patience.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from typing import Any

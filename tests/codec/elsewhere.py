@@ -3,8 +3,6 @@
 What is computed is real, on the processor's memory; what differs is what torch allows, and how many bytes cross.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map

@@ -1,7 +1,5 @@
 """The encoder's matrices: the exact inverse, rounded, whatever computed it, and products that cannot overflow."""
 
-from __future__ import annotations
-
 from decimal import Decimal, localcontext
 
 import numpy as np

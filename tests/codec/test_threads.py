@@ -1,7 +1,5 @@
 """Cores are shared among the groups being decoded, and what is done two at a time leaves torch its threads."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

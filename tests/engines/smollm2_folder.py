@@ -3,8 +3,6 @@
 As a program: ``python -m tests.engines.smollm2_folder FOLDER``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

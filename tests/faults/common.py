@@ -1,7 +1,5 @@
 """What the tests of faults share: a small real asset, real servers on loopback, and shaped links to them."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

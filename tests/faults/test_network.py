@@ -1,7 +1,5 @@
 """Plays over links that lose, delay, fall silent, and lead nowhere: real QUIC, real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Whom a player believes and whom an origin lets in: certificates and tokens, over every QUIC library."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import hashlib

@@ -8,8 +8,6 @@ removed. Each other part is an object:
 The age is in minutes. Pages may be written as JSON, which no fuzzer would pack.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Collection, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """Guided runs: starts them one after another, shows how they go, and minimises what they find."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

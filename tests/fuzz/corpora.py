@@ -4,8 +4,6 @@ A file for each target, `corpus/TARGET.txt`, with an input in base64 on each lin
 the inputs up to the next such line are.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

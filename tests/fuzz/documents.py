@@ -1,7 +1,5 @@
 """Catalogs, lists of models, names, certificates: what an origin, a relay or a client sends once it is connected."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

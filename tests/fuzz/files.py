@@ -1,7 +1,5 @@
 """Files: what an asset, an operator or an earlier run has left on a disk, and traces from anywhere."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import hashlib

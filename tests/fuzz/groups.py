@@ -1,7 +1,5 @@
 """Groups and profiles: frames, payloads of all codecs, and the tables that AC payloads are decoded with."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `tools/fuzz --guided` starts it, with the options of libFuzzer behind the name.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

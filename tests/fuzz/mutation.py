@@ -1,7 +1,5 @@
 """Random mutation: valid inputs, changed a little, without looking at what the parser does with them."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

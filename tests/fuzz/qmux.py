@@ -4,8 +4,6 @@ The first byte of an input says which end this is (bit 0), whether data is read 
 the bytes are cut.
 """
 
-from __future__ import annotations
-
 from kvabr.qmux.connection import _EMPTY_FRAMES, QmuxConnection
 from kvabr.qmux.frames import MAX_FRAME_BYTES, FrameType, QuicCode, frame
 from tests.fuzz.target import Target, chunks

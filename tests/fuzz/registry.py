@@ -1,7 +1,5 @@
 """All targets by name, those that strangers reach first."""
 
-from __future__ import annotations
-
 from tests.fuzz.buckets import BUCKETS
 from tests.fuzz.documents import CATALOGS, NAMES
 from tests.fuzz.files import FILES, TRACES

@@ -4,8 +4,6 @@ An input is a list of parts with `SEPARATOR` between them. The first byte of the
 Each other part is what comes behind one request, from its status line on; after the last one the server has gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Valid input for the parsers that `tests.fuzz.wire` and `tests.fuzz.sessions` feed: something of every kind."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from kvabr.moqt import messages as m

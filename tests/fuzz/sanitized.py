@@ -1,7 +1,5 @@
 """kvabr's native code with the sanitizers of addresses and undefined behaviour, loaded in place of the real one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,8 +9,6 @@ what: the three lowest bits are the kind of step, the others what the owner does
 the streams that the peer may use. cut: as of `chunks`.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Objects of stores: pages, catalogs, live catalogs and their news, encrypted objects; and the URLs of stores."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -4,8 +4,6 @@ The bytes alone decide what happens, also how they are cut into pieces and in wh
 input is all that it takes to see a failure again, and a fuzzer that watches the code learns what each byte does.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """Control messages and data streams of MoQT: what a peer sends before it is known who it is."""
 
-from __future__ import annotations
-
 from kvabr.moqt.codes import Param, SessionFault
 from kvabr.moqt.messages import MAX_MESSAGE_BYTES, MessageParser, decode, encode
 from kvabr.moqt.objects import (

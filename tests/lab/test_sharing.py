@@ -1,7 +1,5 @@
 """Plays that share a link with a queue, against arithmetic that can be done by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

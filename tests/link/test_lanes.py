@@ -1,7 +1,5 @@
 """Several connections to one peer: how many are worth it."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

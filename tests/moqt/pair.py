@@ -1,7 +1,5 @@
 """Two sessions connected in memory by streams with QUIC's guarantees: order within a stream, none between streams."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Sequence

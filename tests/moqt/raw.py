@@ -1,7 +1,5 @@
 """A session with the test itself as its peer."""
 
-from __future__ import annotations
-
 from kvabr.moqt.codes import SessionCode
 from kvabr.moqt.events import Close, Write
 from kvabr.moqt.messages import Message, MessageParser, decode

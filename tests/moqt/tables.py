@@ -1,7 +1,5 @@
 """Table-driven tests: one test case checks every row, and a failure names its row."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Encoders for what kvabr only receives: ends of ranges."""
 
-from __future__ import annotations
-
 from kvabr.moqt.objects import DEFAULT_PRIORITY, FetchWriter
 from kvabr.moqt.wire import KeyValue, Location, write_varint
 

@@ -1,7 +1,5 @@
 """A play in which anything may happen in any order that a driver allows; and what must hold after every event."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

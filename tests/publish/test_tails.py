@@ -1,7 +1,5 @@
 """Losses behind tails: what is measured, of which tracks, and what the catalog keeps of it."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, stdev
 

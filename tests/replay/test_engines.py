@@ -1,7 +1,5 @@
 """Engines whose prefills were measured, and the notation of a cost."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import suppress

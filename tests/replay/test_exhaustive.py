@@ -5,8 +5,6 @@ engine computes. All choices are tried: tracks, orders, groups to compute, and, 
 which groups are upgraded while it does.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

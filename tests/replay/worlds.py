@@ -1,7 +1,5 @@
 """Small links for tests: each a trace with a character."""
 
-from __future__ import annotations
-
 import random
 
 from kvabr.replay.trace import Trace

@@ -1,7 +1,5 @@
 """`kvabr serve` as a process, and clients that fetch from it over QUIC."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A server of tracks that a test makes grow, and one connection to it."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 

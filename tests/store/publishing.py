@@ -1,7 +1,5 @@
 """Publishes made-up caches into stores: those of several layer classes as an encoder does, others as an engine does."""
 
-from __future__ import annotations
-
 import torch
 
 from kvabr.data import default_catalog

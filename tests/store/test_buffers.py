@@ -1,7 +1,5 @@
 """Buffers are used again only when no view of them is left, and no more is kept than was allowed."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Stores that fail: overloaded, without conditional writes, cutting answers short, or lying about ranges."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

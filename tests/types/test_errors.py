@@ -1,7 +1,5 @@
 """What a process that has run out of something is told."""
 
-from __future__ import annotations
-
 import errno
 import json
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Expected loss of a mixed cache: sums, and what recomputed groups inherit."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Records, and the roads that the fields of a catalog and of its tracks take."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar

@@ -3,8 +3,6 @@
 ``KVABR_RACE_PROCESSES=2000`` tries as many processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

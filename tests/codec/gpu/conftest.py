@@ -1,7 +1,5 @@
 """Run the kernels in Triton's interpreter where there is no GPU, without affecting the rest of the suite."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

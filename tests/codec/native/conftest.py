@@ -1,7 +1,5 @@
 """Every path of this machine, and a case for each seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Random coders and transforms of every shape that is allowed, and groups for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

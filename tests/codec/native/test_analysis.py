@@ -1,7 +1,5 @@
 """The encoder's transform on every path: the same bits, over layouts, lengths and element types, and precise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

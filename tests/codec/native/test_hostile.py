@@ -1,7 +1,5 @@
 """Invalid payloads: the same error on every path, in bounded time; never a crash."""
 
-from __future__ import annotations
-
 import random
 import struct
 

@@ -1,7 +1,5 @@
 """Valid and invalid profiles; histograms to tables; machines without the extension."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

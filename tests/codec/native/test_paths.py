@@ -1,7 +1,5 @@
 """Every native path gives the oracle's bits: payloads, indices, caches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Native placing gives torch's bits, into tensors of any strides, and finds every number that is not finite."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

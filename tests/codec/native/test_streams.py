@@ -1,7 +1,5 @@
 """Streams: payloads are the same on every path, in any number of threads, and directories that lie are refused."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Digests of groups on every track: run as a process, with a file of `Case` and one to write them to."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Encoded bytes are the same on every code path: two publishers' digests of a group agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Models whose layers stay on the disk: the same statistics as with the whole model in memory, and clear refusals."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The cache of a play on the model's device: nothing is copied there twice, and what is computed on it is the same."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

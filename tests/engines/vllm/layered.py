@@ -1,7 +1,5 @@
 """A policy that plays the AC layers up to one of them in every group, whatever the link is like."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from kvabr.abr import Decision, Policy, View

@@ -3,8 +3,6 @@
 The engine asks in steps, as vLLM does, and computes one prompt after the other, in the order in which they are ready.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What the live tests share: sockets at both ends of a shaper, and traces that end soon."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

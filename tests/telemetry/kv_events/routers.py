@@ -4,8 +4,6 @@ Each names blocks in its own way, and takes from the messages what it needs for 
 which llm-d, as Dynamo, computes names of its own.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 FNV_OFFSET, FNV_PRIME, MASK = 0xCBF29CE484222325, 0x100000001B3, (1 << 64) - 1
