@@ -111,27 +111,6 @@ def guide_line(text, start):
     return shlex.split(words)
 
 
-def test_the_crowd_of_the_guide(capsys):
-    text = (ROOT / "docs" / "guides" / "laboratory.md").read_text()
-    assert main(guide_line(text, "crowd")) == 0
-    out, said = capsys.readouterr().out, " ".join(text.split())
-    rows = re.findall(r"^ +(\d+) +(\d+) +([\d.]+)% +([\d.]+) ", out, re.MULTILINE)
-    (most, gbit, _, least), (_, _, _, middle) = rows[-1], rows[-3]
-    base = re.search(r"99\.9 % of the players have a complete cache in time with (\d+) edges", out)
-    gets = re.search(r"without caches: ([\d,]+) GETs per second at the store", out)
-    share = re.search(r"store: requests +(\d+)%", out)
-    assert base is not None
-    assert gets is not None
-    assert share is not None
-    for claim in (
-        f"{base[1]} machines of {gbit} Gbit/s that serve",
-        f"{2 * int(base[1])} a mean loss of {middle}, {most} of {least} nats",
-        f"{most} edges ask for {share[1]} % of that",
-        f"would make {gets[1]} GETs a second",
-    ):
-        assert claim in said, claim
-
-
 def _plain(value: float) -> str:
     """Return a small number with one digit and without an exponent."""
     return f"{float(f'{value:.1g}'):.6f}".rstrip("0")

@@ -9,26 +9,6 @@ from kvabr.types.errors import PolicyError
 from tests.player.sessions import bring, decode_all, of, session, wait_for
 
 
-def test_plays_every_group_and_delivers_once():
-    play = session()
-    play.start(0.0)
-    todo = of(play.actions(), FetchGroup)
-    assert [fetch.group for fetch in todo] == [0, 1, 2, 3]
-    delivered = []
-    now = 0.0
-    while todo:
-        now += 0.05
-        actions = bring(play, todo.pop(0), now)
-        todo += of(actions, FetchGroup)
-        delivered += of(actions, Deliver)
-    assert len(delivered) == 1
-    assert delivered[0].met
-    assert play.over
-    assert play.next_timer() is None
-    assert [group.track for group in play.record.groups] == ["Int4"] * 4
-    assert play.record.bytes_wasted == 0
-
-
 def test_events_of_unknown_requests_are_ignored():
     play = session()
     play.start(0.0)
@@ -94,30 +74,6 @@ def test_suffix_engine_computes_the_tail_at_the_last_moment():
     play.computed(1, 4, now + 0.375)
     assert of(play.actions(), Deliver)[0].met
     assert [g.source for g in play.record.groups] == ["fetched"] + ["recomputed"] * 3
-
-
-def test_hole_engine_fills_groups_one_by_one_while_the_network_goes_on():
-    cost = PrefillCost(0.0, 0.1 / 128)
-    play = session(6, cost=cost)
-    play.start(0.0)
-    play.actions()
-    now, computed = 0.0, []
-    while not play.over and now < 3:  # the network is dead from the start
-        now = play.next_timer()
-        play.timer(now)
-        for action in of(play.actions(), Recompute):
-            assert action.last > action.first
-            computed += range(action.first, action.last)
-            now += 0.1
-            play.computed(action.first, action.last, now)
-            for more in of(play.actions(), Recompute):
-                computed += range(more.first, more.last)
-                now += 0.1
-                play.computed(more.first, more.last, now)
-    assert play.over
-    assert play.record.delivered_s is not None
-    assert [g.track for g in play.record.groups] == ["recomputed"] * 6
-    assert play.record.tokens_recomputed == 6 * 128
 
 
 def test_a_policy_that_leaves_the_same_group_to_the_engine_again_and_again_is_refused():

@@ -126,12 +126,6 @@ def test_caches_that_are_no_numbers_are_refused_with_the_layer(tmp_path, monkeyp
         calibrate(loaded, TEXT, contexts=2, tokens=100)
 
 
-def test_there_is_enough_of_both():
-    assert sum(map(len, calibration_texts().values())) > 200_000
-    assert all(len(text) > 8_000 for text in measuring_texts().values())
-    assert {"manual", "source"} <= measuring_texts().keys()
-
-
 def test_no_text_is_in_both():
     def paragraphs(texts):
         plain = [" ".join(part.split()) for text in texts.values() for part in text.split("\n\n")]

@@ -176,22 +176,6 @@ def test_a_passage_is_published_as_it_is_long_and_measured_behind_a_neutral_text
     assert catalog.track("AC-L1").measured.kl < catalog.track("AC-L0").measured.kl
 
 
-def test_one_passage_has_one_name_and_each_tenant_another():
-    model, made = ToyModel(), prompt(40)
-    base = toy_base(made.tokens)
-
-    def named(salt=b"", **more):
-        kept = MemoryFrames()
-        catalog = publish(model, made, ("FP16", "Int4"), None, kept, salt=salt, passage=base, **more)
-        return catalog, kept.frames
-
-    once, again = named(), named()
-    assert (once[0].namespace, once[1]) == (again[0].namespace, again[1])
-    names = {catalog.namespace.prompt for catalog, _ in (once, named(b"one"), named(b"other"))}
-    assert len(names) == 3
-    assert publish(model, made, ("FP16",), None, MemoryFrames()).namespace.prompt not in names
-
-
 def test_a_model_whose_keys_cannot_be_moved_has_no_passages():
     model = ToyModel(SPEC.changed(rope=None))
     with pytest.raises(FormatError, match="rotated"):

@@ -93,17 +93,6 @@ def test_damage_is_found_and_removed_and_published_again(place):
     assert damage(place) == []
 
 
-def test_a_damaged_asset_is_replaced_by_force(place):
-    name = put(place, LONG[:70])
-    objects_of = sorted(open_store(place).open(name).objects)
-    replace_object(place, objects_of[0], b"short")
-    with pytest.raises(UsageError):
-        publish(place, LONG[:70])
-    assert publish(place, LONG[:70], force=True) == (name, True)
-    assert damage(place) == []
-    assert found(place, LONG[:70]) == 70
-
-
 def test_copies_between_all_kinds(place, tmp_path):
     published = {put(place, LONG[:100]), put(place, LONG)}
     for target in (str(tmp_path / "warm"), f"memory://{secrets.token_hex(6)}"):

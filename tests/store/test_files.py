@@ -9,7 +9,6 @@ from kvabr.store.files import (
     PRIVATE,
     STALE_S,
     NameClaim,
-    open_regular,
     read_text,
     replacing,
     sweep,
@@ -36,12 +35,6 @@ def test_a_link_stays_a_link(tmp_path):
     write_text(link, "new")
     assert link.is_symlink()
     assert target.read_text() == "new"
-
-
-def test_a_link_to_itself_is_replaced(tmp_path):
-    (link := tmp_path / "link").symlink_to(link)
-    write_text(link, "new")
-    assert link.read_text() == "new"
 
 
 def test_a_pipe_is_written_into_not_replaced(tmp_path):
@@ -73,12 +66,6 @@ def test_bytes_too_and_never_over_a_folder(tmp_path):
     with pytest.raises(AssetError, match="cannot be written"):
         write_file(tmp_path / "folder", b"")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "folder"]
-
-
-def test_what_is_written_is_as_public_as_other_files(tmp_path):
-    (tmp_path / "other").write_text("")
-    write_text(tmp_path / "mine", "")
-    assert (tmp_path / "mine").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_files_that_are_no_text(tmp_path):
@@ -148,17 +135,6 @@ def test_half_written_files_of_one_name_are_swept_when_they_are_old(tmp_path):
     sweep(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([young, tmp_path / "out"])
     sweep(tmp_path / "nothing")
-
-
-def test_a_file_with_another_name_is_told_from_a_sole_one(tmp_path):
-    (tmp_path / "one").write_text("x")
-    with open_regular(tmp_path / "one", sole=True) as file:
-        assert file.read() == b"x"
-    (tmp_path / "two").hardlink_to(tmp_path / "one")
-    with pytest.raises(OSError, match="a hard link"):
-        open_regular(tmp_path / "two", sole=True)
-    with open_regular(tmp_path / "two") as file:
-        assert file.read() == b"x"
 
 
 def test_a_name_is_claimed_by_one_at_a_time(tmp_path):

@@ -107,15 +107,6 @@ def test_a_turn_that_ends_within_a_group_is_outgrown_by_one_with_a_further_group
     assert (name(1) in there(tmp_path)) == outgrown
 
 
-def test_what_was_removed_is_published_again(tmp_path):
-    offer(tmp_path, 1, age_s=300.0)
-    most = 11 * size(tmp_path, 1) // 10
-    offer(tmp_path, 2, max_bytes=most, age_s=200.0)
-    assert there(tmp_path) == {name(2)}
-    offer(tmp_path, 1, max_bytes=most)
-    assert there(tmp_path) == {name(1)}
-
-
 def test_measured_assets_and_foreign_files_are_left_alone(tmp_path):
     offer(tmp_path, 1, age_s=300.0)
     measured = tmp_path / "a" / name(1)

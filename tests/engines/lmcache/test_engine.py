@@ -1,7 +1,6 @@
 """LMCache itself, on the CPU: its engine stores and retrieves over a real origin, with kvabr as its remote storage."""
 
 import asyncio
-import logging
 import os
 import threading
 
@@ -19,7 +18,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
-from kvabr.engines.lmcache.chunks import PLACES, as_kv
+from kvabr.engines.lmcache.chunks import as_kv
 from kvabr.store.locations import open_asset
 from tests import kvdata
 from tests.engines.served import Origin
@@ -185,51 +184,6 @@ def test_what_waits_is_published_before_lmcache_frees_its_memory(tmp_path, engin
 
 
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
-
-
-@pytest.fixture
-def profile(tmp_path):
-    path = tmp_path / "profile.safetensors"
-    path.write_bytes(kvdata.profile(SHAPE).to_bytes())
-    return str(path)
-
-
-def as_chunk(kv):
-    """A cache in kvabr's layout, in LMCache's."""
-    return kv.permute(1, 0, 3, 2, 4).flatten(3).half()
-
-
-def test_chunks_have_the_ac_tracks_of_their_place(origin, engine, profile, caplog):
-    """Also those of a prompt whose beginning is stored already, which is all that LMCache puts."""
-    options = {"url": origin.url, "fingerprint": origin.fingerprint, "deadline_s": 20.0}
-    tokens, kv = torch.arange(1000) + 800_000, as_chunk(kvdata.cache(SHAPE, 1000))
-    before = set(origin.holdings.assets)
-    one = engine(publish=str(origin.root), profile=profile, **options)
-    one.store(tokens=tokens[:256], cache=kv)
-    origin.look(len(before) + 1)
-    mask = torch.arange(1000) >= 256
-    one.store(tokens=tokens, mask=mask, cache=kv)
-    origin.look(len(before) + 4)
-    catalogs = [asset.catalog for asset in origin.holdings.assets if asset not in before]
-    assert sorted((each.position, each.tokens) for each in catalogs) == [(0, 256), (256, 256), (512, 256), (768, 232)]
-    assert all("AC-L3" in each.by_name for each in catalogs)
-    # An engine without a profile plays them, in any request that begins alike.
-    other = engine(policy="fixed:AC-L0", **options)
-    longer = torch.cat([tokens[:768], torch.arange(100) + 900_000])
-    assert other.lookup(longer) == 768
-    mask, into = retrieve(other, longer)
-    assert int(mask.sum()) == 768
-    assert kvdata.is_base_of(into[:, :, :768], kv[:, :, :768])
-    # What a chunk says of itself is no matter of trust.
-    key = next(key for first, _, key in other.token_database.process_tokens(longer) if first == 512)
-    conn = connector(other)
-    assert conn.exists_sync(key)
-    PLACES._first[key.chunk_hash] = 256
-    with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
-        assert not conn.exists_sync(key)
-        assert asyncio.run_coroutine_threadsafe(conn.get(key), conn._loop).result(300.0) is None
-    assert "token 512 of a prompt, wanted is 256" in caplog.text
-    assert other.lookup(longer) == 512  # it is seen at two places now
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
