@@ -58,17 +58,6 @@ def test_replay_prints_a_table_and_a_verdict_and_writes_every_file(capsys, asset
     assert json.loads(files["perfetto"].read_text())["traceEvents"]
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bytes(capsys, asset, tmp_path):
-    texts = set()
-    for jobs in (1, 2):
-        path = tmp_path / f"{jobs}.json"
-        argv = ["replay", TRACES, "--asset", asset, "--deadline", 1, "--load", 0.4, "--starts", 2, "--seed", 3]
-        assert run(capsys, *argv, "--jobs", jobs, "--json", path)[0] == 0
-        texts.add(path.read_bytes())
-    assert len(texts) == 1
-
-
 def test_a_trace_that_is_shorter_than_the_play_wraps_and_says_so(capsys, asset, tmp_path):
     short = tmp_path / "short.csv"
     short.write_text("time_s,rate_mbps\n0,4\n0.5,2\n1.0,4\n")

@@ -4,18 +4,9 @@ import pytest
 
 from kvabr.abr import Estimator, Policy
 from kvabr.abr.plugins import estimators, load_estimator, load_policy, policies, policy_class
-from kvabr.abr.policy import Parameter, declared, parse, spell
+from kvabr.abr.policy import declared
 from kvabr.types.errors import PolicyError
 from tests.lab.matrices import tuned
-
-
-def test_values_and_shares_are_inverse():
-    for parameter in (Parameter(0.2, 1.4, 0.5), Parameter(0.001, 10.0, 0.1, log=True)):
-        for share in (0.0, 0.25, 0.5, 1.0):
-            assert parameter.share(parameter.at(share)) == pytest.approx(share, abs=1e-3)
-        assert (parameter.at(0.0), parameter.at(1.0)) == (parameter.low, parameter.high)
-    assert Parameter(0.01, 1.0, 0.1, log=True).at(0.5) == pytest.approx(0.1)
-    assert Parameter(0.0, 1.0, 0.1).share(7.0) == 1.0
 
 
 def test_a_policy_takes_its_parameters_by_name(tmp_path):
@@ -55,12 +46,6 @@ def test_what_a_policy_does_not_take_is_refused(tmp_path, argument, words):
 def test_declarations_that_make_no_sense_are_refused(table):
     with pytest.raises(PolicyError):
         declared(type("Odd", (), {"parameters": table}))
-
-
-def test_spelling_is_what_parsing_reads():
-    values = {"a": 0.125, "b": 1e-7}
-    assert parse(spell("x", values).removeprefix("x:")) == values
-    assert spell("x", {}) == "x"
 
 
 @pytest.mark.parametrize("name", sorted(policies()))

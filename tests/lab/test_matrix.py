@@ -1,6 +1,5 @@
 import pytest
 
-from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.errors import AssetError, KvabrError
 from kvabr_lab.matrix import EngineSpec, build, read_toml, varying
 from kvabr_lab.results_folder import load_matrix, save_axes
@@ -12,20 +11,6 @@ def trace_file(path, rate=1.0):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("time_s,mbit_s\n" + "".join(f"{t},{rate + t % 3}\n" for t in range(20)))
     return path
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "number", "mode"),
-    [
-        ("none", "none", 0.0, "hole"), ("asset", "asset", 0.0, "hole"), ("2x", "x", 2.0, "hole"),
-        ("0.5x:suffix", "x", 0.5, "suffix"), ("1500/s:hole", "/s", 1500.0, "hole"),
-        ("h200-70b:suffix", "h200-70b", 0.0, "suffix"),
-    ],
-)  # fmt: skip
-def test_engines(text, kind, number, mode):
-    engine = EngineSpec.parse(text)
-    assert (engine.kind, engine.number, engine.mode) == (kind, number, mode)
-    assert engine.gpu_price == GPU_PRICE
 
 
 def test_cells_are_every_combination_and_starts_only_add():

@@ -10,23 +10,15 @@ from hypothesis import strategies as st
 
 from kvabr.replay.report import write_log, write_perfetto
 from kvabr.replay.report.timeline import (
-    Computation,
     achieved,
     capacity,
-    computations,
     lanes,
     requests,
 )
 from kvabr.types.errors import AssetError
 from kvabr.types.events import (
     DecisionMade,
-    FirstByteReceived,
     ProgressMade,
-    RecomputeStarted,
-    RequestCancelled,
-    RequestDone,
-    RequestFailed,
-    RequestSent,
 )
 from tests.replay.report_samples import HOSTILE, hostile, live_sample, sample
 
@@ -162,26 +154,6 @@ def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
         came = sum(item.received for item in requests(log))
         assert sum(line["rate"]) * step == pytest.approx(came, rel=0.01)
         assert came <= result["runs"][timeline["run"]]["bytes_fetched"] + 1
-
-
-def test_requests_are_read_back_from_single_events():
-    log = [
-        RequestSent(0.0, 0, 3, "FP8", 10),
-        RequestSent(0.1, 1, 4, "FP8", 10),
-        FirstByteReceived(0.2, 0),
-        RequestDone(0.3, 0, 3, "FP8", 10),
-        RequestFailed(0.35, 0, 3, "FP8", 0, "checksum"),
-        RequestCancelled(0.4, 1, 4, "FP8", 4, "late"),
-        RequestSent(0.4, 2, 5, "FP8", 10),
-        RecomputeStarted(0.5, 4, 6),
-        ProgressMade(0.7, 14, 1e6, 1e6, 0.1),
-    ]
-    refused, cancelled, left = requests(log)
-    assert (refused.outcome, refused.end_s, refused.received, refused.reason) == ("failed", 0.3, 10, "checksum")
-    assert (cancelled.outcome, cancelled.end_s, cancelled.received, cancelled.reason) == ("cancelled", 0.4, 4, "late")
-    assert (left.outcome, left.end_s, left.first_byte_s) == ("open", 0.7, None)
-    [computed] = computations(log)
-    assert computed == Computation(0.5, 0.7, 4, 6, finished=False)
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))

@@ -134,23 +134,6 @@ def test_without_detail_the_totals_are_the_same():
     assert not any(totals.steps)
 
 
-@pytest.mark.process
-def test_a_plain_replay_needs_neither_torch_nor_a_transport():
-    code = (
-        "import sys\n"
-        "from kvabr.data import default_catalog\n"
-        "from kvabr.replay.experiment import ReplayOptions\n"
-        "from kvabr.replay.run import Matrix, replay\n"
-        "from kvabr_lab.day.synth import synthesise\n"
-        "trace = synthesise('markov', mean_mbps=50, duration_s=20)\n"
-        "replay(Matrix(default_catalog(), (trace,), ('anytime',), ReplayOptions(4.0)), jobs=1)\n"
-        "names = 'torch', 'aioquic', 'qh3', 'kvabr.client.driver', 'kvabr.link.quic'\n"
-        "print([name for name in names if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
-    assert done.stdout.strip() == "[]"
-
-
 def test_the_expected_loss_falls_to_that_of_the_play():
     """What the page draws over time ends with what the play lost, whatever the policy does."""
     options = ReplayOptions(1.0, 0.03, 0.4)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvabr.codec.calibration_fingerprint import Seen
-from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish.texts import calibration_texts, paragraphs
 from kvabr.types.errors import UsageError
 from kvabr_lab.bench.contexts import (
@@ -22,7 +21,6 @@ from kvabr_lab.bench.contexts import (
 )
 from kvabr_lab.bench.repeated_texts import repeated_texts
 from tests.lab.bench.conftest import prose
-from tests.tinymodels import begin_with, save
 
 pytestmark = pytest.mark.slow
 
@@ -76,15 +74,6 @@ def test_contexts_are_spread_over_the_text_and_do_not_overlap(tiny):
     assert starts[0] > 0
     assert starts[-1] + 120 < len(ids)
     assert [one.name for one in made] == ["a-0", "a-1", "a-2", "a-3"]
-
-
-def test_contexts_begin_as_prompts_of_the_model_do(tmp_path):
-    loaded = load_model(str(begin_with(save(tmp_path), "!")))
-    text = "what it says " * 60
-    (context,) = cut(loaded, {"a": text}, 1, 200, 24)
-    assert context.tokens[0] == loaded.opening[0]
-    assert (len(context.tokens), len(context.continuation)) == (200, 24)
-    assert loaded.decode((*context.tokens[1:], *context.continuation)) in text
 
 
 def test_every_depth_has_a_code_of_its_own_and_the_text_keeps_its_length(tiny, contexts):

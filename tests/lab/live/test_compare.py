@@ -49,13 +49,6 @@ def test_errors_are_relative_to_live_and_a_play_without_a_ttft_has_none():
     assert found["policies"]["q"]["regret_live"] is None
 
 
-def test_agreement_is_a_share_of_tokens_of_which_the_last_group_has_fewer():
-    shares = [play["track_agreement"] for play in compared()["plays"]]
-    assert shares == [32 / 40, 1.0, 24 / 40, 0.0]
-    assert compared()["families"]["b"]["track_agreement"] == 0.5
-    assert compared()["policies"]["q"]["plays"] == 2
-
-
 def test_the_table_has_all_families_and_policies_and_owns_up_to_a_busy_machine():
     console = Console(width=100, no_color=True)
     with console.capture() as capture:

@@ -80,18 +80,6 @@ def test_the_longest_prefix_takes_two_rounds_and_at_most_fifteen_pages_inside_on
     assert len(store.asked) <= groups // SIZE + 1 + SIZE - 1
 
 
-def test_a_lookup_of_320_groups_takes_at_most_40_requests():
-    store = Store(prompt(307))
-    assert store.search(prompt(320, own_from=306))[-1][0] == 304
-    assert (store.rounds, len(store.asked)) == (2, 35)
-
-
-def test_nothing_is_found_of_a_prompt_that_nobody_has():
-    store = Store(prompt(40))
-    assert store.search(digests(*(f"other {g}" for g in range(50)))) == []
-    assert store.rounds == 2
-
-
 def test_a_page_in_the_middle_that_is_gone_ends_the_prefix():
     asset = prompt(64)
     store = Store(asset)
@@ -117,13 +105,6 @@ def test_a_long_prompt_is_searched_for_in_few_rounds(there):
     assert len(store.asked) <= 64 + SIZE
 
 
-def test_little_of_a_very_long_prompt_takes_few_requests():
-    chunks = prompt(512 * SIZE)
-    store = Store(chunks[: 2 * SIZE])
-    assert store.search(chunks) == pages(chunks)[:2]
-    assert len(store.asked) < 100
-
-
 def test_a_page_under_the_name_of_another_is_not_believed():
     asset, other = prompt(32), digests(*(f"x{g}" for g in range(32)))
     store = Store(asset)
@@ -142,14 +123,6 @@ def test_of_an_asset_with_states_the_page_that_ends_it_is_found():
     assert store.rounds == 1
     longer = [*asset, *digests("more", "and more")]
     assert store.search(longer, states=True) == pages(asset)
-
-
-def test_a_full_page_that_ends_an_asset_with_states_is_found_behind_the_others():
-    asset = prompt(32)
-    store = Store(asset, states=True)
-    longer = [*asset, *digests(*(f"more {g}" for g in range(20)))]
-    assert store.search(longer, states=True) == pages(asset)
-    assert store.rounds == 2
 
 
 def test_pages_of_another_kind_do_not_continue_a_prefix():
