@@ -1,4 +1,4 @@
-"""nginx as a cache in front of a store, configured as `docs/deploy/nginx.conf` says, and what it asks the store."""
+"""nginx as a cache in front of a store, configured as `docs/deploy/nginx.conf` says."""
 
 import contextlib
 import os
@@ -9,21 +9,10 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 CONFIG = Path(__file__).resolve().parent.parent / "docs" / "deploy" / "nginx.conf"
 START_S = 300.0
-_ASKED = re.compile(r"GET (\S+) (\S+) (\d+)")
-
-
-class StoreGet(NamedTuple):
-    """One GET at the store."""
-
-    path: str
-    range: str
-    """As in the request's header; ``-`` if it has none."""
-    status: int
 
 
 class Nginx:
@@ -32,15 +21,15 @@ class Nginx:
     def __init__(self, folder: Path, store: str, bucket: str = "", *, slice_size: str = "1m") -> None:
         """``store``: host and port. The paths below ``bucket`` are cached, those of players and of the store alike."""
         folder.mkdir()
-        ports = _free_ports(2)
-        self.url = f"http://127.0.0.1:{ports[0]}"
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
         self._folder = folder
-        (folder / "nginx.conf").write_text(documented(folder, store, bucket, slice_size, *ports))
+        (folder / "nginx.conf").write_text(documented(folder, store, bucket, slice_size, port))
         self._process = subprocess.Popen(  # noqa: S603 - ours
             [str(NGINX), "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log"]
         )
         until = time.monotonic() + START_S
-        while not (all(map(_listens, ports)) and self.pids):
+        while not (_listens(port) and self.pids):
             if self._process.poll() is not None or time.monotonic() > until:
                 self.stop()
                 raise AssertionError(f"nginx does not start: {self.complaints}")
@@ -71,38 +60,19 @@ class Nginx:
         self._process.wait(60)
 
 
-def documented(folder: Path, store: str, bucket: str, slice_size: str, port: int, asked_port: int) -> str:
-    """Return the documented configuration for this machine.
-
-    Between it and the store is a server that does nothing but write down what the store is asked for.
-    """
+def documented(folder: Path, store: str, bucket: str, slice_size: str, port: int) -> str:
+    """Return the documented configuration for this machine."""
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = " ".join(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     changes = {
         r"worker_rlimit_nofile \d+;": f"worker_rlimit_nofile {min(files, 1 << 20) if files > 0 else 1 << 20};",
-        r"access_log off;": f"log_format asked '$request_method $uri $http_range $status'; "
-        f"access_log {folder}/answered.log asked; {temporary}",
+        r"access_log off;": f"log_format answered '$uri'; access_log {folder}/answered.log answered; {temporary}",
         r"/var/cache/nginx": f"{folder}/cache",
-        r"server store:8333;": f"server 127.0.0.1:{asked_port};",
+        r"server store:8333;": f"server {store};",
         r"listen 8080\b": f"listen 127.0.0.1:{port}",
         r"location /kvabr/": f"location /{bucket}{'/' if bucket else ''}",
         r"slice 1m;": f"slice {slice_size};",
-        r"\}\s*\Z": f"""
-  upstream behind {{ server {store}; keepalive 64; }}
-  server {{
-    listen 127.0.0.1:{asked_port};
-    access_log {folder}/asked.log asked;
-    location / {{
-      proxy_pass http://behind;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      proxy_read_timeout 1h;
-    }}
-  }}
-}}
-""",
     }
     text = CONFIG.read_text(encoding="utf-8")
     for pattern, here in changes.items():
@@ -117,12 +87,7 @@ def _listens(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _free_ports(count: int) -> list[int]:
-    tried = [socket.socket() for _ in range(count)]
-    try:
-        for each in tried:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in tried]
-    finally:
-        for each in tried:
-            each.close()
+def _free_port() -> int:
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return tried.getsockname()[1]

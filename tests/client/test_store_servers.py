@@ -124,10 +124,11 @@ BODIES = {"page": b"<html>Please log in</html>", "gzip": gzip.compress(MODELS), 
 
 @pytest.fixture
 def gateway(request):
-    """An HTTP server that answers every request with one body, whatever range is asked for."""
+    """An HTTP server that answers every GET with one body, whatever range is asked for, and knows nothing else."""
 
     def one_body(asked):
-        asked.answer(200, request.param)
+        known = asked.command == "GET"
+        asked.answer(200 if known else 501, request.param if known else b"<html>Unsupported method</html>")
         return True
 
     with contextlib.closing(FlakyStore(one_body)) as made:
