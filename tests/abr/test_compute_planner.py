@@ -3,9 +3,12 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
+from kvabr.abr import Ladder, View
 from kvabr.abr.estimator import Prior
+from kvabr.abr.time_planner import TimePlanner
 from kvabr.data import default_catalog
 from kvabr.player.session_types import PlayerConfig
 from kvabr.replay.clairvoyant import Clairvoyant
@@ -126,6 +129,17 @@ def test_on_a_known_link_an_engine_that_computes_nothing_changes_nothing(deadlin
     run, alone = played(PrefillCost.from_rate(float(rate))), played(None)
     assert run["recompute_s"] == 0.0
     assert (run["ttft_s"], run["loss"]) == (alone["ttft_s"], alone["loss"])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_no_engine_is_expected_to_begin_behind_groups_before_they_are_published(prefix):
+    cost = PrefillCost(0.0, 1.0)
+    play = View(Ladder(catalog(4)), 60.0, cost=cost, front_first=True, prefix=prefix, time_price=1.0)
+    play.edge, play.ready_s = 1, {1: 5.0, 2: 10.0}.get
+    stops, engine_s = np.array([1, 2, 3]), np.full(3, 7.0)
+    found = TimePlanner(play).divide(play, 1e12, 0, stops, engine_s, np.zeros(3))
+    assert list(found.network_s) == pytest.approx([0.0, 5.0, 10.0], abs=0.05)
+    assert list(found.objective) == pytest.approx([7.0, 12.0, 17.0], abs=0.05)
 
 
 def test_what_was_computed_keeps_the_errors_of_what_was_in_place_then():
