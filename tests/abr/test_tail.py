@@ -40,6 +40,9 @@ def test_offers_are_whole_groups_up_to_the_limit(catalog):
         assert offer.engine_s == pytest.approx(2e-5 * offer.tokens)
         assert offer.catalog.tokens + offer.tokens == catalog.tokens
     assert [offer.tokens for offer in tail_offers(catalog, GPU, following=20, most=last)] == [0, last]
+    assert [offer.tokens for offer in tail_offers(catalog, GPU, following=0)] == [0]  # there is no call for it
+    many = tail_offers(catalog, GPU, following=20, most=1 << 20)
+    assert (len(many) <= 9, many[-1].catalog.groups <= 2) == (True, True)
 
 
 def test_one_group_is_fetched_at_least_and_what_is_skipped_is_not(catalog):
