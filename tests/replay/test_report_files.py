@@ -19,6 +19,9 @@ from kvabr.types.errors import AssetError
 from kvabr.types.events import (
     DecisionMade,
     ProgressMade,
+    RequestDone,
+    RequestFailed,
+    RequestSent,
 )
 from tests.replay.report_samples import HOSTILE, hostile, live_sample, sample
 
@@ -154,6 +157,12 @@ def test_achieved_throughput_adds_up_to_the_bytes_that_came(with_progress):
         came = sum(item.received for item in requests(log))
         assert sum(line["rate"]) * step == pytest.approx(came, rel=0.01)
         assert came <= result["runs"][timeline["run"]]["bytes_fetched"] + 1
+
+
+def test_a_group_that_was_refused_keeps_its_time_of_arrival_and_what_had_come():
+    sent, done = RequestSent(0.0, 0, 3, "FP8", 10), RequestDone(0.3, 0, 3, "FP8", 10)
+    (refused,) = requests([sent, done, RequestFailed(0.35, 0, 3, "FP8", 0, "checksum")])
+    assert (refused.outcome, refused.end_s, refused.received, refused.reason) == ("failed", 0.3, 10, "checksum")
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=40))

@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console
 
 from kvabr.cli.display import table, track_table
+from kvabr.replay.fitting_table import FittingTable
 from kvabr.replay.report import family_table, summary_table, verdict, verification_table
 from kvabr.replay.report.queries import DARK
 from tests.catalogs import catalog
@@ -100,6 +101,15 @@ def test_columns_are_left_out_in_their_order_and_named(width, gone):
     assert "0.00012" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_long_name_does_not_squeeze_what_wraps():
+    made = FittingTable(box=None, padding=0, pad_edge=False)
+    made.add_column("policy", no_wrap=True, overflow="ellipsis", min_width=10)
+    made.add_column("loss", justify="right", no_wrap=True)
+    made.add_column("mix")
+    made.add_row("./leased.py:Leased", "0.00045", "abcdefgh " * 4)
+    assert "abcdefgh" in printed(made, 25).splitlines()[1]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

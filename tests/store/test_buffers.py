@@ -33,6 +33,8 @@ def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
     assert pool.spare_bytes == SIZE
     again = pool.take(SIZE - 1)
     assert (len(again), pool.spare_bytes, pool.fresh_bytes) == (SIZE - 1, 0, 2 * SIZE)
+    assert len(pool.take(100)) == 100
+    assert pool.fresh_bytes == 2 * SIZE  # small ones are the system's
 
 
 @pytest.mark.parametrize("size", [SIZE + 1, 2 * SIZE, SIZE // 2])

@@ -127,6 +127,16 @@ async def test_connections_are_opened_ahead():
     assert not any(reader._idle.values())
 
 
+async def test_what_is_not_urgent_goes_round_and_leaves_the_connection_used_last():
+    """That one has carried most lately, so what is urgent has no slow start on it."""
+    async with Peer(serve) as peer:
+        await peer.reader.warm(3)
+        for urgent in (True, False, False, False, True):
+            await peer.reader.receive("k", 7, 16, Memory(9), urgent=urgent)
+        assert len(set(peer.ports[:3])) == 3
+        assert peer.ports[3:] == [peer.ports[0]] * 2
+
+
 async def test_what_is_not_urgent_leaves_a_connection():
     async with Peer(lambda head: None if b"/s/large" in head else serve(head)) as peer:
         await peer.reader.warm(1)

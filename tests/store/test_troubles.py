@@ -1,5 +1,6 @@
 """Stores that fail: overloaded, without conditional writes, cutting answers short, or lying about ranges."""
 
+import asyncio
 import gc
 import json
 import os
@@ -360,6 +361,17 @@ def test_credentials_that_were_replaced_are_read_again(two_keys, monkeypatch):
         give("nobody's")
         with pytest.raises(UnauthorizedError, match="wrong or have expired"):
             bucket.blocked(bucket.get("m/0", limit=1 << 20))
+
+
+async def test_all_that_was_asked_for_with_old_credentials_is_asked_for_again(two_keys):
+    server, give, accept = two_keys
+    put(server.url, PLAIN, list(range(20)))
+    bucket = CloudStore(server.url)
+    await bucket.get("m/0", limit=1 << 20)
+    give("new")
+    accept("new")
+    await asyncio.gather(*(bucket.get("m/0", limit=1 << 20) for _ in range(20)))
+    assert bucket.made == 1
 
 
 @pytest.fixture

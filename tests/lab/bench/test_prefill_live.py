@@ -1,5 +1,8 @@
 """Producer, origin, link and decoder as processes, with a tiny model; and an asset that is drawn instead."""
 
+import asyncio
+from statistics import fmean
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from kvabr.store.locations import open_asset
 from kvabr.types.errors import KvabrError
 from kvabr_lab.bench.coder_speed import CacheShape
 from kvabr_lab.bench.drawn_asset import draw_asset, drawn_spec
+from kvabr_lab.bench.passage_reuse import NAMINGS, Collection, reuse
 from kvabr_lab.bench.prefill_live import Decoder, Link, PrefillJob, PrefillProducer, run
 from kvabr_lab.live.origin import LiveOrigin
 from kvabr_lab.live.shaper import Shaper
@@ -65,3 +69,14 @@ def test_its_groups_decode_on_every_layer(tmp_path):
     kv, _ = assembler.take_prefix()
     assert torch.isfinite(kv[0].float()).all()
     assert float(kv[0].float().std()) > 0
+
+
+SMALL = Collection(documents=8, queries=24, each=3)
+
+
+def test_documents_are_found_by_their_content_for_ever_and_not_so_by_prefixes():
+    found = {naming: asyncio.run(reuse(SMALL, naming)) for naming in NAMINGS}
+    assert found["content"] == [1.0] * 24
+    assert found["both"][0] == 1.0
+    assert fmean(found["both"][-8:]) < 0.8
+    assert fmean(found["prefix"]) < 0.5

@@ -37,6 +37,13 @@ def test_cake_computes_from_the_front_while_it_loads_from_the_back():
     assert asked == sorted(asked, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("loss", "track"), [("0.01", "AC-5x"), ("0.0075", "Int4"), ("0.001", "Int8"), ("1e-6", "FP16")]
+)
+def test_cake_takes_the_cheapest_track_that_loses_little_enough(loss, track):
+    assert {group.track for group in steady(f"cake:loss={loss}", catalog(8), 2e7).groups} == {track}
+
+
 PROFILES = (("A", 1000, 0.01, None), ("B", 2000, 0.001, None), ("C", 4000, 0.0001, None), ("D", 8000, 0.0, None))
 
 

@@ -13,6 +13,7 @@ from kvabr.replay.engines import ENGINES
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import UsageError
 from kvabr_lab.route import (
+    PROBE_BYTES,
     PROBE_WAIT_S,
     CacheSize,
     PrefillSite,
@@ -84,6 +85,11 @@ def test_a_long_prompt_leaves_the_queue_that_short_ones_need():
     assert found.chosen.others_s < found.options[0].others_s
     # Others can go elsewhere too: with more workers nobody waits.
     assert crowded(workers=(2, 1)).route(RouteRequest(20_000), 13.0).place == "local"
+
+
+def test_a_probe_that_was_lost_is_repeated_after_a_while():
+    router = Router(SLOW, FAST, SIZE, rtt_s=0.04)
+    assert [router.probe(now) for now in (10.0, 10.5, 11.9, 12.0)] == [PROBE_BYTES, 0, 0, PROBE_BYTES]
 
 
 def test_probes_close_and_open_a_link_over_which_nothing_else_is_sent():

@@ -30,6 +30,9 @@ def test_adjoining_pieces_go_in_one_get_while_they_are_small():
     want(lanes, [10 * K, 20 * K, 30 * K])
     assert ranges(lanes.due()) == [("s", 0, 60 * K)]
     assert lanes.due() == []
+    first, *_ = want(lanes, [K, K, K], key="t")
+    assert lanes.cancel(first) is None
+    assert ranges(lanes.due()) == [("t", K, 3 * K)]
 
 
 def test_a_merged_get_has_at_most_a_megabyte():
@@ -40,6 +43,21 @@ def test_a_merged_get_has_at_most_a_megabyte():
     assert all(one.end - one.begin <= MOST_BYTES for one in begun)
     lanes.ended(begun[1])
     assert ranges(lanes.due()) == [("s", 3600 * K, 4500 * K)]
+    lanes = Lanes()
+    want(lanes, [50 * K] * 16)  # less than that is shared out
+    assert ranges(lanes.due()) == [("s", first * K, (first + 200) * K) for first in (0, 200, 400, 600)]
+
+
+def test_only_a_few_rests_are_received():
+    lanes = Lanes(lanes=1, spare=0)
+    ended = []
+    for number in range(6):  # as of a player that asks again for what stands still
+        (piece,) = want(lanes, [K], key=str(number))
+        lanes.due()
+        if (transfer := lanes.cancel(piece)) is not None:
+            lanes.ended(transfer)
+            ended.append(transfer.key)
+    assert ended == ["0", "1"]
 
 
 def test_pieces_with_a_gap_between_them_or_of_another_object_go_apart():
