@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,12 @@ import pytest
 from kvabr.cli.main import main
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
+from kvabr.link.moqt.connect import connect
+from kvabr.server.certificates import check, development
+from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.server import Watcher
+from kvabr.server.published_assets import PublishedAssets
+from kvabr.server.server import Server, Watcher
 from kvabr.store.live import LiveWriter, new_key
 from kvabr.store.local import LocalStore
 from kvabr.types.events import GroupsPublished
@@ -28,6 +33,11 @@ from tests.faults.test_guests import until
 from tests.toymodel import SPEC
 
 pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def tls():
+    return development()
 
 
 @pytest.fixture
@@ -71,6 +81,29 @@ class Writer:
         self.folder.tell(PublishedFrames(self.key, self.next, float(self.next), frames))
         self.next += 1
 
+    async def end(self):
+        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key))
+        await asyncio.to_thread(self.folder.commit, self.asset.catalog)
+
+    async def fail(self, reason):
+        await asyncio.to_thread(self.folder.tell, LiveEnd(self.key, reason))
+
+
+@asynccontextmanager
+async def origin(root, tls, port=0):
+    metrics, published = Metrics(), PublishedAssets(root, None, QUIET)
+    limits = ServerLimits(held_s=LIMIT_S)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        Watcher(published, QUIET, metrics),
+        Server(published, "127.0.0.1", port, tls, limits, QUIET, metrics) as server,
+    ):
+        yield server
+
+
+def dial(server, tls, **options):
+    return connect(f"moqt://127.0.0.1:{server.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, **options))
+
 
 class Followed(Served):
     """An origin in a thread that looks for growing assets, as `kvabr serve` does."""
@@ -103,28 +136,44 @@ def playing(client, **options):
     return asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how)), seen
 
 
-async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset, root, tmp_path):
-    served = Followed(root, tmp_path)
-    how = PeerOptions(fingerprint=served.fingerprint, timeout_s=LIMIT_S)
+async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls):
     async with (
-        asyncio.timeout(LIMIT_S),
+        origin(root, tls) as server,
+        dial(server, tls) as link,
+        AsyncClient(link, model=SPEC) as client,
         Writer(asset, root) as writer,
-        AsyncClient(served.url, how, model=SPEC) as client,
     ):
         play, seen = playing(client)
-        await writer.publish(3)
-        await until(lambda: seen.edge == 3)
-        served.kill()
+        for group in range(GROUPS):
+            await writer.publish()
+            await until(lambda group=group: seen.edge > group)
+        played = await play
+        await writer.end()
+    assert right(played, asset)
+    assert played.live.published == GROUPS
+
+
+async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset, root, tls):
+    async with Writer(asset, root) as writer:
+        async with origin(root, tls) as server:
+            port = server.address[1]
+            client = AsyncClient(
+                f"moqt://127.0.0.1:{port}/", PeerOptions(fingerprint=check(tls).fingerprint), model=SPEC
+            )
+            play, seen = playing(client)
+            await writer.publish(3)
+            await until(lambda: seen.edge == 3)
         await writer.publish(2)
-        served.start()
-        await until(lambda: seen.edge == 5)
-        await writer.publish(5)
-        assert right(await play, asset)
-    served.close()
+        async with origin(root, tls, port):
+            await until(lambda: seen.edge == 5)
+            await writer.publish(5)
+            assert right(await play, asset)
+            await client.close()
 
 
 @pytest.mark.usefixtures("alone")
 def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
+    """The producer publishes each group when the player waits for it."""
     served = Followed(root, tmp_path)
     writer = Writer(asset, root).begin()
     over = threading.Event()

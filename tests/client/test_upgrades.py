@@ -156,7 +156,20 @@ class _UpTo(Policy):
         return Decision.wait("all there")
 
 
-UpTo0, UpTo1, UpTo2, UpTo3 = (type(f"UpTo{top[-1]}", (_UpTo,), {"top": top}) for top in LAYERS)
+class UpTo0(_UpTo):
+    top = "AC-L0"
+
+
+class UpTo1(_UpTo):
+    top = "AC-L1"
+
+
+class UpTo2(_UpTo):
+    top = "AC-L2"
+
+
+class UpTo3(_UpTo):
+    top = "AC-L3"
 
 
 @virtual
