@@ -1,4 +1,6 @@
-"""Prefix plays of several layer classes: everything that the prefix needs of each class is in place, or nothing."""
+"""Plays of several layer classes: what a prefix needs of each is in place, or nothing; all but states get better."""
+
+import math
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
 from tests.client.classes import HYBRID, INDEXED, SLIDING, WINDOWS, Computer, link, numbers, published
+from tests.client.coarse import COARSE
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault
 
@@ -23,7 +26,7 @@ SLOW = PrefillCost.from_rate(1.0)
 
 @pytest.fixture(scope="module", params=SPECS)
 def spec(request):
-    return SPECS[request.param]
+    return {**SPECS, "hybrid": HYBRID}[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +215,34 @@ async def test_a_play_after_a_slow_one_leaves_more_to_the_engine(libraries, slid
     for kv, span, whole in zip(played.parts, played.spans, numbers(SLIDING, LONGER), strict=True):
         assert span.first + span.tokens == played.tokens
         assert torch.allclose(kv.float(), whole[:, :, :, span.first : played.tokens], atol=1.5)
+
+
+@pytest.mark.parametrize("spec", ["sliding", "hybrid", "windows"], indirect=True, scope="module")
+@virtual
+async def test_every_class_but_states_gets_better_in_use(library, spec):
+    written = []
+
+    def rewrite(first, last, write):
+        written.append((first, last))
+        write()
+        return True
+
+    options = PlayOptions(policy=COARSE, after=math.inf)
+    async with link(library) as peer, AsyncClient(peer, model=spec, options=options) as client:
+        played = await client.play(TOKENS, deadline=2.0)
+        assert set(played.coverage) == {"Int8"}
+        before, loss = [kv.clone() for kv in played.parts], played.loss
+        played.upgrades.into(rewrite)
+        await played.upgrades.wait()
+        kinds = [spec.classes[played.catalog.unit(group).part].kind for group in range(played.catalog.groups)]
+        assert played.upgrades.coverage == tuple("Int8" if kind == "state" else "FP16" for kind in kinds)
+        assert played.upgrades.loss < loss
+    units = [unit for unit, kind in zip(played.catalog.units, kinds, strict=True) if kind != "state"]
+    assert sorted(written) == sorted((unit.first, unit.first + unit.tokens) for unit in units)
+    parts = zip(played.parts, before, numbers(spec, TOKENS), played.spans, spec.classes, strict=True)
+    for kv, was, exact, span, only in parts:
+        if only.kind == "state":
+            assert torch.equal(kv, was)
+        else:
+            assert torch.equal(kv.float(), exact[:, :, :, span.first :])
+            assert not torch.equal(kv, was)
