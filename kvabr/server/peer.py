@@ -224,7 +224,10 @@ class Peer(Endpoint):
             if denial is not None:
                 metrics.token_lost(going.grant.id, denial.result)
                 self.log.info("request ended", token=going.grant.id, track=going.track, why=denial.reason)
-                session.responder.break_off(going.request_id, denial.reset)
+                if isinstance(going, Sending):
+                    session.responder.break_off(going.request_id, denial.reset)
+                else:
+                    session.responder.publish_done(going.request_id, denial.done, denial.reason)
                 self._forget(going.request_id)
         for number, one in self._waiting.expected.items():
             denial = access.lost_request(one.grant, one.publication, now_s)

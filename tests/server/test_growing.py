@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvabr.moqt.codes import RequestCode
-from kvabr.moqt.events import Answered, Ended, Refused, SubscriptionDone
+from kvabr.moqt.events import Answered, Ended, Refused
 from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20
 from kvabr.server.growing import GrowingBytes
-from tests.faults.test_guests import until
-from tests.server.tracks import LONG_MS, SPACE, data, every, growing, serving
+from tests.server.tracks import SPACE, data, every, growing, serving
 
 pytestmark = pytest.mark.process
 
@@ -33,70 +32,6 @@ async def test_a_fetch_behind_the_edge_is_refused(draft, tls):
         (answer,) = served.told(Answered)
         assert (answer.message.end, answer.message.end_of_track) == ((0, 1), False)
         assert served.groups(number) == {0: [(0, data(0))]}
-
-
-@every
-async def test_a_fetch_that_would_wait(draft, tls):
-    """FILL_TIMEOUT holds it until its first group appears, or cannot."""
-    async with serving(tls, draft) as served:
-        track = growing(served)
-        number = served.fetch((1, 0), (1, 0), fill_timeout=LONG_MS)
-        never = served.fetch((9, 0), (9, 0), fill_timeout=LONG_MS)
-        (peer,) = served.server.peers
-        await until(lambda: len(peer._waiting.held) == 2)
-        track.append(data(0))
-        track.append(data(1))
-        await served.soon(Ended)
-        assert served.groups(number) == {1: [(0, data(1))]}
-        track.finish()
-        (refused,) = await served.soon(Refused)
-        assert (refused.request_id, refused.message.code) == (never, RequestCode.DOES_NOT_EXIST)
-        assert refused.message.reason == "the track has 2 groups, and is complete"
-        await until(lambda: served.requests == 0)
-        assert track._watchers == {}
-
-
-async def test_a_fetch_that_waits_is_cancelled(tls):
-    async with serving(tls) as served:
-        track = growing(served)
-        number = served.fetch((1, 0), (1, 0), fill_timeout=LONG_MS)
-        (peer,) = served.server.peers
-        await until(lambda: len(peer._waiting.held) == 1)
-        served.cancel(number)
-        await until(lambda: served.requests == 0)
-        await until(lambda: track._watchers == {})
-
-
-async def test_waiting_ends_and_is_bounded(tls):
-    async with serving(tls, held_per_connection=2, held_s=1.0) as served:
-        growing(served)
-        for group in range(3):
-            served.fetch((group, 0), (group, 0), fill_timeout=LONG_MS)
-        served.subscribe("none", rendezvous_timeout=LONG_MS)
-        refused = await served.soon(Refused, count=4)
-        codes = {event.request_id: event.message.code for event in refused}
-        assert sorted(codes.values()) == [RequestCode.EXCESSIVE_LOAD] * 2 + [RequestCode.INVALID_RANGE] * 2
-        served.subscribe("none", rendezvous_timeout=LONG_MS)
-        await served.soon(Refused, count=5)
-        assert served.told(Refused)[-1].message.code == RequestCode.TIMEOUT
-        assert served.requests == 0
-
-
-@every
-async def test_a_subscriber_that_comes_before_its_track(draft, tls):
-    async with serving(tls, draft) as served:
-        number = served.subscribe(rendezvous_timeout=LONG_MS)
-        served.subscribe("other")
-        (refused,) = await served.soon(Refused)
-        assert refused.message.code == RequestCode.DOES_NOT_EXIST
-        (peer,) = served.server.peers
-        await until(lambda: len(peer._waiting.held) == 1)
-        track = growing(served, data(0))
-        await served.soon(Answered)
-        track.append(data(1))
-        track.finish()
-        await served.soon(SubscriptionDone)
-        assert list(served.groups(number)) == [1]
 
 
 async def test_a_range_that_depends_on_the_largest_object(tls):
