@@ -77,7 +77,7 @@ def test_help_of_a_command_loads_that_command_only(command):
     packages, modules = packages_and_modules(command, "--help")
     assert not packages & {"torch", "transformers", "rich", "structlog", "qh3", "aioquic", "moq", "cryptography"}
     home = COMMANDS[command][0].partition(":")[0] if command in COMMANDS else "none"
-    shared = {"commands", "main", "interrupt", "options", "network", "serving", "kv_events"}
+    shared = {"commands", "fields", "main", "interrupt", "options", "network", "serving", "kv_events"}
     loaded = {name.split(".")[2] for name in modules if name.startswith("kvabr.cli.")}
     assert {name for name in loaded if not name.startswith(f"{home}_")} <= {home, *shared}
     lab = {name.split(".")[2] for name in modules if name.startswith("kvabr_lab.cli.")}

@@ -11,9 +11,6 @@ from torch.nn.functional import avg_pool1d
 from kvabr.abr.plugins import Registered, load_plugin
 from kvabr.blend.selection import Selection, Selector, by_passage, needed
 
-DEFAULT = "question-peaks"
-"""The selector that is used unless another is asked for."""
-
 
 class QuestionSelector(Selector):
     """Tokens that the question attends to (as ProphetKV, arXiv:2602.02579, and InfoFlow KV, arXiv:2603.05353)."""

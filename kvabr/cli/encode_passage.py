@@ -142,7 +142,8 @@ def _measured(
     model: TextModel, fusion: FusionEngine, prompt: Prompt, kv: torch.Tensor, notes: PassageNotes
 ) -> PassageNotes:
     """Return the notes with fusion losses, and the order of the tokens."""
-    from kvabr.blend.selectors import DEFAULT, load_selector
+    from kvabr.blend.selectors import load_selector
+    from kvabr.player.play_choices import DEFAULT_SELECTOR
     from kvabr.publish.frames import six
     from kvabr.publish.passages import contexts_for, fusion_losses, publisher_order
     from kvabr.publish.texts import measuring_texts
@@ -150,11 +151,11 @@ def _measured(
     held_out = contexts_for(model, measuring_texts(), _HELD_OUT + 1, seed=1)[1:]
     order = publisher_order(fusion, prompt.tokens, kv, held_out, prompt.continuation)
     losses = fusion_losses(
-        fusion, prompt.tokens, kv, held_out, prompt.continuation, load_selector(DEFAULT), question=_QUESTION
+        fusion, prompt.tokens, kv, held_out, prompt.continuation, load_selector(DEFAULT_SELECTOR), question=_QUESTION
     )
     method = (
         f"KL against the full prefill per token, mean over {len(held_out)} other contexts and the "
         f"{len(prompt.continuation) - _QUESTION} tokens behind the first {_QUESTION} that follow the passage, which "
-        f"choose what is computed again ({DEFAULT})"
+        f"choose what is computed again ({DEFAULT_SELECTOR})"
     )
     return replace(notes, order=order, fusion=tuple((share, six(loss)) for share, loss in losses), method=method)

@@ -118,10 +118,15 @@ def _estimators(_args: argparse.Namespace) -> int:
 
 
 def _selectors(_args: argparse.Namespace) -> int:
-    from kvabr.blend.selectors import DEFAULT, selectors
+    from kvabr.blend.selectors import selectors
+    from kvabr.player.play_choices import DEFAULT_SELECTOR
 
     rows = [
-        (name + (" (default)" if name == DEFAULT else ""), ", ".join(sorted(cls.needs)) or "-", _first_line(cls))
+        (
+            name + (" (default)" if name == DEFAULT_SELECTOR else ""),
+            ", ".join(sorted(cls.needs)) or "-",
+            _first_line(cls),
+        )
         for name, cls in sorted(selectors().items())
     ]
     _print("selectors", ("name", "needs", "what it chooses"), rows, ("needs",))

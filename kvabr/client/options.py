@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.blend.selectors import load_selector
 from kvabr.client.engine_costs import EngineCosts
 from kvabr.client.snapshot import Watch
 from kvabr.player.decode_queue import DecodeShare
-from kvabr.player.play_choices import PlayChoices
+from kvabr.player.play_choices import DEFAULT_SELECTOR, PlayChoices
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.telemetry.hub import Telemetry
 from kvabr.types.cost import PrefillCost

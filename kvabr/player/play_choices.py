@@ -11,10 +11,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from kvabr.abr.plugins import load_estimator, load_policy
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MAX_TAIL
-from kvabr.blend.selectors import DEFAULT as DEFAULT_SELECTOR
 from kvabr.player.session_types import GPU_PRICE, TIME_PRICE
 from kvabr.types.cost import MISS_PENALTY
 from kvabr.types.fields import Shown, check_fields
+
+DEFAULT_SELECTOR = "question-peaks"
+"""Name in `kvabr.blend.selectors`, which needs torch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import stat
@@ -56,7 +57,8 @@ def open_regular(
 ) -> BufferedReader:
     """Open an ordinary file for reading; never a pipe, which would block. Raises `OSError` for everything else.
 
-    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere.
+    ``sole`` also refuses a file that has another name, which may be that of a file elsewhere. The one under which it
+    was written, and which it keeps for a moment, does not count.
     """
     links = 0 if follow_links else os.O_NOFOLLOW
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links
@@ -65,10 +67,20 @@ def open_regular(
     except PermissionError:  # of another user's file
         handle = os.open(path, flags, dir_fd=dir_fd)
     found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or (sole and found.st_nlink > 1):
+    linked = sole and found.st_nlink > 1 and _has_other_names(Path(path), handle)
+    if not stat.S_ISREG(found.st_mode) or linked:
         os.close(handle)
         raise OSError(errno.EINVAL, "a hard link" if stat.S_ISREG(found.st_mode) else "no ordinary file")
     return os.fdopen(handle, "rb")
+
+
+def _has_other_names(path: Path, handle: int) -> bool:
+    """Return whether an open file has names besides ``path`` and those under which it was written."""
+    partial = 0
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            partial += os.path.samestat(other.lstat(), os.fstat(handle))
+    return os.fstat(handle).st_nlink > 1 + partial  # looked at last: meanwhile they may have gone
 
 
 def read_bytes(

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kvabr.blend import Selection, Selector, choose
-from kvabr.blend.selectors import BUILTIN, DEFAULT, load_selector, selectors
+from kvabr.blend.selectors import BUILTIN, load_selector, selectors
+from kvabr.player.play_choices import DEFAULT_SELECTOR
 from kvabr.types.errors import PolicyError, UnknownPolicyError, UsageError
 
 PROMPT = Selection(
@@ -123,7 +124,7 @@ def test_an_entry_point_is_found(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text("[kvabr.selectors]\nlatest = latest:Last\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert selectors()["latest"].__name__ == "Last"
-    assert DEFAULT in selectors()
+    assert DEFAULT_SELECTOR in selectors()
 
 
 def test_scores_that_are_no_tensor_are_refused():

@@ -144,7 +144,7 @@ def test_a_cache_with_a_group_that_cannot_be_had_is_written_up_to_there(root, sh
         (("--name", "NAME", "--wait-for-producer", "1"), 2, "not for a name"),
         (("--prompt", "TOKENS", "--wait-for-producer", "1", "--no-live"), 2, "with --no-live"),
         (("--prompt", "TOKENS", "--wait-for-producer", "2"), 2, "must be shorter than --deadline"),
-        (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be 0 or more seconds"),
+        (("--prompt", "TOKENS", "--wait-for-producer", "-1"), 2, "must be at least 0"),
         (("--prompt", "NONE", "--wait-for-producer", "0.1"), 1, "and no producer has started to prefill it"),
         (("--name", "m/" + "0" * 64), 1, "no such asset m/" + "0" * 64),
         (("--name", "NAME", "--out", "/nowhere/c.safetensors"), 2, "there is no folder"),

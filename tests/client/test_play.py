@@ -86,12 +86,12 @@ async def test_arguments_that_make_no_sense(origin):
             ({"deadline": 0.0}, "deadline"),
             ({"deadline": float("nan")}, "deadline"),
             ({"patience": 0.5}, "patience"),
-            ({"after": 0.0}, "after the deadline"),
+            ({"after": 0.0}, "after is 0"),
             ({"tail": -1}, "tail"),
             ({"question_tokens": 1 << 40}, "question_tokens"),
-            ({"time_price": -0.001}, "the price of time is -0.001"),
-            ({"time_price": float("nan")}, "the price of time is nan"),
-            ({"gpu_price": float("nan")}, "the price of .* is nan"),
+            ({"time_price": -0.001}, "time_price is -0.001"),
+            ({"time_price": float("nan")}, "time_price is nan"),
+            ({"gpu_price": float("nan")}, "gpu_price is nan"),
         ):
             with pytest.raises(UsageError, match=error):
                 await play(link, TOKENS, **({"deadline": 1.0, "spec": SPEC} | options))

@@ -12,7 +12,6 @@ import pytest
 
 from kvabr.codec.container import pack, unpack
 from kvabr.types.errors import PlayError, TransportError
-from kvabr.types.peer import PeerOptions
 from tests.assets import frame_file
 from tests.client.playing import play
 from tests.faults.common import (
@@ -149,7 +148,7 @@ async def failing(work, kind=TransportError):
 
 
 async def dialled(address, fingerprint, quic="aioquic", timeout_s=LIMIT_S, **options):
-    async with connect(address, PeerOptions(timeout_s=timeout_s), fingerprint, quic, **options):
+    async with connect(address, fingerprint, quic, timeout_s=timeout_s, **options):
         pass
 
 

@@ -19,12 +19,12 @@ from kvabr.cli.options import CommandParser, read_tokens
 from kvabr.client import decode_speeds, shared_bandwidth
 from kvabr.client.machine_file import SCHEMA, MachineFile
 from kvabr.client.prefill_timings import read_rows
-from kvabr.link.moqt.options import read_token
 from kvabr.replay import readers
 from kvabr.server.grants import Grants
 from kvabr.store.encrypted import KEY_BYTES, read_key
 from kvabr.store.prompt import Prompt
 from kvabr.types.errors import FormatError, TraceError, UsageError
+from kvabr.types.peer import read_token
 from kvabr_lab import results_folder
 from kvabr_lab.causes import CAUSES
 from kvabr_lab.cli.traces import describe, dumps, sparkline

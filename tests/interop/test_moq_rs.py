@@ -157,7 +157,7 @@ def publish(server, namespace, tracks):
         for index, data in enumerate(groups):
             group = track.create_group(index)
             for at in range(0, len(data), 1 << 16):
-                group.write_frame(data[at : at + (1 << 16)])
+                group.write_frame(bytes(data[at : at + (1 << 16)]))
             group.finish()
         kept.append(track)
     broadcast.announce()

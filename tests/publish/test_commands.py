@@ -18,7 +18,8 @@ from tests.toymodel import toy_asset
 
 @pytest.fixture
 def toy(tmp_path):
-    return toy_asset(tmp_path / "asset").path
+    toy_asset(tmp_path / "asset")
+    return tmp_path / "asset"
 
 
 def catalog_file(root):

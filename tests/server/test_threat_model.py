@@ -11,7 +11,6 @@ from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
 from kvabr.link.moqt import connection, endpoint
-from kvabr.link.moqt import options as dialling
 from kvabr.link.quic import backend
 from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
@@ -38,7 +37,7 @@ from kvabr.telemetry import prometheus
 from kvabr.telemetry.kv_events import feed, publisher, subscriber
 from kvabr.telemetry.kv_events import wire as events
 from kvabr.telemetry.kv_events.buffer import ReplayBuffer
-from kvabr.types import catalog, kv, live, naming, records
+from kvabr.types import catalog, kv, live, naming, peer, records
 from kvabr_lab.route import HeldPrefixes
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
@@ -104,7 +103,7 @@ ROWS = {
         size(grants._MAX_FILE_BYTES), f"{grants._MAX_GRANTS:,} grants",
         f"{grants._MAX_PATTERNS:,} patterns of {grants._MAX_PATTERN:,} characters",
     ],
-    "a token": [f"{dialling.MAX_TOKEN_BYTES:,} bytes"],
+    "a token": [f"{peer.MAX_TOKEN_BYTES:,} bytes"],
     "what was taken back": [f"{changes._MAX_MARKS:,}", size(changes.MAX_CHANGES_BYTES)],
     "relay: groups kept": [f"{round(1 / relay._TRANSIT_SHARE - 1)}/4, {share(relay._TRANSIT_SHARE)} of `--memory`"],
     "relay: catalogs and lookups": [

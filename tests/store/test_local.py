@@ -49,6 +49,17 @@ def test_only_ordinary_files_are_objects(store, tmp_path, kind):
     assert set(listed) == {"g/real"} | ({"g/x"} if kind == "hard link" else set())
 
 
+def test_an_object_is_read_in_the_moment_in_which_it_is_named(store):
+    """A name is a link to what was written; a reader may come before the other name goes."""
+    write(store, "g/x")
+    path = store.path("g/x")
+    path.with_name(".x.0123456789abcdef.partial").hardlink_to(path)
+    assert read(store, "g/x") == b"0123"
+    path.with_name("other").hardlink_to(path)
+    with pytest.raises(TransportError):
+        read(store, "g/x")
+
+
 def test_only_its_owner_reads_what_is_written(store, tmp_path):
     os.umask(0o022)
     write(store, "g/x")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvabr.blend.selectors import DEFAULT
 from kvabr.engines.transformers.blend import blend_engine
 from kvabr.engines.transformers.model_loader import LoadedModel
+from kvabr.player.play_choices import DEFAULT_SELECTOR
 from kvabr.publish.frames import six
 from kvabr.publish.fusion import FusionLosses
 from kvabr.publish.passages import CONTEXTS, contexts_for
@@ -65,7 +65,7 @@ def measure_model(
         for kind in _KINDS
         for prompt in make_prompts(loaded, measuring_texts(), kind, _PROMPTS, size=size, seed=_SEED)
     ]
-    plan = [Recipe(BASES[base], DEFAULT if share else "", share) for share in SHARES]
+    plan = [Recipe(BASES[base], DEFAULT_SELECTOR if share else "", share) for share in SHARES]
     found = measure(lab, made, plan, lambda _key: None, lambda _key, row: row, progress)
     passages = np.array([len(prompt.passages) for prompt in made])
     bootstrap = Bootstrap([prompt.name for prompt in made])
@@ -76,7 +76,7 @@ def measure_model(
     method = (
         f"KL against the full prefill per token, divided by the passages of the prompt, mean over {len(made)} prompts "
         f"of {min(passages)} or {max(passages)} passages of {size} tokens: texts that go on, and questions about "
-        f"invented manual pages; {DEFAULT} chooses what is computed again"
+        f"invented manual pages; {DEFAULT_SELECTOR} chooses what is computed again"
     )
     told = tuple((share, six(loss.mean)) for share, loss in zip(SHARES, losses, strict=True))
     return FusionLosses(engine.spec, CONTEXTS if base == "mean" else 0, told, method, base), losses

@@ -125,7 +125,8 @@ class _Shelf:
             writer.commit(
                 frames.catalog(loss, {_TRACK: 0.0}, loss_method="not measured", estimated=True, source="a bench")
             )
-        return sum(self._assets.open(chunks[-1]).objects.values())
+        made = self._assets.open(chunks[-1])
+        return sum(made.objects.values()) + made.catalog_size
 
 
 def salts(naming: Naming, documents: Sequence[Passage]) -> list[tuple[bytes, bytes]]:

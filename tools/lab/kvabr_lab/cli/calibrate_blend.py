@@ -16,8 +16,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and write the losses."""
     from rich.console import Console
 
-    from kvabr.blend.selectors import DEFAULT
     from kvabr.cli.display import StageBar, output, plain, table
+    from kvabr.player.play_choices import DEFAULT_SELECTOR
     from kvabr.store.files import write_text
     from kvabr_lab.bench.blend import STAGES
     from kvabr_lab.bench.blend_model import measure_model
@@ -40,6 +40,6 @@ def run(args: argparse.Namespace) -> int:
         for (share, _), each in zip(found.losses, intervals, strict=True)
     ]
     title = f"{found.spec.model}: what each passage of a prompt costs, nats per generated token"
-    output().print(table(title, (f"computed again ({DEFAULT})", "loss, with its 95 % interval"), lines))
+    output().print(table(title, (f"computed again ({DEFAULT_SELECTOR})", "loss, with its 95 % interval"), lines))
     plain(f"fusion losses: {args.out} ({time.perf_counter() - start:.0f} s)")
     return 0

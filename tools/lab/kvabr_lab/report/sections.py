@@ -12,7 +12,7 @@ from kvabr_lab.causes import CAUSES
 from kvabr_lab.matrix import Cell, varying
 from kvabr_lab.report import svg
 from kvabr_lab.report.svg import escape
-from kvabr_lab.report.worst import MOST_POLICIES, Shown
+from kvabr_lab.report.worst import MOST_POLICIES, ShownPlay
 from kvabr_lab.run import PlayedMatrix
 from kvabr_lab.tables import cause_title, short
 from kvabr_lab.totals import Cut, Score
@@ -31,7 +31,7 @@ _CAUSE_WORDS = {
 }
 
 
-def build(result: dict[str, Any], played: PlayedMatrix, found: Sequence[Cut], worst: Sequence[Shown]) -> str:
+def build(result: dict[str, Any], played: PlayedMatrix, found: Sequence[Cut], worst: Sequence[ShownPlay]) -> str:
     """Return all sections."""
     rows = result["comparison"]["ranking"]
     if not rows:
@@ -210,7 +210,7 @@ def _figure(title: str, chart: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>"
 
 
-def _worst(worst: Sequence[Shown], cells: Sequence[Cell], policies: int) -> str:
+def _worst(worst: Sequence[ShownPlay], cells: Sequence[Cell], policies: int) -> str:
     axes = varying(cells) if len(cells) > 1 else []
     rows = []
     for shown in worst:

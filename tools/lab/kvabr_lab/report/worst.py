@@ -17,7 +17,7 @@ MOST_POLICIES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownPlay:
     """One play that the page shows."""
 
     play: int
@@ -30,7 +30,7 @@ class Shown:
 class Replayed:
     """Plays with their logs, for the page."""
 
-    shown: list[Shown]
+    shown: list[ShownPlay]
     """The worst plays, policy by policy."""
     runs: list[dict[str, Any]]
     timelines: list[dict[str, Any]]
@@ -52,7 +52,7 @@ def replay_worst(
     again = _Again(matrix, out)
     for policy in policies[:MOST_POLICIES]:
         for cell, line in _worst_of(played, policy, per_policy):
-            out.shown.append(Shown(again.play(cell, line, policy), cell, line))
+            out.shown.append(ShownPlay(again.play(cell, line, policy), cell, line))
             again.play(cell, line, policies[0])
     return out
 
