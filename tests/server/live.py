@@ -84,6 +84,14 @@ class Decoder:
             self.end.settle_and_send()
         return Awaited(self._subscriptions[track], track, group)
 
+    def forget(self):
+        """Unsubscribe from everything."""
+        for number in self._subscriptions.values():
+            self.end.session.requester.cancel(number)
+        self._subscriptions.clear()
+        self._fetched.clear()
+        self.end.settle_and_send()
+
     def answered(self, request):
         """Return what came of a request, or of a group that is waited for; None if nothing has."""
         number, stream, data = request, None, bytearray()

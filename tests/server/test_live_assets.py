@@ -222,7 +222,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
             asset.heard_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
             assert (await player.news(0)).reason == "no news for 600 s"
-            assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
+            assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE
 
 
 async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(root):

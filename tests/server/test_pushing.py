@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvabr.moqt.codes import PublishDoneCode
-from kvabr.moqt.events import Answered, Ended, Received, Refused, Stop, SubscriptionDone, SubscriptionEnding
+from kvabr.moqt.events import Answered, Ended, Received, Stop, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import Location
 from kvabr.server.pushing import MOST_STREAMS
@@ -195,6 +195,6 @@ async def test_what_may_no_longer_be_read(tls):
         served.source.readable = False
         (peer,) = served.server.peers
         peer.reconsider(0.0)
-        await served.soon(Refused)
+        await served.soon(SubscriptionEnding)
         await until(lambda: served.requests == 0)
         assert not served.end.over.done()

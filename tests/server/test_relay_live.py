@@ -45,10 +45,8 @@ async def chain(root, tls, *, relays=1, token=None, grants=None):
 
 def subscriptions(server):
     """The tracks that each peer of a server subscribes to; those of changes are left out."""
-    tracks = [
-        sorted(one.track for one in peer._pushing if not one.track.startswith(CHANGES_TRACK)) for peer in server.peers
-    ]
-    return [found for found in tracks if found]
+    found = [[one.track for one in peer._pushing if not one.track.startswith(CHANGES_TRACK)] for peer in server.peers]
+    return [sorted(tracks) for tracks in found if tracks]
 
 
 @pytest.mark.parametrize("relays", [1, 2])
@@ -124,6 +122,7 @@ async def test_a_prompt_that_is_prefilled_again_after_its_producer_died(root, tl
             await player.found()
             writer.tell(LiveEnd(first, "out of memory"))
             assert await player.news(0) == LiveEnd(first, "out of memory")
+            player.forget()
         with written(root) as writer:
             writer.begin_live(live(second))
             while (await player.found()).key != second:
@@ -142,6 +141,7 @@ async def test_what_the_origin_takes_back_is_taken_back_here(root, tls, how):
             writer.begin_live(live(key))
             await player.found()
             publish(writer, 0, key)
+            await player.news(0)
             assert (await player.get("FP16")).data == frame(0, "FP16")
             waiting = [player.wait(track, 1) for track in (EDGE_TRACK, "FP16")]
             await until(lambda: subscriptions(relay) == [["FP16", EDGE_TRACK]])
@@ -211,6 +211,7 @@ async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch
             publish(writer, 0, key)
             await player.news(0)
             assert len(relay.source.live) == 1
+            player.forget()
             monkeypatch.setattr(relay_live, "IDLE_S", 0.0)
             await until(lambda: len(relay.source.live) == 0)
             monkeypatch.setattr(relay_live, "IDLE_S", 60.0)
