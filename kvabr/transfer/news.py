@@ -12,7 +12,7 @@ from kvabr.transfer.interface import Connection, read_all
 from kvabr.transfer.transfer import GroupReader, GroupRequest
 from kvabr.transfer.work import decoders
 from kvabr.types.backoff import Backoff
-from kvabr.types.errors import FormatError, NotFoundError, RequestError, TransportError
+from kvabr.types.errors import FormatError, NotFoundError, Reason, RequestError, TransportError
 from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, news_bytes, parse_edges
 from kvabr.types.naming import EDGE_TRACK, TrackNamespace
 
@@ -69,7 +69,10 @@ class News:
             most = MAX_EDGE_BYTES // self._bytes
             try:
                 messages = await self._read(self._request(number, most), number)
-            except NotFoundError:  # there are none so far, or none at all
+            except RequestError as error:
+                # There are none so far; or the peer sends one group at a time, as moq-rs does.
+                if not isinstance(error, NotFoundError) and error.reason != Reason.UNSUPPORTED:
+                    raise
                 messages = []
             self._behind = len(messages) >= most
             if messages:

@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from kvabr.link.moqt import connect as quic
-from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.link.moqt.options import DialOptions
+from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
 from kvabr.server import server as quicserver
