@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvabr.store.buffers import GROUPS
 from kvabr.store.files import read_bytes
 from kvabr.store.store import PART_BYTES, Store, StoredObject
 from kvabr.types.errors import Reason, RequestError, UsageError
@@ -108,7 +109,7 @@ class EncryptedStore(Store):
         count = max(1, -(-len(view) // SEGMENT_BYTES))
         for number in range(count):
             part = view[number * SEGMENT_BYTES : (number + 1) * SEGMENT_BYTES]
-            sealed.append(key.encrypt(_nonce(prefix, number, last=number == count - 1), bytes(part), name.encode()))
+            sealed.append(key.encrypt(_nonce(prefix, number, last=number == count - 1), part, name.encode()))
         return await self.store.put_new(name, b"".join(sealed))
 
     async def list(self, prefix: str) -> AsyncIterator[StoredObject]:
@@ -142,16 +143,18 @@ class EncryptedStore(Store):
         key, prefix = self._keys.get(key_id), bytes(head[len(_MAGIC) + _ID_BYTES :])
         if key is None:
             raise WrongKeyError(f"{self.where(name)}: was encrypted with another key; {_HINT}")
-        plain = []
-        for at in range(0, max(1, len(data)), _SEALED_BYTES):
-            last = ends and at + _SEALED_BYTES >= len(data)
-            nonce = _nonce(prefix, begin + at // _SEALED_BYTES, last=last)
+        count = max(1, -(-len(data) // _SEALED_BYTES))
+        plain, end = GROUPS.take(max(0, len(data) - count * _TAG_BYTES)), 0
+        for number in range(count):
+            last, segment = ends and number == count - 1, data[number * _SEALED_BYTES : (number + 1) * _SEALED_BYTES]
+            room = plain[end : end + max(0, len(segment) - _TAG_BYTES)]
             try:
-                plain.append(key.decrypt(nonce, bytes(data[at : at + _SEALED_BYTES]), name.encode()))
+                key.decrypt_into(_nonce(prefix, begin + number, last=last), segment, name.encode(), room)
             except InvalidTag as error:
                 what = "is damaged, cut short, or another object under this name"
                 raise WrongKeyError(f"{self.where(name)}: {what}") from error
-        return memoryview(plain[0] if len(plain) == 1 else b"".join(plain))
+            end += len(room)
+        return plain.toreadonly()
 
 
 def read_key(path: Path) -> bytes:

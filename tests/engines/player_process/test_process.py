@@ -127,12 +127,18 @@ def test_a_call_that_is_cancelled_ends(served, home):
         assert link_of(client)._answers == {}
 
 
+def stopped(pid):
+    """Whether all threads of a process are stopped; the first of them may be before the others."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home):
     with engine(served) as client:
         held = play(client)
         wanted, before = held.kv.clone(), remote._started[-1]
         before.send_signal(signal.SIGSTOP)
-        while Path(f"/proc/{before.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not stopped(before.pid):
             time.sleep(0.001)
         hanging = client.begin(lambda client: client.round_trip())
         before.kill()
