@@ -66,7 +66,9 @@ async def test_its_subscriber_decodes_what_we_prefill(tmp_path, tls, relays):  #
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-    (asset,) = open_store(root).list().assets
+    store = open_store(root)
+    (name,) = store.list().versions
+    asset = store.open(name)
     assert {group: hashlib.sha256(data).hexdigest() for group, data in frames.items()} == dict(
         enumerate(asset.catalog.by_name[BASE].digests)
     )

@@ -159,7 +159,8 @@ ROWS = {
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
     "client: requests in flight": [f"{requests.MAX_IN_FLIGHT}"],
     "client: base of a group whose size": [
-        f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}", f"{live_feed._MOST_AHEAD} groups of a play",
+        f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}",
+        f"{live_feed._MOST_AHEAD} groups of a play",
     ],
     "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
     "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],
