@@ -118,6 +118,8 @@ class ChangeLog:
         if track.growing and (found := self.since(track.position)) is not None:
             track.append(found.dumps())
             track.finish()
+            with self._lock:
+                self._following.pop(track, None)
 
 
 class _ChangesTrack(GrowingBytes):
