@@ -164,6 +164,7 @@ class Peer(Endpoint):
             return
         self._feeding = True
         try:
+            self.carry_out()  # the heads of streams come before what the queue writes to them
             done, broken = self._queue.feed()
             session = self.session
             if session is None or not (done or broken):

@@ -132,7 +132,9 @@ class Decoder:
 
     async def answer(self, number):
         await until(lambda: self.answered(number) is not None or self.end.over.done())
-        return self.answered(number)
+        found = self.answered(number)
+        assert found is not None, self.end.over.result()
+        return found
 
     async def get(self, track, group=0, **more):
         return await self.answer(self.ask(track, group, **more))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvabr.moqt.codes import PublishDoneCode
+from kvabr.moqt.codes import PublishDoneCode, ResetCode
 from kvabr.moqt.events import Answered, Ended, Received, Stop, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import Location
@@ -168,6 +168,32 @@ async def test_a_stream_is_stopped_while_its_subscription_is_cancelled(tls):
         growing(served, data(0), track="other")
         served.subscribe("other")
         await served.soon(Answered, count=2)
+
+
+async def test_the_transport_asks_for_more_in_the_moment_in_which_a_group_appears(tls):
+    """The head of a stream comes before its objects."""
+    async with serving(tls) as served:
+        track = growing(served)
+        number = served.subscribe()
+        await served.soon(Answered)
+        (peer,) = served.server.peers
+        track.watch(peer.feed)  # after the subscription
+        track.append(data(0))
+        await served.soon(Ended)
+        assert served.groups(number) == {0: [(0, data(0))]}
+
+
+async def test_a_group_that_takes_longer_than_its_subscriber_waits(tls):
+    async with serving(tls) as served:
+        track = growing(served)
+        served.subscribe(subgroup_delivery_timeout=1)
+        await served.soon(Answered)
+        (peer,) = served.server.peers
+        peer._queue._may_send = lambda _: False
+        track.append(data(0))
+        (ended,) = await served.soon(Ended)
+        assert ended.reset == ResetCode.DELIVERY_TIMEOUT
+        assert len(peer._queue) == 0
 
 
 async def test_a_group_that_cannot_be_read(tls):
