@@ -14,7 +14,7 @@ from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.link.moqt.options import DialOptions, check_pinned, why_refused
 from kvabr.link.moqt.placing import filled, place
 from kvabr.link.moqt.requests import MoqtRequest, RequestQueue
-from kvabr.link.moqt.subscriptions import Subscriptions
+from kvabr.link.moqt.subscriber import Subscriber
 from kvabr.moqt.codes import RequestCode, SessionCode, name_of
 from kvabr.moqt.events import (
     Answered,
@@ -62,7 +62,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self._over = False
         self._requests = RequestQueue()
         self._made: dict[GroupTransfer, MoqtRequest] = {}
-        self._subscriptions = Subscriptions(self._open_session, self._fetch, self._forget, self._next_soon)
+        self._subscriber = Subscriber(self._open_session, self._fetch, self._forget, self._next_soon)
         self._asking = False
         """Whether the requests that wait are to be looked at once this turn of the event loop is over."""
         self._received = 0
@@ -122,7 +122,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             fields = namespace.split_fields() if self._options.names == "split" else namespace.fields()
             request = self._made[transfer] = MoqtRequest(transfer, fields)
             if transfer.request.live:
-                self._subscriptions.bring(request)
+                self._subscriber.bring(request)
             else:
                 self._fetch(request)
             self.settle_and_send()
@@ -132,8 +132,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         request, session = self._made.get(transfer), self.session
         if request is None or session is None:
             return
-        if request in self._subscriptions:
-            self._subscriptions.reprioritise(request)
+        if request in self._subscriber:
+            self._subscriber.reprioritise(request)
         elif request.number is None:
             self._requests.wait(request)
         elif session.requester.update(request.number, Parameters(priority=transfer.priority)):
@@ -144,8 +144,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         request = self._made.pop(transfer, None)
         if request is None:
             return
-        if request in self._subscriptions:
-            self._subscriptions.leave(request)
+        if request in self._subscriber:
+            self._subscriber.leave(request)
             self._next_soon()
         elif request.number is None:
             self._requests.leave(request)
@@ -190,7 +190,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             case Refused() if self._requests.find(event.request_id) is not None:
                 self._finished(event.request_id, lambda request: request.refuse(event.message))
             case Answered() | Ended() | Refused() | SubscriptionEnding() | SubscriptionDone():
-                self._subscriptions.happened(event)
+                self._subscriber.happened(event)
                 self._tell_watch()
             case Ready():
                 if not self.ready.done():
@@ -311,7 +311,7 @@ class MoqtConnection(Endpoint, PeerConnection):
     def _take(self, event: Received) -> None:
         self._count(sum(len(item) for item in event.items if isinstance(item, memoryview)))
         if event.stream is not None:
-            self._subscriptions.take(event, self.watch.limit)
+            self._subscriber.take(event, self.watch.limit)
             self._tell_watch()
         elif (request := self._requests.find(event.request_id)) is not None:
             request.take(event.items, self.watch.limit)
@@ -322,7 +322,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.received(count)
 
     def _tell_watch(self) -> None:
-        self.watch.asked(self._requests.under_way + self._subscriptions.coming)
+        self.watch.asked(self._requests.under_way + self._subscriber.coming)
 
     def _answer(self, event: Requested) -> None:
         """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""
@@ -351,8 +351,8 @@ class MoqtConnection(Endpoint, PeerConnection):
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
             self.ready.exception()  # retrieved, also if nobody waits for it
-        requests = [*self._requests, *self._subscriptions]
+        requests = [*self._requests, *self._subscriber]
         self._requests.clear()
-        self._subscriptions.clear()
+        self._subscriber.clear()
         for request in requests:
             self._lose(request.transfer, reason)

@@ -52,7 +52,7 @@ class TrackSubscription:
         self.last = group if self.last is None else max(self.last, group)
 
 
-class Subscriptions:
+class Subscriber:
     """All subscriptions of a connection."""
 
     def __init__(
