@@ -18,7 +18,7 @@ from kvabr.transfer.interface import ConnectionStats, PeerConnection
 from kvabr.transfer.transfer import GroupTransfer
 from kvabr.types.errors import AssetError, ConnectionLostError, NotFoundError, Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.naming import TrackNamespace
+from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 from tests.assets import whole
 
 Find = Callable[[TrackNamespace, str], Publication | None]
@@ -97,7 +97,7 @@ class _Sending:
     def __init__(self, link: MemoryConnection, ask: Ask, transfer: GroupTransfer) -> None:
         self.transfer = transfer
         self._link, self._ask, self._limit = link, ask, transfer.request.limit
-        self._groups, self._held_until_s = transfer.request.groups, link.loop.time() + transfer.request.wait_s
+        self._groups = transfer.request.groups
         self._unwatch: Callable[[], object] = lambda: None
         self._fault = Fault()
         self._data = memoryview(b"")
@@ -108,6 +108,8 @@ class _Sending:
         """Time at which a slow publisher has more to send."""
         self._pace: asyncio.TimerHandle | None = None
         self._opening: asyncio.TimerHandle | None = None
+        self._waiting = False
+        """Whether it waits for its group to be published."""
         self._limited: Limit = "network"
         """What limits what comes next."""
 
@@ -125,32 +127,30 @@ class _Sending:
         self._fault = fault
         self._opening = self._link.loop.call_later(self._link.path.rtt_s + fault.first_byte_s, self._open)
 
-    def _hold(self) -> bool:
-        """Wait for a group that is not published yet, if the request would; return whether it does."""
-        publication, left_s = self._link.find(self._ask.namespace, self._ask.track), self._held_until_s
-        left_s -= self._link.loop.time()
+    def _waits(self) -> bool:
+        """Wait for a group that is not published yet, as a subscription does; return whether it does."""
+        publication = self._link.find(self._ask.namespace, self._ask.track)
         growing = isinstance(publication, GrowingPublication) and publication.growing
-        if not growing or self._ask.group < publication.groups or left_s <= 0:
+        if not self.transfer.request.live or not growing or self._ask.group < publication.groups:
             return False
 
         def look() -> None:
             self._forget()
             self._open()
 
-        unwatch = publication.watch(look)
-        timer = self._opening = self._link.loop.call_later(left_s, look)
-        self._unwatch = lambda: (unwatch(), timer.cancel())
+        self._waiting = True
+        self._unwatch = publication.watch(look)
         return True
 
     def _forget(self) -> None:
-        unwatch, self._unwatch = self._unwatch, lambda: None
+        unwatch, self._unwatch, self._waiting = self._unwatch, lambda: None, False
         unwatch()
 
     def _open(self) -> None:
         self._opening = None
         fault, ask = self._fault, self._ask
         what = f"group {ask.group} of {ask.track}"
-        if self.over or (fault.refuse is None and self._hold()):
+        if self.over or (fault.refuse is None and self._waits()):
             return
         try:
             if fault.refuse is not None:
@@ -172,7 +172,7 @@ class _Sending:
             if isinstance(publication, GrowingPublication):
                 groups = range(ask.group, min(ask.group + self._groups, publication.groups))
                 if publication.growing and not groups:
-                    raise NotFoundError(f"{what}: not published yet", reason=Reason.NOT_YET)
+                    raise NotFoundError(f"{what}: not published yet", reason=Reason.MISSING)
                 if data := b"".join(whole(publication.open(group)) for group in groups):
                     return memoryview(data)
             elif publication is not None:
@@ -188,7 +188,7 @@ class _Sending:
 
     def next_chunk(self, now: float) -> int:
         """Return how many bytes could go on the link now."""
-        if self.over or self._opening is not None:
+        if self.over or self._opening is not None or self._waiting:
             return 0
         fault = self._fault
         if fault.rate is not None and now < self._next_s:
@@ -202,7 +202,7 @@ class _Sending:
 
     def ends_now(self) -> bool:
         """End the download if everything has been sent, or where its fault breaks it off; return whether it is over."""
-        if self.over or self._opening is not None:
+        if self.over or self._opening is not None or self._waiting:
             return self.over
         if self._fault.reset_after is not None and self._sent >= self._fault.reset_after:
             self.fail(RequestError(f"reset by the publisher after {self._sent} bytes"))
@@ -289,10 +289,10 @@ class MemoryConnection(PeerConnection):
         self._lasts = None if lasts_s is None else self.loop.call_later(lasts_s, self.lose, "the connection timed out")
 
     def carry(self, transfer: GroupTransfer) -> None:
-        """See `Carrier.carry`. Requests that stand open are not counted, and never answered."""
+        """See `Carrier.carry`. Subscriptions to changes are not counted, and bring nothing."""
         request = transfer.request
         key = (request.namespace, request.track, request.group)
-        if request.standing:
+        if request.track.startswith(CHANGES_TRACK):
             standing = _Sending(self, Ask(self._requests, *key, 0), transfer)
             if self._lost is not None:
                 standing.fail(self._lost)

@@ -329,7 +329,7 @@ class PlayReader(GroupReader):
     @property
     def wire_priority(self) -> int:
         """See `GroupReader.wire_priority`. A play waits for what has no digest, like a catalog: that goes first."""
-        awaited = self._request.digest is None and not self._request.wait_s
+        awaited = self._request.digest is None and not self._request.live
         return self.priority if awaited else self._owner.place(self.priority)
 
     @property
@@ -359,9 +359,9 @@ class PlayReader(GroupReader):
         return await super().read()
 
     @property
-    def held(self) -> bool:
-        """Whether the peer may be waiting for the group to be published."""
-        return self._request.wait_s > 0 and not self.stats.received
+    def subscribed(self) -> bool:
+        """Whether the group may not be published yet."""
+        return self._request.live and not self.stats.received
 
     @property
     def waits_its_turn(self) -> bool:
@@ -468,7 +468,7 @@ class PlayConnection(Connection):
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """See `Connection.request`."""
         digests = self._digests.get((request.namespace, request.track), ())
-        if 0 <= request.group < len(digests) and not request.wait_s:
+        if 0 <= request.group < len(digests) and not request.live:
             request = replace(request, exact=True, digest=digests[request.group] or None)
         reader = PlayReader(self, self._shared, request, priority)
         if not self.left:
@@ -488,7 +488,7 @@ class PlayConnection(Connection):
     @property
     def awaited(self) -> list[PlayReader]:
         """What should come soon."""
-        return [reader for reader in self._readers if not reader.held]
+        return [reader for reader in self._readers if not reader.subscribed]
 
     @property
     def waits_its_turn(self) -> bool:  # type: ignore[override]

@@ -179,10 +179,9 @@ _CODES = {
     Reason.AWAY: RequestCode.GOING_AWAY,
     Reason.BUSY: RequestCode.EXCESSIVE_LOAD,
     Reason.MISSING: RequestCode.DOES_NOT_EXIST,
-    Reason.NOT_YET: RequestCode.INVALID_RANGE,
     Reason.WRONG: RequestCode.MALFORMED_TRACK,
 }
-_REASONS = {int(code): reason for reason, code in _CODES.items()}
+_REASONS = {int(code): reason for reason, code in _CODES.items()} | {int(RequestCode.INVALID_RANGE): Reason.MISSING}
 
 
 def reason_of(code: int) -> Reason:

@@ -142,6 +142,14 @@ class Requester:
         self._forget(request, code)
         self._channel.commands += [Reset(request.stream, code), Stop(request.stream, code)]
 
+    def stop(self, stream: int) -> None:
+        """Want no more of one stream of a subscription."""
+        found = self._by_data.get(stream)
+        if isinstance(found, _Incoming):
+            found.request.streams.discard(stream)
+            self._reject(stream, fin=False)
+            self._finish(found.request)
+
     # ------------------------------------------------------------------ answers from the peer
 
     def by_id(self, number: int) -> _OwnRequest | None:

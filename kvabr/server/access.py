@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvabr.moqt.codes import RequestCode, ResetCode, SessionCode
+from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode
 from kvabr.server.grants import Grant
 from kvabr.server.publication import Publication, Source
 
@@ -24,23 +24,25 @@ class Denial:
     session: SessionCode
     request: RequestCode
     reset: ResetCode
+    done: PublishDoneCode
 
 
 WRONG = Denial(
     "unauthorized", "the token is missing or wrong",
-    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN,
+    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN, PublishDoneCode.UNAUTHORIZED,
 )  # fmt: skip
 EXPIRED = Denial(
     "expired", "the token has expired",
     SessionCode.EXPIRED_AUTH_TOKEN, RequestCode.EXPIRED_AUTH_TOKEN, ResetCode.EXPIRED_AUTH_TOKEN,
+    PublishDoneCode.EXPIRED,
 )  # fmt: skip
 WITHDRAWN = Denial(
     "withdrawn", "the token is no longer accepted",
-    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN,
+    SessionCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED, ResetCode.EXPIRED_AUTH_TOKEN, PublishDoneCode.UNAUTHORIZED,
 )  # fmt: skip
 REMOVED = Denial(
     "removed", "the asset was removed or replaced, or the token opens it no longer",
-    SessionCode.INTERNAL_ERROR, RequestCode.DOES_NOT_EXIST, ResetCode.INTERNAL_ERROR,
+    SessionCode.INTERNAL_ERROR, RequestCode.DOES_NOT_EXIST, ResetCode.INTERNAL_ERROR, PublishDoneCode.TRACK_ENDED,
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What a server takes back, told at once to the relays behind it.
 
-A relay keeps one FETCH of the track `changes_track` open. It is answered as soon as an asset that the relay's token
-opened is removed, replaced, or no longer opened: with *marks* of such assets, and the position to go on from. The mark
-of an asset is a digest of its name, so it tells nothing to those who do not know the name.
+A relay subscribes to the track `changes_track`. Its only group is published as soon as an asset that the relay's token
+opened is removed, replaced, or no longer opened: *marks* of such assets, and the position to go on from. The mark of an
+asset is a digest of its name, so it tells nothing to those who do not know the name.
 
 A relay passes on what it is told, so that relays behind it learn of it in the same moment.
 """
@@ -19,9 +19,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
+from weakref import WeakKeyDictionary
 
 from msgspec import Meta
 
+from kvabr.server.growing import GrowingBytes
 from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
 from kvabr.types.records import Sha256, decode, read_schema
 
@@ -61,17 +63,18 @@ class Changes:
 
 
 class ChangeLog:
-    """What was taken back lately, and the relays that wait for more. `add` may be called in any thread."""
+    """What was taken back lately, and the tracks of what will be. `add` may be called in any thread."""
 
     def __init__(self) -> None:
         """Begin at a position that no earlier log has reached."""
         self._begin = self._end = time.time_ns()
         self._marks: deque[tuple[int, str]] = deque()
-        self._waiting: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+        self._following: WeakKeyDictionary[_ChangesTrack, asyncio.AbstractEventLoop] = WeakKeyDictionary()
+        """Tracks that have no group yet."""
         self._lock = threading.Lock()
 
     def add(self, marks: Iterable[str] = (), *, everything: bool = False) -> None:
-        """Record marks, or that any asset may have changed, and answer those who wait."""
+        """Record marks, or that any asset may have changed, and publish that to those who follow."""
         with self._lock:
             before = self._end
             for mark in marks:
@@ -85,10 +88,11 @@ class ChangeLog:
                 self._begin = self._marks.popleft()[0]
             if self._end == before:
                 return
-            waiting, self._waiting = self._waiting, set()
-        for loop, waiter in waiting:
+            following = list(self._following.items())
+            self._following.clear()
+        for track, loop in following:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(_wake, waiter)
+                loop.call_soon_threadsafe(self._tell, track)
 
     def since(self, position: int) -> Changes | None:
         """Return what was taken back after a position; None if nothing was."""
@@ -98,29 +102,36 @@ class ChangeLog:
             marks = dict.fromkeys(mark for at, mark in self._marks if at > position)
             return Changes(self._end, tuple(marks)) if marks else None
 
-    async def after(self, position: int) -> Changes:
-        """Return what is taken back after a position; wait until something is."""
-        while (found := self.since(position)) is None:
-            loop = asyncio.get_running_loop()
-            entry = loop, loop.create_future()
-            with self._lock:
-                self._waiting.add(entry)
-                if self._end > position:  # meanwhile
-                    _wake(entry[1])
-            try:
-                await entry[1]
-            finally:
-                with self._lock:
-                    self._waiting.discard(entry)
-        return found
+    def follow(self, position: int) -> GrowingBytes:
+        """Return a track whose only group is what is taken back after a position, once something is."""
+        track = _ChangesTrack(position)
+        with self._lock:
+            self._following[track] = asyncio.get_running_loop()
+        self._tell(track)
+        return track
 
     def __len__(self) -> int:
-        """Return how many wait."""
-        return len(self._waiting)
+        """Return how many tracks wait."""
+        return len(self._following)
+
+    def _tell(self, track: _ChangesTrack) -> None:
+        if track.growing and (found := self.since(track.position)) is not None:
+            track.append(found.dumps())
+            track.finish()
+            with self._lock:
+                self._following.pop(track, None)
+
+
+class _ChangesTrack(GrowingBytes):
+    """What is taken back after a position; it lives as long as a subscription to it."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
 
 
 def changes_track(position: int) -> str:
-    """Return the name of the track that is answered with what is taken back after a position; 0: at once."""
+    """Return the name of the track of what is taken back after a position; 0: it has its group at once."""
     return f"{CHANGES_TRACK}{position}"
 
 
@@ -128,8 +139,3 @@ def position_in(track: str) -> int | None:
     """Return the position in the name of a `changes_track`; None if it is none."""
     text = track.removeprefix(CHANGES_TRACK)
     return int(text) if text != track and len(text) < 20 and text.isascii() and text.isdigit() else None
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

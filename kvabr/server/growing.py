@@ -7,19 +7,12 @@ producer stopped; what exists stays. All calls are made in the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from kvabr.codec.container import ObjectSpan
-from kvabr.moqt.codes import RequestCode
-from kvabr.moqt.messages import Fetch, Subscribe, TrackStatus
-from kvabr.server.fetch_range import InvalidRangeError, LeftOutError
 from kvabr.server.publication import Publication, PublishedGroup
 from kvabr.types.digests import digest_of
 from kvabr.types.words import counted
-
-LOOK_S = 0.1
-"""Seconds between two looks for a track that somebody may be about to publish."""
 
 
 class GrowingPublication(Publication):
@@ -50,23 +43,20 @@ class GrowingPublication(Publication):
         """Have ``changed`` called after groups have appeared and after the end; return what ends that."""
         key = object()
         self._watchers[key] = changed
-        return lambda: self._watchers.pop(key, None) and None
+
+        def unwatch() -> None:
+            if self._watchers.pop(key, None) is not None and not self._watchers:
+                self.unwatched()
+
+        return unwatch
+
+    def unwatched(self) -> None:  # most go on all the same
+        """Note that nobody watches any more."""
 
     @property
     def watched(self) -> bool:
         """Whether somebody waits for more of it."""
         return bool(self._watchers)
-
-    async def reached(self, group: int) -> None:
-        """Wait until a group exists, or can no longer appear."""
-        changed = asyncio.Event()
-        unwatch = self.watch(changed.set)
-        try:
-            while self.growing and group >= self.groups:
-                changed.clear()
-                await changed.wait()
-        finally:
-            unwatch()
 
     def _tell_soon(self) -> None:
         """Tell the watchers once, however much changes in one turn of the event loop."""
@@ -102,50 +92,3 @@ class GrowingBytes(GrowingPublication):
         if not 0 <= group < self.groups:
             raise IndexError(f"group {group} of a track that has {counted(self.groups, 'group')} so far")
         return self._published[group]
-
-
-def waits_s(message: Fetch | Subscribe | TrackStatus, found: Publication | None) -> float:
-    """Return how long a peer would wait for what is not published yet; 0 if it need not, or would not.
-
-    The drafts have RENDEZVOUS_TIMEOUT for a SUBSCRIBE. A FETCH behind the edge of a growing track is refused, unless
-    FILL_TIMEOUT says that its sender would wait; the drafts have that parameter for relays, which do the same. If the
-    track ends before the group is there, the answer is DOES_NOT_EXIST with the reason; otherwise it may be asked again.
-    """
-    parameters, wait_ms = message.parameters, None
-    if isinstance(message, Subscribe) and found is None:
-        wait_ms = parameters.rendezvous_timeout
-    elif isinstance(message, Fetch) and found is not None and found.growing and parameters.filter is None:
-        wait_ms = parameters.fill_timeout if message.start.group >= found.groups else None
-    return (wait_ms or 0) / 1000
-
-
-def why_none(
-    message: Fetch, publication: Publication, error: InvalidRangeError | LeftOutError
-) -> tuple[RequestCode, str]:
-    """Return code and reason for a FETCH of which no group exists: one that would wait hears if none will."""
-    if isinstance(error, LeftOutError):
-        return RequestCode.DOES_NOT_EXIST, str(error)
-    if publication.growing or not message.parameters.fill_timeout:
-        return RequestCode.INVALID_RANGE, str(error)
-    return RequestCode.DOES_NOT_EXIST, publication.failure or f"{error}, and is complete"
-
-
-async def awaited(
-    message: Fetch | Subscribe | TrackStatus,
-    found: Publication | None,
-    find: Callable[[], Awaitable[Publication | None]],
-    most_s: float,
-) -> Publication | None:
-    """Return the track of a request that waits, by then `found` as far as the request needs it; or after ``most_s``.
-
-    If there is no track yet, ``find`` looks again and again, because publishers may be other processes, which write to
-    a folder or to a store.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(most_s):
-            if isinstance(found, GrowingPublication) and isinstance(message, Fetch):
-                await found.reached(message.start.group)
-            while found is None:
-                found = await find()
-                await asyncio.sleep(LOOK_S if found is None else 0)  # nobody tells when it comes
-    return found

@@ -46,10 +46,6 @@ class ServerLimits:
     """Seconds until a silent connection is closed."""
     handshake_s: float = 10.0
     """Seconds until a new connection's SETUP must have arrived."""
-    held_per_connection: int = 64
-    """Requests of one connection that wait for what is not published yet; they count among those in flight."""
-    held_s: float = 30.0
-    """Seconds that they wait at most, even if the peer would wait longer."""
     open_files_per_connection: int = 16
     """Files of groups that are kept open for one connection; see `kvabr.server.budgets`."""
     open_files_per_address: int = field(default_factory=default_open_files_per_address)

@@ -74,9 +74,13 @@ class LiveLevel(GrowingPublication):
             return (ObjectSpan(unit.first, 0, 0),)
         return object_spans(self._part, self._level, unit.first, unit.tokens, size)
 
-    async def reached(self, group: int) -> None:
-        self.asset.awaited(self, group)
-        await super().reached(group)
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        unwatch = super().watch(changed)
+        self.asset.subscribed(self)
+        return unwatch
+
+    def unwatched(self) -> None:
+        self.asset.unsubscribed(self)
 
     def loads(self, group: int) -> int:
         return self.asset.loads(self.frame(group)) if self.has(group) else 0
@@ -148,8 +152,11 @@ class GrowingAsset(ABC):
     def loads(self, frame: PublishedFrame) -> int:
         return frame.size if self.dear else 0
 
-    def awaited(self, level: LiveLevel, group: int) -> None:  # noqa: B027  # only a relay asks others
-        """Somebody waits for a group that does not exist yet."""
+    def subscribed(self, level: LiveLevel) -> None:  # noqa: B027  # only a relay asks others
+        """Note that somebody subscribes to a level."""
+
+    def unsubscribed(self, level: LiveLevel) -> None:  # noqa: B027  # as above
+        """Note that nobody subscribes to a level any more."""
 
     def track(self, name: str) -> Publication | None:
         """Return a track; None if there is no such track."""

@@ -21,7 +21,6 @@ from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
 from kvabr.server.fetch_range import FetchRange, InvalidRangeError, LeftOutError, last_object
 from kvabr.server.grants import Grant, token_in_path
-from kvabr.server.growing import awaited, waits_s, why_none
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
 from kvabr.server.pushing import Pushing
@@ -29,7 +28,7 @@ from kvabr.server.send_queue import Piece, Sending, SendQueue
 from kvabr.server.subscriptions import Subscriptions
 from kvabr.server.waiting_requests import Expected, WaitingRequests
 from kvabr.types.errors import AssetError, FormatError, TransportError
-from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 
 _MOQ_RS = b"moq-lite"
 """How moq-rs names itself. Version 0.5 takes a gap between object IDs for a loss, so its objects are numbered 0, 1, 2.
@@ -66,7 +65,7 @@ class Peer(Endpoint):
         """The streams that it has broken off last."""
         self._waiting = WaitingRequests(server, self._found_soon)
         self._waking = False
-        self._pushing = Pushing(server, self._queue, self._wake)
+        self._pushing = Pushing(server, self._queue, self._wake, self._too_late)
         self._subscriptions = Subscriptions(self._refuse, self._pushing)
         self._over = False
         loop = asyncio.get_running_loop()
@@ -76,7 +75,7 @@ class Peer(Endpoint):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
-        return len(self._queue) > 0 or bool(self.underway) or self._waiting.busy
+        return len(self._queue) > 0 or bool(self.underway) or len(self._waiting) > 0
 
     @property
     def _responder(self) -> Responder:
@@ -165,6 +164,7 @@ class Peer(Endpoint):
             return
         self._feeding = True
         try:
+            self.carry_out()  # the heads of streams come before what the queue writes to them
             done, broken = self._queue.feed()
             session = self.session
             if session is None or not (done or broken):
@@ -205,12 +205,6 @@ class Peer(Endpoint):
         """Send GOAWAY."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
-            if (standing := self._waiting.standing) is not None:
-                self._waiting.stop(standing)
-                self._refuse(standing, RequestCode.GOING_AWAY, "the server is going away")
-            for number in self._waiting.held:
-                self._waiting.stop(number)
-                self._refuse(number, RequestCode.GOING_AWAY, "the server is going away")
             self._pushing.end_all(PublishDoneCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
 
@@ -231,14 +225,15 @@ class Peer(Endpoint):
             if denial is not None:
                 metrics.token_lost(going.grant.id, denial.result)
                 self.log.info("request ended", token=going.grant.id, track=going.track, why=denial.reason)
-                session.responder.break_off(going.request_id, denial.reset)
+                if isinstance(going, Sending):
+                    session.responder.break_off(going.request_id, denial.reset)
+                else:
+                    session.responder.publish_done(going.request_id, denial.done, denial.reason)
                 self._forget(going.request_id)
-        waiting = self._waiting.held
-        waiting.update((number, (one.grant, one.publication)) for number, one in self._waiting.expected.items())
-        for number, (grant, publication) in waiting.items():
-            denial = access.lost_request(grant, publication, now_s)
+        for number, one in self._waiting.expected.items():
+            denial = access.lost_request(one.grant, one.publication, now_s)
             if denial is not None:
-                metrics.token_lost(grant.id, denial.result)
+                metrics.token_lost(one.grant.id, denial.result)
                 self._waiting.stop(number)
                 self._refuse(number, denial.request, denial.reason)
         self.settle_and_send()
@@ -330,16 +325,11 @@ class Peer(Endpoint):
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            standing = track.startswith(CHANGES_TRACK)
-            if standing and self._waiting.standing is not None:
-                self._refuse(number, RequestCode.EXCESSIVE_LOAD, "one such request at a time", retry_ms=BUSY_MS)
-                return
             self._waiting.look(
                 number,
                 partial(source.find_soon, grant, namespace, track),
                 partial(self._answer, number, message, grant),
                 partial(self._refuse_for, number),
-                standing=standing,
             )
         except TransportError as error:
             self._refuse_for(number, error)
@@ -354,16 +344,8 @@ class Peer(Endpoint):
         self.settle_and_send()
         self._note_idle()
 
-    def _answer(
-        self, number: int, message: _OfTrack, grant: Grant, found: Publication | None, *, waited: bool = False
-    ) -> None:
-        limits, most_s = self._server.limits, 0 if waited else waits_s(message, found)
-        if most_s and len(self._waiting.held) >= limits.held_per_connection:
-            why = f"more than {limits.held_per_connection} requests for what is not published yet"
-            self._refuse(number, RequestCode.EXCESSIVE_LOAD, why, retry_ms=BUSY_MS)
-        elif most_s:
-            self._wait(number, message, grant, found, min(most_s, limits.held_s))
-        elif found is None:
+    def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
+        if found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
         elif (denial := self._access.lost_request(grant, found, time.time())) is not None:  # while it was looked for
             self._refuse(number, denial.request, denial.reason)
@@ -371,20 +353,6 @@ class Peer(Endpoint):
             self._fetch(number, message, grant, found)
         else:
             self._subscribe(number, message, grant, found)
-
-    def _wait(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None, most_s: float) -> None:
-        """Have a request wait for its track, or for the first group that it requests, and then answer it."""
-        namespace, track = TrackNamespace.from_fields(message.namespace), message.track.decode()
-        find = partial(self._server.source.find_soon, grant, namespace, track)
-
-        def answer(found: Publication | None) -> None:
-            if found is None:
-                self._refuse(number, RequestCode.TIMEOUT, "nobody has published that track in time")
-            else:
-                self._answer(number, message, grant, found, waited=True)
-
-        waiting = partial(awaited, message, found, find, most_s)
-        self._waiting.look(number, waiting, answer, partial(self._refuse_for, number), held=(grant, found))
 
     def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
         priority = 128 if message.parameters.priority is None else message.parameters.priority
@@ -401,8 +369,11 @@ class Peer(Endpoint):
             first = wanted.groups[0].group
             if room is not None and room.fits(publication.loads(first)):
                 opened = publication.open(first, priority, partial(self.safely, self._more, number))
-        except (InvalidRangeError, LeftOutError) as error:
-            self._refuse(number, *why_none(message, publication, error))
+        except InvalidRangeError as error:
+            self._refuse(number, RequestCode.INVALID_RANGE, publication.failure or str(error))
+            return
+        except LeftOutError as error:
+            self._refuse(number, RequestCode.DOES_NOT_EXIST, str(error))
             return
         except (AssetError, IndexError) as error:
             self.log.warning("group cannot be read", error=str(error))
@@ -499,6 +470,11 @@ class Peer(Endpoint):
         else:
             metrics.cancelled_total.inc()
         self._note_idle()
+
+    def _too_late(self, job: Sending) -> None:
+        """Note that a group of a subscription is not sent, as its delivery timeout has passed."""
+        self._done(job, complete=False)
+        self._wake()
 
     def _forget(self, number: int) -> None:
         """Take out of the queue what a request or subscription has there."""

@@ -228,7 +228,7 @@ class PublishedAssets:
             if grant.token_sha256 not in self._logs and self.renewed(grant) is not None:
                 await asyncio.to_thread(self._look_at_grants)
             log = self._logs.get(grant.token_sha256)
-            return None if log is None else BytesPublication((await log.after(position)).dumps())
+            return None if log is None else log.follow(position)
         try:
             return self.find(grant, namespace, track, at_once=True)
         except BlockingIOError:

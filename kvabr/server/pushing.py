@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvabr.moqt.codes import PublishDoneCode
+from kvabr.moqt.codes import PublishDoneCode, ResetCode
 from kvabr.moqt.messages import Subscribe
 from kvabr.moqt.objects import DEFAULT_PRIORITY, SubgroupHeader
 from kvabr.moqt.parameters import Filter, Parameters
@@ -50,6 +51,8 @@ class Subscription:
     """What is being sent, by stream."""
     ending: tuple[PublishDoneCode, str] | None = None
     """Why it ends once that is sent."""
+    timeout_s: float | None = None
+    """Seconds after which a group that is not sent completely is no longer wanted; None: however long it takes."""
     unwatch: Callable[[], object] = lambda: None
 
     def confine(self, found: Filter, largest: Location | None) -> None:
@@ -91,9 +94,11 @@ class Subscription:
 class Pushing:
     """All such subscriptions of a connection."""
 
-    def __init__(self, server: Host[Any], queue: SendQueue, wake: Callable[[], None]) -> None:
-        """Begin without any; ``wake`` has the connection send what is queued."""
-        self._server, self._queue, self._wake = server, queue, wake
+    def __init__(
+        self, server: Host[Any], queue: SendQueue, wake: Callable[[], None], dropped: Callable[[Sending], None]
+    ) -> None:
+        """Begin without any; ``wake`` has the connection send what is queued, ``dropped`` hears of what is too late."""
+        self._server, self._queue, self._wake, self._dropped = server, queue, wake, dropped
         self._subscriptions: dict[int, Subscription] = {}
         self.room: Room | None = None
 
@@ -123,6 +128,12 @@ class Pushing:
         subscription = self._subscriptions.get(number)
         job = None if subscription is None else subscription.sending.get(stream)
         return None if job is None else self._queue.remove(job.key)
+
+    def _too_late(self, subscription: Subscription, job: Sending) -> None:
+        """Send no more of a group that has taken longer than its subscriber waits."""
+        if subscription.sending.get(job.stream) is job and self._queue.remove(job.key) is not None:
+            subscription.responder.pushed(job.request_id, job.stream, reset=ResetCode.DELIVERY_TIMEOUT)
+            self._dropped(job)
 
     def update(self, number: int, parameters: Parameters) -> None:
         """Apply what a REQUEST_UPDATE changes."""
@@ -194,6 +205,8 @@ class Pushing:
         )  # fmt: skip
         subscription.sending[stream] = job
         self._queue.add(job)
+        if subscription.timeout_s is not None:
+            asyncio.get_running_loop().call_later(subscription.timeout_s, self._too_late, subscription, job)
         self._server.requests += 1
         self._server.metrics.requests_in_flight.inc()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
 from kvabr.server.metrics import Metrics
-from kvabr.server.publication import ArrivingGroup, BytesPublication, CatalogLevel, Publication
+from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
@@ -178,7 +178,7 @@ class Relay:
         if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
             if self.catalogs.revoked:
                 raise RequestError(_REFUSED, reason=Reason.UNAUTHORIZED)
-            return BytesPublication((await self._changes.after(position)).dumps())
+            return self._changes.follow(position)
         try:
             complete, live = (self.catalogs.last(namespace, name) for name in (CATALOG_TRACK, LIVE_TRACK))
             if track == EDGE_TRACK or (live is not None and complete is None and not is_small(track)):
@@ -256,8 +256,8 @@ class Relay:
                 await asyncio.sleep(_BREATH_S)
 
     async def _next_changes(self, position: int) -> Changes:
-        track = changes_track(position)
-        return Changes.loads(await read_all(self._upstream.fetch(MODELS_NAMESPACE, track, limit=MAX_CHANGES_BYTES)))
+        request = GroupRequest(MODELS_NAMESPACE, changes_track(position), 0, MAX_CHANGES_BYTES, live=True)
+        return Changes.loads(await read_all(self._upstream.request(request, 128)))
 
     def _take_back(self, changes: Changes) -> None:
         """Drop what the origin has taken back, and pass that on to the relays behind this one."""

@@ -33,9 +33,9 @@ SILENCE_S = 2.0
 """Seconds without a byte on the whole connection after which a group is asked for again."""
 IDLE_READ_S = 10.0
 """Seconds without a read after which a complete group gives up its memory, if others wait for room."""
-MOST_HELD = 8
-"""Requests that the origin holds at a time, for groups that are not published yet."""
-_HELD_SHARE = 1 / 4
+MOST_EXPECTED = 256
+"""Groups that are expected at a time, of all assets."""
+_EXPECTED_SHARE = 1 / 4
 """Share of the bound on transfers that these may come to together."""
 _PAUSE_S = 0.1
 _BUSY_S = 1.0
@@ -151,8 +151,8 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.transfer.leave(self)
 
 
-class HeldGroup:
-    """A request for a group that is not published yet, which the origin holds."""
+class ExpectedGroup:
+    """A group that the origin has not published yet, and that comes by a subscription."""
 
     def __init__(self, download: GroupReader, limit: int) -> None:
         """Wait for the first bytes."""
@@ -198,7 +198,9 @@ class RelayGroups:
         self._admitted: set[RelayTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
-        self._held: dict[_Place, HeldGroup] = {}
+        self._expected: dict[_Place, ExpectedGroup] = {}
+        self._expected_bytes = 0
+        """The most that these may come to."""
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
         self.bytes = 0
@@ -236,35 +238,36 @@ class RelayGroups:
         transfer.join(reader)
         return reader
 
-    def hold(self, request: GroupRequest) -> None:
-        """Have the origin hold a request for a group of which neither size nor digest is known, if there is room."""
+    def expect(self, request: GroupRequest) -> None:
+        """Wait for a group of which neither size nor digest is known, if there is room."""
         place = _place(request)
-        if (before := self._held.get(place)) is not None:
+        if (before := self._expected.get(place)) is not None:
             if not before.failed:
                 return
-            del self._held[place]
-        most_bytes = int(_HELD_SHARE * self._limit)
-        if len(self._held) < MOST_HELD and sum(one.limit for one in self._held.values()) + request.limit <= most_bytes:
-            self._held[place] = HeldGroup(self._upstream.request(request, _URGENT), request.limit)
+            self._forget_expected(place)
+        room = int(_EXPECTED_SHARE * self._limit) - self._expected_bytes
+        if len(self._expected) < MOST_EXPECTED and request.limit <= room:
+            self._expected[place] = ExpectedGroup(self._upstream.request(request, _URGENT), request.limit)
+            self._expected_bytes += request.limit
 
     def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
-        """Take over a group that was published by now, if a request for it is held; arguments as of `open`.
+        """Take over a group that was expected and is published by now; arguments as of `open`.
 
-        It is fetched and kept even without a reader: it is on its way already.
+        It is received and kept even without a reader: it is on its way already.
         """
         place = _place(request)
-        if place not in self._held:
+        if place not in self._expected:
             return
         if self.has(digest, request.limit):
-            self._unhold(place)
+            self._unexpect(place)
             return
         reader = self.open(request, digest, objects, _LEAST_URGENT, lambda: self._brought(reader))
 
-    def release_all(self, namespace: TrackNamespace) -> None:
-        """Give up what is held of an asset."""
-        for place in [place for place in self._held if place[0] == namespace]:
+    def expect_no_more(self, namespace: TrackNamespace, track: str | None = None) -> None:
+        """Wait for no more groups of an asset, or of one of its tracks."""
+        for place in [place for place in self._expected if place[0] == namespace and track in (None, place[1])]:
             if not any(_place(transfer.request) == place for transfer in self._transfers.values()):
-                self._unhold(place)
+                self._unexpect(place)
 
     def forget(self, transfer: RelayTransfer) -> None:
         """End a transfer without readers."""
@@ -287,8 +290,8 @@ class RelayGroups:
 
     async def close(self) -> None:
         """End all transfers."""
-        for place in list(self._held):
-            self._unhold(place)
+        for place in list(self._expected):
+            self._unexpect(place)
         tasks = [one.task for one in (*self._admitted, *self._waiting) if one.task is not None]
         for task in tasks:
             task.cancel()
@@ -313,7 +316,7 @@ class RelayGroups:
         finally:
             # Later requests find it in the store, or start anew.
             self._forget(transfer)
-            self._unhold(_place(transfer.request))
+            self._unexpect(_place(transfer.request))
             if not transfer.complete or not transfer.readers:
                 self.release(transfer)
 
@@ -352,10 +355,10 @@ class RelayGroups:
             TimeoutError: the origin has fallen silent.
         """
         request, size, result, received = transfer.request, transfer.size, "failed", 0
-        held = self._held.pop(_place(request), None)
-        first = None if held is None or held.failed else held.first
-        if held is not None and first is not None:
-            download = held.download
+        expected = self._forget_expected(_place(request))
+        first = None if expected is None or expected.failed else expected.first
+        if expected is not None and first is not None:
+            download = expected.download
             download.prioritise(transfer.priority)
         else:
             download = self._upstream.fetch(
@@ -380,7 +383,7 @@ class RelayGroups:
         except RequestError as error:
             if first is None:
                 raise
-            raise TimeoutError from error  # it was held for too long, and must be asked for again
+            raise TimeoutError from error  # the subscription has ended, and it must be fetched
         finally:
             transfer.upstream = None
             download.cancel()
@@ -454,7 +457,7 @@ class RelayGroups:
         self._looking = loop.call_later(1.0, self._look) if self._waiting else None
 
     def _brought(self, reader: ArrivingGroup) -> None:
-        """Close the reader of a group that was held, once it has come."""
+        """Close the reader of a group that was expected, once it has come."""
         try:
             done = reader.available == reader.size
         except TransportError:
@@ -462,9 +465,15 @@ class RelayGroups:
         if done:
             asyncio.get_running_loop().call_soon(reader.close)
 
-    def _unhold(self, place: _Place) -> None:
-        if (held := self._held.pop(place, None)) is not None:
-            held.cancel()
+    def _unexpect(self, place: _Place) -> None:
+        if (expected := self._forget_expected(place)) is not None:
+            expected.cancel()
+
+    def _forget_expected(self, place: _Place) -> ExpectedGroup | None:
+        expected = self._expected.pop(place, None)
+        if expected is not None:
+            self._expected_bytes -= expected.limit
+        return expected
 
     def _forget(self, transfer: RelayTransfer) -> None:
         if self._transfers.get(transfer.key) is transfer:

@@ -1,13 +1,14 @@
-"""Assets that grow at a relay's origin: their news are asked for once, for all who play them here.
+"""Assets that grow at a relay's origin: the relay subscribes to each of their tracks once, for all who play them here.
 
-Requests for groups that are not published yet wait at the relay, and as few as possible of them at the origin: those
-for the next news, and those for the groups that players wait for. So a group comes through the relay without a round
-trip of its own, and its bytes come once. Groups are checked by the news, and kept as those of other assets are.
+It follows the news of an asset for as long as somebody plays it, and subscribes to the levels that its players
+subscribe to. So a group comes through the relay without a round trip of its own, and its bytes come once; they are
+passed on as they arrive. Groups are checked by the news, and kept as those of other assets are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,32 +16,26 @@ from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel, Publish
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.interface import Connection
+from kvabr.transfer.news import News
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.transfer.work import decoders
-from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError, TransportError
-from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, LiveCatalog, news_bytes, parse_edge, parse_edges
-from kvabr.types.naming import EDGE_TRACK, LIVE_TRACK, TrackNamespace
+from kvabr.types.errors import AssetError, NotFoundError, Reason, RequestError
+from kvabr.types.live import EdgeMessage, LiveCatalog
+from kvabr.types.naming import LIVE_TRACK, TrackNamespace
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-HOLD_S = 10.0
-"""Seconds for which the origin may hold a request."""
 IDLE_S = 60.0
 """Seconds without a request after which an asset is forgotten."""
 MOST_LIVE = 64
 """Assets that are followed at a time."""
-_AHEAD, _MOST_ASKED = 4, 16
-"""News that are asked for before they exist, of one asset and of all; of each asset at least one."""
-_AHEAD_GROUPS = 8
-"""Groups that are asked for before they exist, of one level."""
+_AHEAD_GROUPS = 64
+"""Groups that are waited for at a time, of one level."""
 _SLACK = 4
 """How much larger than expected such a group may be."""
 _SLACK_BYTES = 64 << 10
-_PAUSE_S = 0.1
-"""Pause after an answer that came too soon, or not at all."""
-_URGENT = 0
 _REMOVED = "the asset was removed or replaced; ask for its catalog again"
 
 
@@ -66,27 +61,33 @@ class RelayedAsset(GrowingAsset):
     def loads(self, frame: PublishedFrame) -> int:
         return 0 if self._groups.has(frame.digest, frame.size) else frame.size
 
-    def awaited(self, level: LiveLevel, group: int) -> None:
-        """Somebody waits for a group: have the origin hold a request for it too."""
-        if not self.over and group < min(level.groups + _AHEAD_GROUPS, len(level.expected)):
-            limit = _SLACK * level.expected[group] + _SLACK_BYTES
-            self._groups.hold(GroupRequest(self.namespace, level.name, group, limit, wait_s=HOLD_S))
+    def subscribed(self, level: LiveLevel) -> None:
+        """Subscribe to a level at the origin, too."""
+        if not self.over:
+            for group in range(level.groups, min(level.groups + _AHEAD_GROUPS, len(level.expected))):
+                limit = _SLACK * level.expected[group] + _SLACK_BYTES
+                self._groups.expect(GroupRequest(self.namespace, level.name, group, limit, live=True))
+
+    def unsubscribed(self, level: LiveLevel) -> None:
+        self._groups.expect_no_more(self.namespace, level.name)
 
     def take(self, message: EdgeMessage) -> None:
-        """See `GrowingAsset.take`; fetch what the origin holds requests for, even without a player."""
+        """See `GrowingAsset.take`; keep what is on its way, even without a player."""
         before = [(level, level.groups) for level in self.levels.values()]
         super().take(message)
         for level, groups in before:
+            if level.watched:
+                self.subscribed(level)
             for group in filter(level.has, range(groups, level.groups)):
                 frame = level.frame(group)
                 request = GroupRequest(self.namespace, level.name, group, frame.size)
                 self._groups.take_over(request, frame.digest, level.objects(group))
         if self.over:
-            self._groups.release_all(self.namespace)
+            self._groups.expect_no_more(self.namespace)
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        self._groups.release_all(self.namespace)
+        self._groups.expect_no_more(self.namespace)
 
 
 class LiveRelay:
@@ -179,59 +180,18 @@ class LiveRelay:
         return asset
 
     async def _follow(self, asset: RelayedAsset) -> None:
-        """Take the news of an asset until it has ended; some are asked for before they exist."""
-        loop, asked = asyncio.get_running_loop(), dict[int, asyncio.Task[EdgeMessage | None]]()
+        """Take the news of an asset until it has ended, or nobody plays it."""
+        news, loop = News(self._upstream, asset.namespace, len(asset.levels)), asyncio.get_running_loop()
         try:
-            await self._catch_up(asset)
             while not asset.over and (asset.watched or loop.time() - asset.asked_s < IDLE_S):
-                ahead = max(1, min(_AHEAD, _MOST_ASKED // len(self._assets)))
-                for number in range(asset.order.messages, asset.order.messages + ahead):
-                    if number not in asked:
-                        asked[number] = loop.create_task(self._news(asset, number))
-                if (message := await asked.pop(asset.order.messages)) is not None:
-                    asset.take(message)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        messages = await news.after(asset.order.messages)
+                    for message in messages:
+                        if not asset.over:
+                            asset.take(message)
         finally:
-            for task in asked.values():
-                task.cancel()
-            await asyncio.gather(*asked.values(), return_exceptions=True)
-
-    async def _catch_up(self, asset: RelayedAsset) -> None:
-        """Handle the news that exist already, many at a time; raises as `_news`."""
-        most = MAX_EDGE_BYTES // news_bytes(len(asset.levels))
-        while not asset.over:
-            request = GroupRequest(asset.namespace, EDGE_TRACK, asset.order.messages, MAX_EDGE_BYTES, groups=most)
-            try:
-                data = await read_all(self._upstream.request(request, _URGENT))
-            except TransportError:
-                return  # there are none, or the next request finds out why
-            messages = await asyncio.get_running_loop().run_in_executor(decoders(), parse_edges, data)
-            for message in messages:
-                if not asset.over:
-                    asset.take(message)
-            if len(messages) < most:
-                return
-
-    async def _news(self, asset: RelayedAsset, number: int) -> EdgeMessage | None:
-        """Return a message, given its number; None if it must be asked for again.
-
-        Raises:
-            TransportError: the origin has it no more, or refuses.
-            FormatError: it is no message.
-        """
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        request = GroupRequest(asset.namespace, EDGE_TRACK, number, MAX_EDGE_BYTES, wait_s=HOLD_S)
-        try:
-            return parse_edge(await read_all(self._upstream.request(request, _URGENT)))
-        except RequestError as error:
-            lost = isinstance(error, NotFoundError) and error.reason != Reason.NOT_YET
-            if lost or is_unauthorized(error) or error.reason == Reason.WRONG:
-                raise
-        except TransportError as error:
-            if is_unauthorized(error):
-                raise
-        await asyncio.sleep(_PAUSE_S if loop.time() - begun_s < HOLD_S / 2 else 0)
-        return None
+            news.close()
 
     def _followed(self, asset: RelayedAsset, task: asyncio.Task[None]) -> None:
         self._following.pop(asset.namespace, None)

@@ -56,7 +56,7 @@ class Subscriptions:
                 number, self._aliases, responder, publication, grant, message.track.decode(),
                 DEFAULT_PRIORITY if asked.priority is None else asked.priority,
                 forward=asked.forward != 0, descending=asked.group_order == DESCENDING, dense=silent,
-                next=publication.groups,
+                next=publication.groups, timeout_s=_timeout_s(asked),
             )  # fmt: skip
             self._pushing.begin(subscription, message, largest)
             return
@@ -79,6 +79,12 @@ class Subscriptions:
     def cancel(self, number: int) -> None:
         """Forget a subscription, if this is one."""
         self._prefixes.pop(number, None)
+
+
+def _timeout_s(asked: Parameters) -> float | None:
+    """Return the delivery timeout of a subscription, seconds; None if it has none."""
+    given = [ms for ms in (asked.object_delivery_timeout, asked.subgroup_delivery_timeout) if ms]
+    return min(given) / 1000 if given else None
 
 
 def _overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:

@@ -59,34 +59,16 @@ class Expected:
 
 
 class WaitingRequests:
-    """Requests by their ID. All but the standing one count among the server's requests in flight."""
+    """Requests by their ID. They count among the server's requests in flight."""
 
     def __init__(self, server: Host[Any], run: Callable[[Callable[[], None]], None]) -> None:
         """Begin without any; ``run`` is given what answers a request once its track is found."""
         self._server, self._run = server, run
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._expected: dict[int, Expected] = {}
-        self._held: dict[int, tuple[Grant, Publication | None]] = {}
-        self.standing: int | None = None
-        """Lookup of what is taken back, which ends when something is; the connection is idle all the same."""
 
     def __len__(self) -> int:
         return len(self._lookups) + len(self._expected)
-
-    @property
-    def busy(self) -> bool:
-        """Whether more waits than the standing request, and those for what is not published yet."""
-        return bool(self._lookups.keys() - {self.standing} - self._held.keys() or self._expected)
-
-    @property
-    def held(self) -> dict[int, tuple[Grant, Publication | None]]:
-        """Those that wait for what is not published yet: under which grant, and for which track if it is there."""
-        return dict(self._held)
-
-    @property
-    def lookups(self) -> int:
-        """How many wait for their track to be found."""
-        return len(self._lookups)
 
     @property
     def expected(self) -> dict[int, Expected]:
@@ -99,21 +81,12 @@ class WaitingRequests:
         find: Callable[[], Awaitable[Publication | None]],
         answer: Callable[[Publication | None], None],
         refuse: Callable[[TransportError], None],
-        *,
-        standing: bool = False,
-        held: tuple[Grant, Publication | None] | None = None,
     ) -> None:
         """Have a track found in a task of its own, then run ``answer`` or ``refuse``.
 
-        If the request is stopped before the task begins, nothing is looked for. There may be one ``standing`` request;
-        for ``held`` ones see that property.
+        If the request is stopped before the task begins, nothing is looked for.
         """
-        if held is not None:
-            self._held[number] = held
-        if standing:
-            self.standing = number
-        else:
-            self._server.requests += 1
+        self._server.requests += 1
         task = asyncio.get_running_loop().create_task(self._look(number, find, answer, refuse))
         self._lookups[number] = task
 
@@ -176,10 +149,7 @@ class WaitingRequests:
 
     def _forget(self, number: int) -> asyncio.Task[None] | None:
         task = self._lookups.pop(number, None)
-        self._held.pop(number, None)
-        if number == self.standing:
-            self.standing = None
-        elif task is not None:
+        if task is not None:
             self._server.requests -= 1
         return task
 

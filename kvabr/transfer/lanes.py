@@ -74,10 +74,12 @@ class LanesConnection(PeerConnection):
             return
         left = dict.fromkeys(self._lanes[: self.used], 0)
         for one, lane in self._on.items():
-            if lane in left and not one.request.standing:
+            if lane in left and not one.request.live:
                 left[lane] += one.request.limit - one.received
         # A lane in trouble dials again; until then it keeps what it has, and gets nothing more.
         lane = min(left, key=lambda lane: (lane.trouble is not None, left[lane]))
+        if transfer.request.live:  # all on one, so that each track has one subscription
+            lane = self._lanes[0]
         self._on[transfer] = lane
         lane.carry(transfer)
         self._measure(sum(left.values()))
@@ -106,7 +108,7 @@ class LanesConnection(PeerConnection):
         """See `Carrier.released`."""
         if (lane := self._on.pop(transfer, None)) is not None:
             lane.released(transfer)
-            self._measure(sum(one.request.limit - one.received for one in self._on if not one.request.standing))
+            self._measure(sum(one.request.limit - one.received for one in self._on if not one.request.live))
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""

@@ -188,7 +188,7 @@ class RedialledConnection(PeerConnection):
         self._begun_s[transfer] = asyncio.get_running_loop().time()
         self._using[transfer] = transfer.source = self._current
         self._current.carry(transfer)
-        if not transfer.request.standing:
+        if not transfer.request.live:
             self._look_s = _LOOK_S
             self._asked.set()
         if self._watching is None:
@@ -216,7 +216,7 @@ class RedialledConnection(PeerConnection):
         self._begun_s.pop(transfer, None)
         self._forgotten.discard(transfer)
         used = self._using.pop(transfer, None)
-        if used is self._current and not (transfer.complete or transfer.unanswered or transfer.readers):
+        if used is self._current and not (transfer.complete or transfer.subscribed or transfer.readers):
             self._given_up = used.stats().bytes_received
         if used is not None and used in self._leaving and used not in self._using.values():
             self._retire(used)
@@ -301,7 +301,7 @@ class RedialledConnection(PeerConnection):
 
     def _awaited(self, connection: PeerConnection) -> bool:
         """Return whether something is in flight on a connection that should be answered soon."""
-        return any(used is connection and not one.unanswered for one, used in self._using.items())
+        return any(used is connection and not one.subscribed for one, used in self._using.items())
 
     def _sign_s(self, connection: PeerConnection) -> float:
         late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
@@ -395,7 +395,7 @@ class RedialledConnection(PeerConnection):
         self.backend, self.protocol = made.backend, made.protocol
         self.peer = made.peer or self.peer
         self._leaving.append(old)
-        for transfer in [one for one, used in self._using.items() if used is old and one.unanswered]:
+        for transfer in [one for one, used in self._using.items() if used is old and one.subscribed]:
             transfer.reject(ConnectionLostError(f"{transfer.request}: {_REPLACED}"))
         if old is self._doubted:
             self._forgotten.update(transfer for transfer, used in self._using.items() if used is old)

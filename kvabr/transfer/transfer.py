@@ -24,7 +24,7 @@ from kvabr.store.buffers import GROUPS
 from kvabr.types.digests import has_digest
 from kvabr.types.errors import Reason, RequestError
 from kvabr.types.events import Limit
-from kvabr.types.naming import CHANGES_TRACK, TrackNamespace
+from kvabr.types.naming import TrackNamespace
 
 _LEAST_URGENT = 255
 _BY_WEIGHT: tuple[Limit, ...] = ("kept", "cpu", "publisher")
@@ -46,17 +46,11 @@ class GroupRequest:
     """Whether ``limit`` is the size, so that the buffer is allocated once."""
     digest: str | None = None
     """The group's digest (`kvabr.types.digests`), if a catalog told it."""
-    wait_s: float = 0.0
-    """Seconds for which the peer may hold the request until the group is published; 0: it answers at once. A group that
-    was not published in time, or a peer that holds no requests, ends the transfer with `NotFoundError`, whose reason is
-    NOT_YET."""
+    live: bool = False
+    """Whether the group may not be published yet: a subscription to its track brings it as soon as it is. If the track
+    ends without the group, or the peer has no subscriptions, the transfer ends with `NotFoundError`."""
     groups: int = 1
     """Consecutive groups that are wanted, as far as they exist: their bytes come one behind the other."""
-
-    @property
-    def standing(self) -> bool:
-        """Whether it stays open until there is something to tell, so that its silence says nothing about the path."""
-        return self.track.startswith(CHANGES_TRACK)
 
     def __str__(self) -> str:
         return f"{self.track[:80]}, group {self.group}"
@@ -188,14 +182,9 @@ class GroupTransfer:
         """What limited the bytes of which the readers have not heard yet."""
 
     @property
-    def unanswered(self) -> bool:
-        """Whether nothing need have come yet: the peer tells or publishes something first."""
-        return self.request.standing or self.held
-
-    @property
-    def held(self) -> bool:
-        """Whether the peer may be waiting for the group to be published: its silence says nothing about the path."""
-        return self.request.wait_s > 0 and not self.received
+    def subscribed(self) -> bool:
+        """Whether the group may not be published yet, so that the peer's silence says nothing about the path."""
+        return self.request.live and not self.received
 
     @property
     def received(self) -> int:

@@ -119,8 +119,6 @@ class Reason(Enum):
     BUSY = auto()
     MISSING = auto()
     """There is no such thing, or nothing that this connection may read."""
-    NOT_YET = auto()
-    """A track that grows does not have it so far."""
     WRONG = auto()
     """What came is not what was asked for."""
     OTHER = auto()

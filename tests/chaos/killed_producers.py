@@ -202,7 +202,7 @@ async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4,
     asset = toy_asset(root / "template", ("FP16", "Int8", "Int4"), tokens=len(TOKENS))
     (folder := root / "published").mkdir()
     async with AsyncExitStack() as stack:
-        origin = await stack.enter_async_context(live_origin(folder, tls := development(), held_per_connection=1024))
+        origin = await stack.enter_async_context(live_origin(folder, tls := development()))
         relay = await relay_before(stack, origin, tls)
         clients = [
             AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint), model=SPEC) for at in (origin, relay)

@@ -92,11 +92,10 @@ class Writer:
 @asynccontextmanager
 async def origin(root, tls, port=0):
     metrics, published = Metrics(), PublishedAssets(root, None, QUIET)
-    limits = ServerLimits(held_s=LIMIT_S)
     async with (
         asyncio.timeout(LIMIT_S),
         Watcher(published, QUIET, metrics),
-        Server(published, "127.0.0.1", port, tls, limits, QUIET, metrics) as server,
+        Server(published, "127.0.0.1", port, tls, ServerLimits(), QUIET, metrics) as server,
     ):
         yield server
 
@@ -153,7 +152,7 @@ async def test_a_cache_is_played_while_it_is_prefilled(asset, root, tls):
     assert played.live.published == GROUPS
 
 
-async def test_what_is_held_is_asked_for_again_after_the_origin_was_killed(asset, root, tls):
+async def test_a_play_subscribes_again_after_the_origin_was_killed(asset, root, tls):
     async with Writer(asset, root) as writer:
         async with origin(root, tls) as server:
             port = server.address[1]
@@ -180,7 +179,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
 
     def produce():
         for _ in range(GROUPS):
-            while not over.wait(0.01) and not any(peer._waiting.held for peer in served.peers):
+            while not over.wait(0.01) and not any(len(peer._pushing) for peer in served.peers):
                 pass
             writer.step()
         writer.folder.tell(LiveEnd(writer.key))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvabr.moqt.codes import RequestCode
-from kvabr.moqt.events import Ended, Received, Refused
+from kvabr.moqt.events import Answered, Ended, Received, Refused, SubscriptionDone, SubscriptionEnding
 from kvabr.moqt.objects import ObjectHeader
 from kvabr.moqt.parameters import Parameters, SetupOptions, Token
 from kvabr.moqt.session import MoqtSession
@@ -26,14 +26,13 @@ from tests.faults.test_guests import until
 from tests.store.test_live import OFFER
 
 SPACE = OFFER.namespace
-WAIT_MS = int(LIMIT_S * 1000)
 
 
 @asynccontextmanager
 async def live_origin(root, tls, *, grants=None, log=QUIET, port=0, **limits):
     """An origin as `kvabr serve` runs it; its `source` has what is published."""
     metrics, published = Metrics(), PublishedAssets(root, grants, log)
-    limits = ServerLimits(**{"held_s": LIMIT_S} | limits)
+    limits = ServerLimits(**limits)
     async with (
         Watcher(published, log, metrics),
         Server(published, "127.0.0.1", port, tls, limits, log, metrics) as server,
@@ -51,45 +50,98 @@ class Answer:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """A group that comes by a subscription."""
+
+    number: int
+    """Of the subscription."""
+    track: str
+    group: int
+
+
 class Decoder:
-    """One connection, whose requests wait for what is not published yet."""
+    """One connection, which fetches what is published, and subscribes to what is not."""
 
     def __init__(self, end, namespace=SPACE) -> None:
         self.end, self.namespace = end, namespace
+        self._subscriptions = {}
+        self._fetched = {}
 
-    def ask(self, track, group=0, *, waits=True, namespace=None):
-        """Request a group; return the number of the request."""
-        where, wait_ms = Location(group, 0), WAIT_MS if waits else None
+    def ask(self, track, group=0, *, namespace=None):
+        """Fetch a group; return the number of the request."""
+        where = Location(group, 0)
         fields = (namespace or self.namespace).fields()
-        number = self.end.session.fetch(fields, track.encode(), where, where, Parameters(fill_timeout=wait_ms))
+        number = self.end.session.fetch(fields, track.encode(), where, where, Parameters())
         self.end.settle_and_send()
         return number
 
-    def answered(self, number):
-        """Return what came of a request, None if nothing has."""
-        data = bytearray()
+    def wait(self, track, group=0):
+        """Subscribe to a track, once, and wait for a group of it."""
+        if track not in self._subscriptions:
+            fields = self.namespace.fields()
+            self._subscriptions[track] = self.end.session.subscribe(fields, track.encode(), Parameters())
+            self.end.settle_and_send()
+        return Awaited(self._subscriptions[track], track, group)
+
+    def forget(self):
+        """Unsubscribe from everything."""
+        for number in self._subscriptions.values():
+            self.end.session.requester.cancel(number)
+        self._subscriptions.clear()
+        self._fetched.clear()
+        self.end.settle_and_send()
+
+    def answered(self, request):
+        """Return what came of a request, or of a group that is waited for; None if nothing has."""
+        number, stream, data = request, None, bytearray()
+        if isinstance(request, Awaited):
+            if (number := self._fetched.get(request)) is not None:
+                return self.answered(number)
+            number = request.number
         for event in self.end.events:
             if event is None or getattr(event, "request_id", None) != number:
                 continue
             if isinstance(event, Refused):
                 return Answer(None, RequestCode(event.message.code), event.message.reason)
-            if isinstance(event, Received):
-                for item in event.items:
-                    data += b"" if isinstance(item, ObjectHeader) else item
-            elif isinstance(event, Ended):
+            if isinstance(event, Answered) and isinstance(request, Awaited):
+                largest = event.message.parameters.largest
+                if largest is not None and request.group <= largest.group:
+                    self._fetched[request] = self.ask(request.track, request.group)
+                    return None
+            elif isinstance(event, Received) and not isinstance(request, Awaited):
+                data += b"".join(item for item in event.items if not isinstance(item, ObjectHeader))
+            elif isinstance(event, Received):
+                if any(isinstance(item, ObjectHeader) and item.group == request.group for item in event.items):
+                    stream = event.stream
+                if event.stream == stream:
+                    data += b"".join(item for item in event.items if not isinstance(item, ObjectHeader))
+            elif isinstance(event, Ended) and (not isinstance(request, Awaited) or event.stream == stream):
                 return Answer(bytes(data) if event.reset is None else None)
+            elif isinstance(event, SubscriptionDone):
+                return Answer(None, RequestCode.DOES_NOT_EXIST, self.ending(number).reason)
         return None
+
+    def ending(self, number):
+        """The PUBLISH_DONE of a subscription."""
+        return next(
+            event.message
+            for event in self.end.events
+            if isinstance(event, SubscriptionEnding) and event.request_id == number
+        )
 
     async def answer(self, number):
         await until(lambda: self.answered(number) is not None or self.end.over.done())
-        return self.answered(number)
+        found = self.answered(number)
+        assert found is not None, self.end.over.result()
+        return found
 
     async def get(self, track, group=0, **more):
         return await self.answer(self.ask(track, group, **more))
 
     async def news(self, group):
         """The news of a group, or of the end."""
-        return parse_edge((await self.get(EDGE_TRACK, group)).data)
+        return parse_edge((await self.answer(self.wait(EDGE_TRACK, group))).data)
 
     async def found(self):
         """The live catalog, once there is one."""
@@ -112,26 +164,21 @@ class Decoder:
                 pass
         return found.data
 
-    async def follow(self, levels=("FP16", "Int4"), *, held=3):
+    async def follow(self, levels=("FP16", "Int4")):
         """Play the asset at its edge: return the frames, checked against the news, and how it ended."""
         frames, group = {}, 0
-        ahead = {at: self.ask(EDGE_TRACK, at) for at in range(held)}
-        bases = {at: self.ask(levels[0], at) for at in range(held)}
+        self.wait(levels[0])
         while True:
-            answer = await self.answer(ahead.pop(group))
-            message = parse_edge(answer.data)
+            message = await self.news(group)
             if not isinstance(message, PublishedFrames):
-                for number in bases.values():
-                    assert (await self.answer(number)).code == RequestCode.DOES_NOT_EXIST
+                assert (await self.answer(self.wait(levels[0], group))).data is None
                 return frames, message.reason
             for level in levels:
-                number = bases.pop(group) if level == levels[0] else self.ask(level, group)
-                data = (await self.answer(number)).data
+                request = self.wait(level, group) if level == levels[0] else self.ask(level, group)
+                data = (await self.answer(request)).data
                 assert hashlib.sha256(data).hexdigest() == message.frames[level][1]
                 frames[group, level] = data
             group += 1
-            ahead[group + held - 1] = self.ask(EDGE_TRACK, group + held - 1)
-            bases[group + held - 1] = self.ask(levels[0], group + held - 1)
 
 
 @asynccontextmanager

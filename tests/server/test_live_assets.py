@@ -56,9 +56,9 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
             server.source.regrant(grants("team-a/*"))
             assert (await player.get("FP16")).data == frame(0, "FP16")
             assert LiveCatalog.loads((await player.lookups())[0]) == live(key)
-            waiting = [player.ask(track, 1) for track in (EDGE_TRACK, "FP16")]
+            waiting = [player.wait(track, 1) for track in (EDGE_TRACK, "FP16")]
             (peer,) = server.peers
-            await until(lambda: len(peer._waiting.held) == 2)
+            await until(lambda: len(peer._pushing) == 2)
             server.source.regrant(grants("team-b/*"))
             for number in waiting:
                 refused = await player.answer(number)
@@ -164,8 +164,8 @@ async def test_a_catalog_that_names_what_cannot_be_served(root):
 
 @socketed
 async def test_a_producer_that_announces_and_never_publishes(root, tls):
-    """Those who wait hear after a while that they may ask again; the origin gives it up after a longer one."""
-    async with live_origin(root, tls, held_s=0.2) as server, decoder(server) as player:
+    """Those who fetch hear so at once, those who subscribe once the origin has given it up."""
+    async with live_origin(root, tls) as server, decoder(server) as player:
         with written(root) as writer:
             writer.begin_live(live(new_key()))
             await player.found()
@@ -176,7 +176,7 @@ async def test_a_producer_that_announces_and_never_publishes(root, tls):
             asset.heard_s -= live_assets.STALLED_S
             await until(lambda: asset.over)
             assert (await player.news(0)).reason == "no news for 600 s"
-            assert (await player.get("FP16")).code == RequestCode.DOES_NOT_EXIST
+            assert (await player.get("FP16")).code == RequestCode.INVALID_RANGE
 
 
 async def test_of_two_producers_of_one_name_the_first_is_heard_until_it_ends(root):
@@ -295,7 +295,7 @@ async def test_who_waits_for_a_layer_has_it_once_it_is_made(root, tls, relays):
         with written(root) as writer:
             writer.begin_live(live(key))
             await player.found()
-            waiting = [player.ask("FP16", group) for group in range(GROUPS)]
+            waiting = [player.wait("FP16", group) for group in range(GROUPS)]
             for group in range(GROUPS):
                 publish(writer, group, key, ["Int4"], 0.5)
                 assert (await player.news(group)).rest_s == 0.5

@@ -13,6 +13,7 @@ from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
 from kvabr.transfer.interface import read_all
+from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.errors import (
     ConnectionLostError,
     NotFoundError,
@@ -152,7 +153,7 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
         for peer in server.peers:
             peer._queue._may_send = lambda _: False
         download = connection.fetch(asset.catalog.namespace, "Int4", 0, limit=BIG)
-        await until(lambda: server.requests == 1)
+        await until(lambda: server.requests == 2)  # with the relay's subscription to changes
         for peer in server.peers:
             for job in peer._queue:
                 peer.session.responder.break_off(job.request_id, 1)
@@ -287,37 +288,34 @@ async def test_players_of_a_relay_lose_a_token_that_is_replaced(asset, tls):
             assert await get(other, asset.catalog.namespace, "Int4")
 
 
-async def test_one_request_for_changes_stands_at_a_time_and_does_not_keep_a_server(asset, tls):
+async def test_a_subscription_to_changes_does_not_keep_a_server(asset, tls):
     async with origin(asset.store.folder, tls) as server:
         log = log_of(server)
         async with await dialled(server) as connection:
 
-            def ask(position):
-                return connection.fetch(MODELS_NAMESPACE, changes_track(position), limit=BIG)
+            def subscribe(position):
+                request = GroupRequest(MODELS_NAMESPACE, changes_track(position), 0, BIG, live=True)
+                return connection.request(request, 128)
 
-            first = Changes.loads(await read_all(ask(0)))
+            first = Changes.loads(await read_all(subscribe(0)))
             assert first.everything
-            waiting = ask(first.position)
+            waiting = subscribe(first.position)
             await until(lambda: len(log) == 1)
-            error = await gone(ask(first.position))
-            assert error.reason == Reason.BUSY
-            assert error.retry_after_s is not None
             waiting.cancel()
             await until(lambda: len(log) == 0)
-            waiting = ask(first.position)
+            waiting = subscribe(first.position)
             await until(lambda: len(log) == 1)
             log.add(["ab" * 32])
             told = Changes.loads(await read_all(waiting))
             assert (told.marks, told.everything) == (("ab" * 32,), False)
             assert not sent(server)
-            waiting = ask(told.position)
+            waiting = subscribe(told.position)
             await until(lambda: len(log) == 1)
             (peer,) = server.peers
             await until(lambda: not peer.busy)
             await server.drain(LONG_S)
-            error = await gone(waiting)
-            assert isinstance(error, ConnectionLostError) or error.reason == Reason.AWAY
-            assert len(log) == 0
+            assert isinstance(await gone(waiting), ConnectionLostError)
+            await until(lambda: len(log) == 0)
 
 
 async def test_a_server_notices_by_itself_that_a_token_expires(asset, tls, monkeypatch):

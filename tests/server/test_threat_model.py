@@ -10,7 +10,7 @@ import pytest
 from kvabr.client import live_feed, lookup
 from kvabr.client.options import Limits
 from kvabr.codec import profile
-from kvabr.link.moqt import connection, endpoint
+from kvabr.link.moqt import endpoint, requests
 from kvabr.link.quic import backend
 from kvabr.link.tcp import transport as tcp
 from kvabr.moqt import messages, requester, session, wire
@@ -73,7 +73,6 @@ ROWS = {
     "`requests-per-connection`, `requests`": [f"{DEFAULTS.requests_per_connection:,}, {DEFAULTS.requests:,}"],
     "streams that a peer may have open": [f"{tcp.STREAMS}, 100 with qh3"],  # see `test_streams`
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
-    "`held-per-connection`, `held-s`": [f"{DEFAULTS.held_per_connection}, {DEFAULTS.held_s:g} s"],
     "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
     "groups of one subscription": [f"{pushing.MOST_STREAMS}"],
@@ -111,9 +110,9 @@ ROWS = {
     ],
     "relay: `--memory`": [size(relay.MEMORY_BYTES)],
     "relay: assets that grow": [f"{relay_live.MOST_LIVE}; after {relay_live.IDLE_S:g} s"],
-    "relay: requests that its origin holds": [
-        f"{relay_live._AHEAD} of an asset, {relay_live._MOST_ASKED} in all",
-        f"{relay_groups.MOST_HELD}, a quarter" if relay_groups._HELD_SHARE == 1 / 4 else "another share",
+    "relay: groups that it waits for": [
+        f"{relay_live._AHEAD_GROUPS}; {relay_groups.MOST_EXPECTED}, a quarter",
+        "a quarter" if relay_groups._EXPECTED_SHARE == 1 / 4 else "another share",
     ],
     "relay: lookups asked": [f"{relay_catalogs._MAX_ASKING:,}"],
     "relay: a group that does not come": [f"{relay_groups.PATIENCE_S:g} s"],
@@ -158,10 +157,10 @@ ROWS = {
     ],
     "group, from its catalog": [f"{lookup._MAX_TIMES_FP16} x FP16 + {size(lookup._SLACK_BYTES)}"],
     "client: received and not read yet": [size(backend.CONNECTION_WINDOW), f"{size(backend.STREAM_WINDOW)} a stream"],
-    "client: requests in flight": [f"{connection.MAX_IN_FLIGHT}"],
-    "client: requests that a peer holds": [f"{connection.MAX_HELD}"],
+    "client: requests in flight": [f"{requests.MAX_IN_FLIGHT}"],
     "client: base of a group whose size": [
-        f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}", f"{live_feed._MOST_UNITS}",
+        f"{live_feed._TIMES_EXPECTED} x expected + {size(live_feed._SLACK_BYTES)}",
+        f"{live_feed._MOST_AHEAD} groups of a play",
     ],
     "client: plays": [f"{CLIENT.plays}, {CLIENT.waiting}"],
     "client: groups kept": [sizes(CLIENT.memory_bytes, CLIENT.disk_bytes)],

@@ -108,7 +108,11 @@ class Endpoint(ABC):
         for stream in [each for each in self._held if self.transport.may_open(each)]:
             for held in self._held.pop(stream):
                 self._carry_out(held)
-        while commands := session.take_commands():
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """Carry out the session's commands."""
+        while self.session is not None and (commands := self.session.take_commands()):
             for command in commands:
                 self._carry_out(command)
 

@@ -106,9 +106,8 @@ class StoreConnection(PeerConnection):
             self._find(transfer, lambda: self._whole(transfer, self.index.models()))
         elif is_lookup(track) and not is_live(track):
             self._find(transfer, lambda: self._whole(transfer, self.index.lookup(namespace, track)))
-        elif is_live(track) or request.standing:
-            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
-            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", reason=reason))
+        elif is_live(track) or request.live:
+            transfer.fail(NotFoundError(f"{request}: a store only has what is complete", reason=Reason.MISSING))
         elif (place := self.index.place(namespace, track, request.group)) is not None:
             self._want(transfer, place)
         else:
@@ -206,8 +205,7 @@ class StoreConnection(PeerConnection):
                 await self.index.catalog(namespace)
             place = self.index.place(namespace, request.track, request.group)
         if place is None:
-            reason = Reason.NOT_YET if request.wait_s else Reason.MISSING
-            raise NotFoundError(f"{request}: not found in {self.peer}", reason=reason)
+            raise NotFoundError(f"{request}: not found in {self.peer}", reason=Reason.MISSING)
         self._want(transfer, place)
 
     def _want(self, transfer: GroupTransfer, place: FramePlace) -> None:

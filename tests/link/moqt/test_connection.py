@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from kvabr.link.moqt import connect as quic
-from kvabr.link.moqt.connection import MAX_IN_FLIGHT, MoqtFetch
+from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest
 from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
 from kvabr.transfer.interface import read_all
@@ -166,7 +166,7 @@ def test_a_gap_or_a_foreign_group_ends_a_download():
         dropped = 0
 
         def carry(self, transfer):
-            self.fetch = MoqtFetch(transfer, (b"a",))
+            self.fetch = MoqtRequest(transfer, (b"a",))
 
         def reprioritise(self, transfer):
             pass
@@ -193,7 +193,7 @@ async def test_what_comes_behind_a_complete_group_takes_nothing_from_it():
     """A peer may send more before it hears that the group is complete here."""
     request = GroupRequest(TrackNamespace("m", "0" * 64), "FP16", 3, 5, exact=True)
     reader = GroupReader(transfer := GroupTransfer(request), 0)
-    fetch = MoqtFetch(transfer, (b"a",))
+    fetch = MoqtRequest(transfer, (b"a",))
     fetch.take([ObjectHeader(3, 0, 0, 128, 5), memoryview(b"whole")], "network")
     await asyncio.sleep(0)
     assert transfer.complete

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvabr.link.moqt.connection import MAX_HELD, MAX_IN_FLIGHT, MoqtFetch, RequestQueue
+from kvabr.link.moqt.requests import MAX_IN_FLIGHT, MoqtRequest, RequestQueue
 from kvabr.transfer.transfer import GroupRequest, GroupTransfer
 from kvabr.types.naming import TrackNamespace
 from tests.counting import lines
@@ -11,11 +11,10 @@ from tests.counting import lines
 SPACE = TrackNamespace("a/model", "0" * 64)
 
 
-def download(group, priority=0, *, held=False):
-    request = GroupRequest(SPACE, "AC-L0", group, 1000, wait_s=1.0 if held else 0.0)
-    transfer = GroupTransfer(request)
+def download(group, priority=0):
+    transfer = GroupTransfer(GroupRequest(SPACE, "AC-L0", group, 1000))
     transfer.priority = priority
-    return MoqtFetch(transfer, ())
+    return MoqtRequest(transfer, ())
 
 
 class Plain:
@@ -24,30 +23,23 @@ class Plain:
     def __init__(self):
         self.asked, self.waiting = {}, []
 
-    def has_room(self, held):
-        mine = sum(one.transfer.held for one in self.asked.values())
-        asked = len(self.asked)
-        if asked < min(MAX_IN_FLIGHT, MAX_HELD):
-            return True
-        return asked < MAX_IN_FLIGHT + MAX_HELD and (mine < MAX_HELD if held else asked - mine < MAX_IN_FLIGHT)
-
     def next(self):
-        for entry in sorted(self.waiting, key=lambda entry: entry[:2]):
-            if self.has_room(entry[2].transfer.held):
-                self.waiting.remove(entry)
-                return entry[2]
-        return None
+        if not self.waiting or len(self.asked) >= MAX_IN_FLIGHT:
+            return None
+        entry = min(self.waiting, key=lambda entry: entry[:2])
+        self.waiting.remove(entry)
+        return entry[2]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=300))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=300))
 def test_it_does_what_looking_at_every_request_would_do(steps):
     queue, plain, numbers, made = RequestQueue(), Plain(), 0, []
-    for kind, which, held in steps:
+    for kind, which in steps:
         waiting = [entry[2] for entry in plain.waiting]
         if kind <= 1:
             for _ in range(which + 1):
-                made.append(download(len(made), which, held=held))
+                made.append(download(len(made), which))
                 queue.wait(made[-1])
                 plain.waiting.append((which, len(made), made[-1]))
         elif kind == 2 and waiting:
@@ -64,12 +56,6 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
         elif kind == 4 and plain.asked:
             number = list(plain.asked)[which % len(plain.asked)]
             assert queue.end(number) is plain.asked.pop(number)
-        elif kind == 5 and plain.asked:
-            number = list(plain.asked)[which % len(plain.asked)]
-            one = plain.asked[number]
-            was = one.transfer.held
-            one.transfer.append(b"a")
-            assert queue.heard(number, one) == was
         while (found := queue.next()) is not None:
             assert found is plain.next()
             numbers += 1
@@ -77,9 +63,9 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             plain.asked[numbers] = found
         assert plain.next() is None
         assert queue.waits == bool(plain.waiting)
-        assert queue.awaited == sum(not one.transfer.held for one in plain.asked.values())
+        assert queue.under_way == len(plain.asked)
         assert list(queue) == [*plain.asked.values(), *queue.waiting]
-    assert all(queue.under_way(number) is one for number, one in plain.asked.items())
+    assert all(queue.find(number) is one for number, one in plain.asked.items())
     queue.clear()
     assert not list(queue)
     assert not queue.waits
@@ -88,7 +74,7 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
 def all_of(count):
     """Ask for many groups at once, cancel some, make others more urgent, and let the rest come."""
     queue, begun, ended = RequestQueue(), 0, 0
-    made = [download(group, group * 64 // count, held=group % 7 == 0) for group in range(count)]
+    made = [download(group, group * 64 // count) for group in range(count)]
     for one in made:
         queue.wait(one)
     for group in range(0, count, 8):
@@ -102,10 +88,6 @@ def all_of(count):
         if ended == begun:
             return begun
         ended += 1
-        found = queue.under_way(ended)
-        found.transfer.append(b"a")
-        queue.heard(ended, found)
-        assert queue.awaited >= 0
         queue.end(ended)
 
 

@@ -1,0 +1,102 @@
+"""Follows the news of an asset that is still being published, on one connection.
+
+What has been published before is fetched, many messages at a time; the news that follow come by a subscription, as soon
+as they exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.transfer import GroupReader, GroupRequest
+from kvabr.transfer.work import decoders
+from kvabr.types.backoff import Backoff
+from kvabr.types.errors import FormatError, NotFoundError, Reason, RequestError, TransportError
+from kvabr.types.live import MAX_EDGE_BYTES, EdgeMessage, news_bytes, parse_edges
+from kvabr.types.naming import EDGE_TRACK, TrackNamespace
+
+_AHEAD = 8
+"""Messages that are waited for at a time."""
+_END_BYTES = 7 << 10
+"""What the last message may take more: it has a reason in JSON, 500 characters of up to 12 bytes."""
+_PAUSE_S, _MOST_PAUSE_S = 0.05, 0.5
+"""Pauses before a request is made again, doubled each time."""
+_URGENT = 0
+
+
+class Retries:
+    """The pauses before a live group is asked for again."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Begin with the shortest."""
+        self._connection, self._pauses = connection, Backoff(_PAUSE_S, _MOST_PAUSE_S)
+
+    async def wait(self, error: Exception) -> None:
+        """Wait until it makes sense to ask again after an error; raise the error if it never does."""
+        if self._connection.closed or not isinstance(error, TransportError) or isinstance(error, NotFoundError):
+            raise error
+        wanted_s = error.retry_after_s if isinstance(error, RequestError) else None
+        await asyncio.sleep(max(self._pauses.longer(), min(wanted_s or 0.0, _MOST_PAUSE_S)))
+
+
+class News:
+    """The messages of one asset, in their order; each is delivered once."""
+
+    def __init__(self, connection: Connection, namespace: TrackNamespace, tracks: int) -> None:
+        """Ask for nothing yet; ``tracks`` is the number of published tracks, which bounds a message."""
+        self._connection, self._namespace = connection, namespace
+        self._bytes = news_bytes(tracks)
+        self._coming: dict[int, GroupReader] = {}
+        """Messages that are waited for, by number."""
+        self._behind = True
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        for reader in self._coming.values():
+            reader.cancel()
+        self._coming.clear()
+
+    async def after(self, number: int) -> list[EdgeMessage]:
+        """Return the messages from ``number`` on, at least one; wait until it exists.
+
+        Raises:
+            NotFoundError: the peer has it not, and will not.
+            TransportError: it cannot be had.
+            FormatError: it is no message.
+        """
+        if self._behind:
+            most = MAX_EDGE_BYTES // self._bytes
+            try:
+                messages = await self._read(self._request(number, most), number)
+            except RequestError as error:
+                # There are none so far; or the peer sends one group at a time, as moq-rs does.
+                if not isinstance(error, NotFoundError) and error.reason != Reason.UNSUPPORTED:
+                    raise
+                messages = []
+            self._behind = len(messages) >= most
+            if messages:
+                return messages
+        retries = Retries(self._connection)
+        while True:
+            for ahead in range(number, number + _AHEAD):
+                if ahead not in self._coming:
+                    self._coming[ahead] = self._request(ahead)
+            try:
+                return await self._read(self._coming.pop(number), number)
+            except TransportError as error:
+                await retries.wait(error)
+
+    def _request(self, number: int, most: int = 0) -> GroupReader:
+        limit = min(MAX_EDGE_BYTES, max(1, most) * self._bytes + _END_BYTES)
+        live = not most
+        request = GroupRequest(self._namespace, EDGE_TRACK, number, limit, live=live, groups=max(1, most))
+        return self._connection.request(request, _URGENT)
+
+    @staticmethod
+    async def _read(reader: GroupReader, number: int) -> list[EdgeMessage]:
+        data = await read_all(reader)
+        messages = await asyncio.get_running_loop().run_in_executor(decoders(), parse_edges, data)
+        if not messages:
+            raise FormatError(f"edge message {number}: it is empty")
+        return messages

@@ -1,0 +1,135 @@
+"""A cache that is being prefilled, and another MoQT stack: moq-rs subscribes to ours, and our relay to its."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import sys
+
+import pytest
+import torch
+
+from kvabr.client.async_client import AsyncClient
+from kvabr.client.options import PlayOptions
+from kvabr.link.moqt.connect import dial
+from kvabr.link.moqt.options import DialOptions
+from kvabr.moqt.wire import DRAFTS
+from kvabr.store.locations import open_store
+from kvabr.types.live import LiveEnd, PublishedFrames
+from kvabr.types.naming import EDGE_TRACK, LIVE_PREFIX_TRACK, LIVE_TRACK, PREFIX_TRACK, TrackNamespace, prefix_track
+from kvabr.types.peer import PeerOptions
+from tests.client.live import KEY, TOKENS, Producer, right
+from tests.faults.common import LIMIT_S
+from tests.faults.test_guests import until
+from tests.server.conftest import tls  # noqa: F401  # a fixture
+from tests.server.relays import relaying
+from tests.server.test_relay_live import chain
+from tests.toymodel import SPEC, toy_asset
+
+moq = pytest.importorskip("moq", reason="moq-rs is not installed: tools/setup-venv")
+from tests.interop.test_moq_rs import accepting, exact, group_of, path_of, routed  # noqa: E402  # it needs moq
+
+BASE = "AC-L0"
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory):
+    """10 groups on three tracks; Int4 is the base."""
+    return toy_asset(tmp_path_factory.mktemp("live") / "asset", ("FP16", "Int8", "Int4"), tokens=160)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("relays", [0, 1])
+async def test_its_subscriber_decodes_what_we_prefill(tmp_path, tls, relays):  # noqa: F811
+    """`kvabr prefill` computes and publishes the cache of a real model; moq-rs gets its base, group by group."""
+    text, root = tmp_path / "text", tmp_path / "root"
+    text.write_text("The relay forwards what it is sent, and keeps it. " * 200)
+    root.mkdir()
+    words = ("prefill", "--model", "smollm2", "--text", text, "--tokens", "640", "--out", root, "--live")
+    async with asyncio.timeout(LIMIT_S), chain(root, tls, relays=relays) as (origin, server):
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvabr", *map(str, words))
+        try:
+            await until(lambda: origin.source.live.assets)
+            (live,) = origin.source.live.assets
+            url = f"moqt://localhost:{server.address[1]}/"
+            async with moq.Client(url, tls_verify=False, bind="127.0.0.1:0") as client:
+                broadcast = await routed(client, path_of(live.namespace))
+                consumer = await broadcast.subscribe_track(BASE)
+                frames, count = {}, len(live.catalog.chunks)
+                while count - 1 not in frames and (group := await consumer.next_group()) is not None:
+                    frames[group.sequence] = b"".join([frame.payload async for frame in group])
+                for earlier in set(range(count)) - frames.keys():
+                    frames[earlier] = await group_of(broadcast, BASE, earlier)
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    store = open_store(root)
+    (name,) = store.list().versions
+    asset = store.open(name)
+    assert {group: hashlib.sha256(data).hexdigest() for group, data in frames.items()} == dict(
+        enumerate(asset.catalog.by_name[BASE].digests)
+    )
+    received = exact(Received(asset, frames), BASE)
+    assert torch.equal(received, exact(asset, BASE))
+
+
+class Received:
+    """An asset whose frames are those that were received."""
+
+    def __init__(self, asset, frames) -> None:
+        self._asset, self._frames = asset, frames
+
+    def __getattr__(self, name):
+        return getattr(self._asset, name)
+
+    def frame(self, group, track):
+        assert track == BASE
+        return self._frames[group]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.alpn)
+async def test_our_relay_forwards_what_its_publisher_computes(growing, tls, draft):  # noqa: F811
+    """moq-rs publishes the tracks of a cache that grows; a player behind our relay plays it at its edge."""
+    its_server = moq.Server("127.0.0.1:0", tls_generate=["localhost"])
+    async with asyncio.timeout(LIMIT_S), its_server as server, accepting(server), contextlib.AsyncExitStack() as stack:
+        asset = growing
+        producer = Producer(asset)
+        first = TrackNamespace(SPEC.model, asset.catalog.chunks[0])
+        lookup = prefix_track(asset.catalog.chunks).replace(PREFIX_TRACK, LIVE_PREFIX_TRACK, 1)
+        cache = server.create_broadcast(path_of(asset.catalog.namespace))
+        names = server.create_broadcast(path_of(first)) if first != asset.catalog.namespace else cache
+        texts = [names.publish_track(lookup), cache.publish_track(LIVE_TRACK)]  # kept, or they would be gone
+        for track in texts:
+            group_into(track, 0, producer.live.dumps().encode())
+        edge, levels = cache.publish_track(EDGE_TRACK), {name: cache.publish_track(name) for name in producer.levels}
+        cache.announce()
+        names.announce()
+        port = int(server.local_addr.rsplit(":", 1)[1])
+        options = DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(draft.alpn,), names="split")
+        upstream = await stack.enter_async_context(await dial(options, "aioquic"))
+        relay = await stack.enter_async_context(relaying(upstream, tls))
+        peer = PeerOptions(fingerprint=relay.fingerprint)
+        client = await stack.enter_async_context(AsyncClient(f"moqt://127.0.0.1:{relay.address[1]}/", peer, model=SPEC))
+        how = PlayOptions(wait_for_producer_s=LIMIT_S / 2)
+        play = asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how))
+        for chunk in range(len(asset.catalog.chunks)):
+            await until(lambda: len(relay.source.live) or play.done())
+            told = {}
+            for name, frame in producer.frames(chunk).items():
+                group_into(levels[name], chunk, frame)
+                told[name] = len(frame), hashlib.sha256(frame).hexdigest()
+            group_into(edge, chunk, PublishedFrames(KEY, chunk, float(chunk), told).dumps())
+        group_into(edge, len(asset.catalog.chunks), LiveEnd(KEY).dumps())
+        assert right(await play, asset)
+
+
+def group_into(track, number, data):
+    """Publish a group, in frames of 64 KiB."""
+    group = track.create_group(number)
+    for at in range(0, len(data), 1 << 16):
+        group.write_frame(bytes(data[at : at + (1 << 16)]))
+    group.finish()
