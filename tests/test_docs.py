@@ -1,7 +1,5 @@
 """The documents keep up with the code: commands parse, links lead somewhere, module paths exist."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

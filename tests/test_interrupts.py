@@ -4,8 +4,6 @@ The work takes many times longer than the test waits for its beginning, on every
 `kvabr fetch`, `kvabr lab` and `kvabr replay --live` are interrupted in the tests of their packages.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ They run with a model of a few thousand weights in place of SmolLM2, over two of
 every machine meets. Lines that install something are left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

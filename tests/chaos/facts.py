@@ -3,8 +3,6 @@
 A report has facts and no judgement: the player does not know what would be right. `tests.chaos.judge` does.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Judges what came of a play: holes, wrong bytes, lateness, crashes and hangs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

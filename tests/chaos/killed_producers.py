@@ -5,8 +5,6 @@ moment: before it has begun, in the middle of a group, between its last word and
 played meanwhile, from the origin or through a relay. Then a late-comer plays what has become of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import multiprocessing

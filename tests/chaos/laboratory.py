@@ -1,7 +1,5 @@
 """Runs rounds of plays under faults, judges every play, and looks whether everything works again afterwards."""
 
-from __future__ import annotations
-
 import heapq
 import os
 import signal

@@ -1,7 +1,5 @@
 """The liar: an origin with everybody's certificate that serves wrong groups and wrong catalogs, in a process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

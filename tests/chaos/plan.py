@@ -1,7 +1,5 @@
 """What happens in a round, from its seed alone: the links, the faults, and the plays."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

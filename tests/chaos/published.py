@@ -4,8 +4,6 @@ Each prompt has several versions: the same tokens, another cache. The truth is c
 without a network, a player or an assembler: every group of every track, decoded by itself.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

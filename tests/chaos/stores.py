@@ -9,8 +9,6 @@ profile of another store, which never sends it. Judged is what must never happen
   stuck     with the faults over, nothing could be played for `STUCK_S`
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """Counts what came of all plays, and shows it as a table."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import Counter, defaultdict

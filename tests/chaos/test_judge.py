@@ -1,7 +1,5 @@
 """The judge of the chaos laboratory notices what it is there for: it must not find nothing for want of looking."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Producers of growing caches are killed at any moment."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.store.admin import find_damage, names_in

@@ -1,7 +1,5 @@
 """A few bad minutes of object stores, from seeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import stores

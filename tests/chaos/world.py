@@ -1,7 +1,5 @@
 """The laboratory's processes, links and files, and what each kind of fault does to them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

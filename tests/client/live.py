@@ -1,7 +1,5 @@
 """A cache that is published while it is played: a producer that a test moves from group to group, and plays of it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Plays of a cache that is still being prefilled, over a simulated link and in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any

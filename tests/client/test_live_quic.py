@@ -1,7 +1,5 @@
 """Plays of a cache that is being prefilled, over QUIC, from an origin that follows the folder of a producer."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -3,8 +3,6 @@
 It needs an environment of its own: `tools/setup-peers .peers aiomoqt`; without one this is skipped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A cache that is being prefilled, and another MoQT stack: moq-rs subscribes to ours, and our relay to its."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

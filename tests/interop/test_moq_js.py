@@ -6,8 +6,6 @@ The track is empty at first: 0.3.4 of it reads the largest object with a length 
 It needs packages of its own: `tools/setup-peers .peers moqjs`; without them this is skipped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """kvabr against moq-rs, an independent implementation in Rust: as client of our origin, as relay, and as origin."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """kvabr against moq-rs on tracks that grow: its client subscribes to ours, and ours to its."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

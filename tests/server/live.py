@@ -1,7 +1,5 @@
 """Origins of assets that grow, and decoders that wait for their groups, on the wire."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The log of what a server took back."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

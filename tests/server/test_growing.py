@@ -1,7 +1,5 @@
 """Tracks that grow: the track itself, and requests behind its edge. `test_pushing` has subscriptions."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.moqt.codes import RequestCode

@@ -1,7 +1,5 @@
 """What an origin serves of assets that are being prefilled, and what it makes of producers that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """Subscriptions to tracks that grow while they are served, and every end of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvabr.moqt.codes import PublishDoneCode, ResetCode

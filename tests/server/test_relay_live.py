@@ -1,7 +1,5 @@
 """Assets that are being prefilled, played through relays: each byte leaves the origin once, each end is passed on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

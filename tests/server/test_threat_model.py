@@ -1,7 +1,5 @@
 """The table of sizes and budgets in the threat model: every row is here, and its figures are those of the code."""
 
-from __future__ import annotations
-
 from inspect import signature
 from pathlib import Path
 

@@ -5,8 +5,6 @@ needs of one is its buffer, its layout and its sizes, and the flat pages that `H
 made by SGLang's own methods.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import runpy

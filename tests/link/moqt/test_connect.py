@@ -1,7 +1,5 @@
 """Reaching a real origin over QUIC: URLs, who is let in, the blocking twin, and what is left when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import ipaddress

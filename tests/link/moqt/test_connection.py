@@ -1,7 +1,5 @@
 """A connection by aioquic or qh3 to a real origin on loopback, in every pairing and both drafts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

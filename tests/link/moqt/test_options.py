@@ -1,7 +1,5 @@
 """Whom a client trusts."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import hashlib
