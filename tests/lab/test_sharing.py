@@ -1,5 +1,6 @@
 """Plays that share a link with a queue, against arithmetic that can be done by hand."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -20,7 +21,7 @@ from kvabr.replay.simulator import Machine
 from kvabr.types.cost import PrefillCost
 from kvabr.types.events import ProgressMade
 from kvabr_lab.crowd import BucketModel, CacheMachine, Crowd, PlayTable, Tree, drawn, fewest, flow, loads
-from kvabr_lab.packets import PACKET
+from kvabr_lab.packets import PACKET, Bottleneck, Sender, Stream
 from kvabr_lab.sharing import SharedPlays, Sharing
 from tests.catalogs import catalog
 from tests.replay.worlds import world
@@ -213,3 +214,33 @@ def test_the_command(tmp_path, capsys):
     assert "did you mean" in capsys.readouterr().err.lower()
     assert main([*words, "--middle", "nginx"]) == 2
     assert main([*words, "--edges", "0"]) == 2
+
+
+class Endless(Stream):
+    """More bytes than the link carries."""
+
+    def __init__(self):
+        super().__init__(10**9)
+
+    def place(self):
+        return 0
+
+    def receive(self, size, now):
+        pass
+
+
+def test_codel_drops_ever_more_often_until_the_delay_is_acceptable():
+    """The control law of RFC 8289: intervals of 100 ms over the root of the drops so far."""
+    link = Bottleneck(Capacity(world("flat", [RATE])), 0.01, 10**9, PACKET, codel=True)
+    sender = Sender(link, 5e6)  # far more than the link takes in the time
+    sender.open(Endless(), 0.0)
+    drops, dropped = [], 0
+    while (now := link.next_s()) < 2.0:
+        link.run(now)
+        if link.dropped > dropped:
+            drops.append(now)
+        dropped = link.dropped
+    gaps = [after - before for before, after in itertools.pairwise(drops)]
+    assert len(gaps) > 20
+    for count, gap in enumerate(gaps, start=1):
+        assert gap == pytest.approx(0.1 / math.sqrt(count), abs=3 * PACKET / RATE)
