@@ -56,7 +56,8 @@ async def test_its_subscriber_decodes_what_we_prefill(tmp_path, tls, relays):  #
                 consumer = await broadcast.subscribe_track(BASE)
                 frames, count = {}, len(live.catalog.chunks)
                 while count - 1 not in frames and (group := await consumer.next_group()) is not None:
-                    frames[group.sequence] = b"".join([frame.payload async for frame in group])
+                    with contextlib.suppress(moq.Error):  # it may give up a group for a newer one
+                        frames[group.sequence] = b"".join([frame.payload async for frame in group])
                 for earlier in set(range(count)) - frames.keys():
                     frames[earlier] = await group_of(broadcast, BASE, earlier)
             assert await process.wait() == 0
