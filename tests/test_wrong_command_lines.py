@@ -173,7 +173,7 @@ class Place:
         (folder / "catalog.json").write_text(catalog(2).dumps())
         (folder / "text").write_text("some words " * 200)
         toy_asset(folder / "assets" / "one")
-        self.folder, self.work, self.port = folder, folder / "work", port
+        self.folder, self.work, self.port = folder, folder / "cwd", port
         (self.work / "FOLDER").mkdir(parents=True)
         for name, text in {
             "EMPTY": "", "blank": " \n", "prompt": "[1, 2, 3]", "late.py": LATE, "m.toml": "",

@@ -125,7 +125,8 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self._subscriber.bring(request)
             else:
                 self._fetch(request)
-            self.settle_and_send()
+            if transfer.request.live or request.number is not None:  # not for what only waits
+                self.settle_and_send()
 
     def reprioritise(self, transfer: GroupTransfer) -> None:
         """See `Carrier.reprioritise`."""
@@ -262,7 +263,6 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._lose(request.transfer, _GOING_AWAY)
         elif self._requests.has_room():
             self._ask(request)
-            self._next_soon()
         else:
             self._requests.wait(request)
 

@@ -151,11 +151,11 @@ class Subscriber:
             case _:
                 pass
 
-    def take(self, event: Received, limit: Limit) -> MoqtRequest | None:
-        """Pass on objects that have come; return whose they are, None if nobody waits for them."""
+    def take(self, event: Received, limit: Limit) -> None:
+        """Pass objects on to the transfer that waits for their group; stop a stream that no transfer waits for."""
         subscription, stream = self._by_number.get(event.request_id), event.stream
         if subscription is None or stream is None:
-            return None
+            return
         if (request := subscription.coming.get(stream)) is None:
             header = event.items[0]
             group = header.group if isinstance(header, ObjectHeader) else -1
@@ -163,10 +163,9 @@ class Subscriber:
             request = subscription.waiting.pop(group, None)
             if request is None:
                 self._session().requester.stop(stream)
-                return None
+                return
             subscription.coming[stream] = request
         request.take(event.items, limit)
-        return request
 
     # ------------------------------------------------------------------ internals
 
@@ -201,6 +200,7 @@ class Subscriber:
             for stream in list(subscription.coming):
                 self.happened(Ended(subscription.number, 0, stream))
             self._end(subscription)
+            self._settle()
 
     def _end(self, subscription: TrackSubscription) -> None:
         """Find out by FETCHes what became of the groups that have not come."""
