@@ -23,10 +23,12 @@ from kvabr.client.result import IncompleteError, Played
 from kvabr.codec.base import GroupContext
 from kvabr.codec.group import framed, payload_of
 from kvabr.server.certificates import development
+from kvabr.store.admin import names_in
 from kvabr.store.asset import Asset
 from kvabr.store.live import LiveWriter, live_keys
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import open_asset
+from kvabr.store.store_tree import StoreTree
 from kvabr.types.errors import TransportError
 from kvabr.types.live import UNKNOWN, LiveCatalog, LiveEnd, PublishedFrames, published_catalog
 from kvabr.types.naming import TrackNamespace, chain
@@ -143,6 +145,9 @@ async def late(client: AsyncClient, root: Path, made: Production, groups: int) -
     """Play every track of what a late-comer finds, which has at least as many groups; return how many."""
     while made.live.key in live_keys(LocalStore(root)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)  # the origin will make it an asset, or remove it
+    if names_in(StoreTree(root)).keys() & set(made.live.catalog.chunks):
+        while await client.find(TOKENS, salt=made.salt) is None:
+            await asyncio.sleep(0.02)  # it is in the store, and the origin has not looked since
     kept = {await played(client, made, f"fixed:{track.name}") for track in made.asset.catalog.tracks}
     if len(kept) > 1 or min(kept) < groups:
         raise FoundError("hole", f"{groups} groups were played, {sorted(kept)} are kept")
