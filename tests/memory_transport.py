@@ -403,3 +403,17 @@ class MemoryConnection(PeerConnection):
         if carried is not None:
             carried.sending.arrived(carried.count)
         self.serve(then)
+
+
+class Dials:
+    """A `kvabr.transfer.lane.Dialler` of connections that a test makes."""
+
+    names = ("peer:1",)
+
+    def __init__(self, dial, most_lanes=1, first=None):
+        """Dial by a coroutine function; ``first`` is a connection that is there already."""
+        self._dial, self._first, self.most_lanes = dial, first, most_lanes
+
+    async def dial(self):
+        first, self._first = self._first, None
+        return await self._dial() if first is None else first

@@ -285,8 +285,7 @@ async def _reach(args: argparse.Namespace, console: Console) -> None:
 
 def _is_silent(error: BaseException) -> bool:
     """Return whether nobody answered; a refused token and an untrusted certificate have to be mended."""
-    from kvabr.link.moqt.connect import NoAnswerError
-    from kvabr.types.errors import ConnectionLostError, UnauthorizedError
+    from kvabr.types.errors import ConnectionLostError, NoAnswerError, UnauthorizedError
 
     return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
 
@@ -389,7 +388,7 @@ def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: 
 
     for url in dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source)):
         peer = client.peer(url, network.options(args))
-        if not peer.transfers.reached:
+        if not peer.reached:
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 
 

@@ -4,9 +4,9 @@
 `AsyncClient.play` and the socket there are five layers:
 
 1. `driver.Driver` runs the player's session: clock, downloads, decoding, engine. Policies decide.
-2. `play_connection.PlayConnection` is the play's view of a peer: the local store, priorities by deadline.
-3. `play_connection.SharedTransfers` fetches a group once for all plays that want it.
-4. `transfer.redial` dials again when a connection is lost.
+2. `sources.PlaySource` is the play's view of a peer: digests, priorities by deadline.
+3. `downloads.Downloads` gets a group once for all plays that want it, from the client's store or from the peer.
+4. `transfer.peer.Peer` dials, probes and dials again, on one connection or several.
 5. `link.moqt.connection` speaks MoQT (`moqt.session`, which does no I/O) over `link.quic` or `link.tcp`, which own the
    socket.
 

@@ -43,12 +43,12 @@ from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, first_found
 from kvabr.client.play import Play, computes_at_once, computes_blindly, lookup_time, tail_choices
-from kvabr.client.play_connection import PlayConnection, PlaySources, first_reached
 from kvabr.client.profiles import PROFILES, ProfileCache
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
 from kvabr.client.shared_bandwidth import KnownLink, history_at
+from kvabr.client.sources import PlaySources, first_reached
 from kvabr.client.warming import warm_engine
 from kvabr.codec.block_slots import BlockLayers
 from kvabr.codec.threads import decoder_threads
@@ -178,8 +178,8 @@ class AsyncClient:
         with ExitStack() as told:
             for one in some:
                 told.enter_context(told_if_exhausted(one.relieve))
-            transfers = [one.transfers for one in some]
-            return transfers[await first_reached(transfers)].connection
+            peers = [one.downloads.peer for one in some]
+            return peers[await first_reached(peers)]
 
     async def round_trip(self, *, probe_s: float | None = None, peer: PeersLike = None) -> float | None:
         """Return the seconds of a round trip to a peer, connecting to it first if necessary.
@@ -212,7 +212,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._history.best(one.transfers.names), one.transfers.link.known()
+            known, now = self._history.best(one.downloads.names), one.downloads.link.known()
             links.append(KnownLink(now, known.ttfb_s) if now else known)
         if catalog is None:
             return KnownLink.of_all(links), 0
@@ -305,7 +305,7 @@ class AsyncClient:
                 async with asyncio.timeout(lookup_s):
                     wait_s = min(options.wait_for_producer_s, _WAIT_SHARE * lookup_s)
                     if prompt is not None:
-                        await play.connection.reached()
+                        await play.connection.reach()
                         play.connection.alone()
                         found, spec = await prompt.find(play.connection)
                     else:
@@ -525,7 +525,7 @@ class AsyncClient:
 
         def choices() -> tuple[list[TailOffer], list[float]]:
             self._history.refresh()  # another process of the engine may play
-            link = KnownLink.of_all(self._history.best(one.transfers.names) for one in some)
+            link = KnownLink.of_all(self._history.best(one.downloads.names) for one in some)
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
@@ -601,7 +601,7 @@ class AsyncClient:
         """
         if not self._profiles.has(catalog):
             async with self._asking(within_s, peer) as connection:
-                await connection.reached()
+                await connection.reach()
                 await self._profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
@@ -613,7 +613,7 @@ class AsyncClient:
             FormatError: it answers with something else.
         """
         async with self._asking(within_s, peer) as connection:
-            await connection.reached()
+            await connection.reach()
             return await fetch_models(connection)
 
     async def close(self) -> None:
@@ -651,7 +651,7 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = KnownLink.of_all(self._history.best(one.transfers.names) for one in self._some(peer))
+        link = KnownLink.of_all(self._history.best(one.downloads.names) for one in self._some(peer))
         at_once = computes_at_once(options, cost, len(tokens), link)
         timed = options.prefill_cost is not None or not self._costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
@@ -732,8 +732,7 @@ class AsyncClient:
             with ExitStack() as told:
                 for one in some:
                     told.enter_context(told_if_exhausted(one.relieve))
-                sources = [PlayConnection(one.transfers, lambda _, priority: priority) for one in some]
-                async with asyncio.timeout(seconds), PlaySources(sources) as connection:
+                async with asyncio.timeout(seconds), PlaySources([one.downloads for one in some]) as connection:
                     yield connection
         except TimeoutError as error:
             raise TransportError(_unanswered(some, seconds)) from error

@@ -11,20 +11,18 @@ Behind ``#`` an asset may be named, ``#kvcache:<model>/<prompt digest>``.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 
-from kvabr.link.moqt.connect import Connecting, asset_of, connect, parse_namespace, parse_url
+from kvabr.link.moqt.connect import asset_of, connect, parse_namespace, parse_url
 from kvabr.link.objects.connection import StoreConnection
 from kvabr.link.objects.index import StrangeAnswers
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import SCHEMES, open_objects, split_asset
 from kvabr.store.url import WEB
-from kvabr.transfer.interface import PeerConnection
-from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError, UsageError
+from kvabr.transfer.peer import Peer
+from kvabr.types.errors import ConnectionLostError, NoAnswerError, UsageError
 from kvabr.types.peer import PeerOptions
 
-__all__ = ["Dialling", "asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
+__all__ = ["asset_of", "check_url", "dialling", "is_object_store", "parse_namespace"]
 
 
 def is_object_store(url: str) -> bool:
@@ -41,11 +39,16 @@ def check_url(url: str) -> None:
         parse_url(url)
 
 
-def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Connecting | StoreDialling:
-    """Return a context manager that connects to what a URL names; the arguments are those of `kvabr.link.moqt.connect`.
+def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -> Peer:
+    """Return the peer that a URL names, which is dialled on entering its context manager, or by the first request.
+
+    Args:
+        url: of an origin, a relay or a store.
+        how: see `PeerOptions`; stores take no tokens and certificates.
+        needed: as for `kvabr.link.moqt.connect.connect`.
 
     Raises:
-        UsageError: the URL or an option is wrong. From ``async with``:
+        UsageError: the URL or an option is wrong, or the package for object stores is missing. From ``async with``:
         TransportError: nothing can be played from there.
     """
     how = how or PeerOptions()
@@ -56,51 +59,36 @@ def dialling(url: str, how: PeerOptions | None = None, *, needed: bool = True) -
             f"{url.partition('?')[0]}: tokens and certificates are for moqt:// URLs; the credentials of an object "
             "store come from the environment, and its certificate is checked by the system"
         )
-    return StoreDialling(_store_url(url), how.timeout_s, needed=needed)
+    return Peer(StoreDialler(_store_url(url), how.timeout_s), needed=needed)
 
 
-class StoreDialling(AbstractAsyncContextManager[PeerConnection]):
-    """Opens a store; entering it gives a `Connection`."""
+class StoreDialler:
+    """Opens a store; a `kvabr.transfer.lane.Dialler`."""
 
-    def __init__(self, url: str, timeout_s: float, *, needed: bool = True) -> None:
+    most_lanes = 1
+
+    def __init__(self, url: str, timeout_s: float) -> None:
         """Take the URL of a store; raise `UsageError` if the package for object stores is missing."""
-        self._store, self._timeout_s, self._needed = open_objects(url), timeout_s, needed
+        self._store, self._timeout_s = open_objects(url), timeout_s
         if isinstance(self._store, LocalStore) and not self._store.folder.is_dir():
             raise UsageError(f"{url}: no such folder; publish something there first, or correct the URL")
-        self.peers = (self._store.url,)
-        self._connection: StoreConnection | None = None
+        self.names: tuple[str, ...] = (self._store.url,)
         self._strange = StrangeAnswers()
 
-    async def __aenter__(self) -> PeerConnection:
+    async def dial(self) -> StoreConnection:
+        """See `Dialler.dial`."""
         connection = StoreConnection(self._store, self._strange)
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await connection.open()
-            except TimeoutError as error:
-                raise TransportError(f"{self._store.url}: no answer within {self._timeout_s:.3g} s") from error
-        except TransportError as error:
-            if self._needed or isinstance(error, UnauthorizedError):
-                await connection.close()
-                if self._store.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
-                    raise ConnectionLostError(f"{error}; the URL of an origin or relay begins with moqt://") from error
-                raise
-            connection.trouble = str(error)
-        except BaseException:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.open()
+        except BaseException as error:
             await connection.close()
+            if isinstance(error, TimeoutError):
+                raise NoAnswerError(f"{self._store.url}: no answer within {self._timeout_s:.3g} s") from error
+            if self._store.url.partition("://")[0] in WEB and type(error) is ConnectionLostError:
+                raise ConnectionLostError(f"{error}; the URL of an origin or relay begins with moqt://") from error
             raise
-        self._connection = connection
         return connection
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._connection is not None:
-            await self._connection.close()
-
-
-Dialling = Connecting | StoreDialling
-"""Enters a connection; its ``peers`` are the names that the connection may have as `Connection.peer`."""
 
 
 def _store_url(url: str) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
+from kvabr.client.downloads import Downloads
 from kvabr.client.lookup import Found, Unplayable, fetch_catalog, fetch_models, find_prefix
-from kvabr.client.origins import Dialling
-from kvabr.client.play_connection import PlaySources, SharedTransfers
+from kvabr.client.sources import PlaySources
 from kvabr.player.sources import NOT_KNOWN
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -45,14 +45,13 @@ class ClientPeer:
     def __init__(
         self,
         name: str,
-        source: Dialling | PeerConnection,
+        peer: PeerConnection,
         store: GroupCache,
         metrics: ClientMetrics,
     ) -> None:
-        """Dial nothing yet. ``source`` dials, or is an open connection, which stays open when this is closed."""
+        """Dial nothing yet; for ``peer`` see `Downloads`."""
         self.name = name
-        self.transfers = SharedTransfers(source, store, metrics)
-        """Of its connection, which is dialled when something is asked of it."""
+        self.downloads = Downloads(peer, store, metrics)
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf
@@ -61,7 +60,12 @@ class ClientPeer:
     @property
     def trouble(self) -> str | None:
         """What keeps it out of reach at the moment, in words; None if nothing is known to."""
-        return self.transfers.connection.trouble
+        return self.downloads.peer.trouble
+
+    @property
+    def reached(self) -> bool:
+        """Whether it is connected, or was."""
+        return self.downloads.peer.reached
 
     async def find(
         self,
@@ -84,7 +88,7 @@ class ClientPeer:
         """
         clock = asyncio.get_running_loop().time
         end_s = clock() + (wait_s if live else 0.0)
-        await self.transfers.connected()
+        await self.downloads.peer.connected()
         lookup = partial(_longest, connection, tokens, salt=salt, any_dtype=any_dtype, live=live)
         find = partial(self._find, connection, tokens, model, lookup, any_group_tokens=any_group_tokens)
         answer = await find()
@@ -123,16 +127,16 @@ class ClientPeer:
 
     async def catalog(self, connection: Connection, name: TrackNamespace, *, live: bool) -> Answered:
         """Return the catalog of an asset whose name is known, as `find` does; errors as `AsyncClient.find_asset`."""
-        await self.transfers.connected()
+        await self.downloads.peer.connected()
         return await fetch_catalog(connection, name, live=live), None
 
     def relieve(self) -> None:
         """See `Connection.relieve`."""
-        self.transfers.connection.relieve()
+        self.downloads.peer.relieve()
 
     async def close(self) -> None:
         """End all transfers, and the connection if this dialled it."""
-        await self.transfers.close()
+        await self.downloads.close()
 
     async def _in_any_size(
         self, connection: Connection, tokens: Sequence[int], model: KVSpec, lookup: _Lookup

@@ -31,12 +31,12 @@ from kvabr.client.live_feed import LiveFeed
 from kvabr.client.lookup import Found, most_frame_bytes, playable
 from kvabr.client.options import PlayOptions, guard_s
 from kvabr.client.passages import PassagePrompt
-from kvabr.client.play_connection import PlaySources
 from kvabr.client.profiles import ProfileCache
 from kvabr.client.resources import on_engine, timed
 from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
 from kvabr.client.runner import Clock, R, Turn
 from kvabr.client.shared_bandwidth import KnownLink, PeerHistory, estimating
+from kvabr.client.sources import PlaySources
 from kvabr.client.token_recompute import TokenRecompute
 from kvabr.client.upgrades import Upgrades
 from kvabr.client.warming import receive_pinned, warm_in_background
@@ -179,13 +179,13 @@ class Play:
         catalog = found.to_play
         with suppress(TransportError, TimeoutError):  # then its requests say why
             async with asyncio.timeout(max(0.0, _PROFILE_SHARE * self.clock.left())):
-                await self.connection.reached()
+                await self.connection.reach()
         if self.engine is not None and self.options.prefill_cost is None:
             self.cost = self.costs.of(self.engine).cost(catalog.prefill)
         profile, why = await self._profile_of(catalog)
         catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
         end, cut = catalog.first_token + catalog.tokens, None
-        link = KnownLink.of_all(self.history.best(source.names) for source in self.connection.shared)
+        link = KnownLink.of_all(self.history.best(source.names) for source in self.connection.downloads)
         if self.cost is not None and behind is not None:
             left_s = self.clock.left() - guard_s(self.clock.deadline_s)
             catalog = shortened(catalog, self.cost, link, left_s, skip=skip, behind=behind, block=block)
@@ -483,7 +483,7 @@ class Play:
                 options.policy,
                 [
                     links.enter_context(estimating(source, self._estimator(), self.history))
-                    for source in connection.shared
+                    for source in connection.downloads
                 ],
                 goal=goal,
                 cost=self.cost,
@@ -560,9 +560,9 @@ class Play:
         tracks = zip(played.assembler.coverage, final, strict=True)
         rate = view.rate or played.session.record.bytes_fetched / max(view.now, 1e-3)
         shared, estimators = ExitStack(), []
-        for source in connection.shared:
+        for source in connection.downloads:
             own = self._estimator()
-            own.prime(Prior(rate / len(connection.shared), view.ttfb_s))
+            own.prime(Prior(rate / len(connection.downloads), view.ttfb_s))
             estimators.append(shared.enter_context(source.link.joined(own)))
         session = new_session(
             ladder,

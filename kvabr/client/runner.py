@@ -24,8 +24,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.play_connection import PlayConnection, PlaySources
 from kvabr.client.result import NothingCached, Played, PlayedPrefix
+from kvabr.client.sources import PlaySources
 from kvabr.client.upgrades import Upgrades
 from kvabr.player.requests import DEARER, LEAST_URGENT
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -348,9 +348,7 @@ class PlayRunner:
         async with (self._ahead if ahead else self._admission).enter(clock.deadline_s):
             if self._closing:  # its turn came in the moment of closing, when nobody knew of its task
                 raise asyncio.CancelledError
-            connection = PlaySources(
-                [PlayConnection(peer.transfers, lambda _, own: self._place(connection, own)) for peer in peers]
-            )
+            connection = PlaySources([peer.downloads for peer in peers], lambda own: self._place(connection, own))
             # A loop that stood still may have used up the deadline: the play then gets what comes at once.
             due_s = loop.time() + max(_MIN_LEFT_S, clock.left())
             if ahead:

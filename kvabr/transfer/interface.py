@@ -23,6 +23,8 @@ from kvabr.types.catalog import Catalog
 from kvabr.types.kv import KVSpec
 from kvabr.types.naming import TrackNamespace
 
+CLOSED = "this side closed the connection"
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStats:
@@ -89,13 +91,30 @@ class Connection(ABC):
     """Whether the peer is taken to be dead: it answers neither requests nor new connections."""
     finder: PrefixFinder | None = None
     """Finds prefixes of prompts; None: the peer does, asked for a track (`kvabr.types.naming.prefix_track`)."""
+    reached: bool = True
+    """Whether there is a connection, or was one; the first request dials if not."""
+    heals: bool = False
+    """Whether requests after a failure need no new dial, and silence no probes: each is an exchange of its own."""
     waits_its_turn: bool = False
     """Whether nothing comes because more urgent requests of others on the same path are served first."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What `peer` is, or may become once it is connected; empty if it is unknown."""
+        return () if self.peer is None else (self.peer,)
 
     @property
     def sources(self) -> Sequence[Connection]:
         """The connections that it stands for: this one alone, unless it is that of a play with several sources."""
         return (self,)
+
+    async def connected(self) -> None:  # noqa: B027  # most are
+        """Wait until there is a connection, which is dialled if there is none; callers share one dial.
+
+        Raises:
+            TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
+            ConnectionLostError: this was closed.
+        """
 
     def fetch(
         self,

@@ -2,22 +2,12 @@
 
 It is as urgent as its most urgent reader, and ends when the last one has left. Its bytes are copied once, from what the
 carrier receives into one buffer; readers get views of that, which never change or move.
-
-Only samples that the network limited say something about the link, so an estimator must know what limits a transfer
-(`LimitWatch`):
-
-- Own CPU: the threads that run the transport were busy nearly all the time while bytes arrived.
-- Publisher: a request is open and nothing arrives, yet the peer answers a PING: the path is fine, the peer has nothing
-  to send. It is what limits the bytes that end its silence.
-- Network: everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvabr.store.buffers import GROUPS
@@ -76,12 +66,10 @@ class Carrier(ABC):
     def carry(self, transfer: GroupTransfer) -> None:
         """Begin to bring a transfer. Returns at once, and never raises for what the network or a peer does."""
 
-    @abstractmethod
-    def reprioritise(self, transfer: GroupTransfer) -> None:
+    def reprioritise(self, transfer: GroupTransfer) -> None:  # noqa: B027  # some need not
         """Apply the new priority of a transfer, as MoQT's REQUEST_UPDATE does; some peers ignore it."""
 
-    @abstractmethod
-    def drop(self, transfer: GroupTransfer) -> None:
+    def drop(self, transfer: GroupTransfer) -> None:  # noqa: B027  # as above
         """Bring no more of a transfer, which is over; do nothing if it is not under way here."""
 
     def answered(self, transfer: GroupTransfer) -> None:  # noqa: B027  # most need not know
@@ -353,10 +341,20 @@ class GroupReader(TransferListener):
         self.transfer = transfer
         self._held: tuple[Limit, ...] = ()  # like all of this, as few objects as can be: there are many readers
         self._read = 0
+        self._before = 0
+        """Bytes that had come before this joined: they say nothing about the link."""
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
         if transfer is not None:
-            transfer.join(self)
+            self.join(transfer)
+
+    def join(self, transfer: GroupTransfer) -> None:
+        """Read a transfer, from its beginning."""
+        self.transfer = transfer
+        transfer.join(self)
+        if transfer.data or transfer.over:
+            self._before = len(transfer.data)
+            self.on_more()
 
     @property
     def wire_priority(self) -> int:
@@ -437,81 +435,9 @@ class GroupReader(TransferListener):
 
     def _take(self, data: memoryview) -> memoryview:
         part = data[self._read :]
+        if self._read < self._before:
+            self._held += ("kept",)
         self._read += len(part)
         self.stats.limit = next((by for by in _BY_WEIGHT if by in self._held), "network")
         self._held = ()
         return part
-
-
-_WINDOW_S = 0.05
-"""Seconds over which CPU time is measured."""
-_BUSY = 0.9
-"""Share of such a window in which the thread must have been busy for the CPU to be the limit."""
-_LEAST_SILENCE_S = 0.1
-
-
-class LimitWatch:
-    """Finds the bottleneck of one connection."""
-
-    def __init__(self, probe: Callable[[], None], round_trip: Callable[[], float | None]) -> None:
-        """Start without requests; ``probe`` sends a PING, ``round_trip`` returns seconds if they are known."""
-        self.limit: Limit = "network"
-        self._probe, self._round_trip = probe, round_trip
-        self._loop = asyncio.get_running_loop()
-        self._wall, self._cpu = time.monotonic(), time.thread_time()
-        self._timer: asyncio.TimerHandle | None = None
-        self._in_flight = 0
-        self._bytes = self._bytes_at_probe = 0
-        self._probing = False
-        self._silent = False
-        """Whether nothing has come since the publisher proved to be silent."""
-        self._closed = False
-
-    def asked(self, in_flight: int) -> None:
-        """Note how many downloads are in flight now."""
-        self._in_flight = in_flight
-        if in_flight and self._timer is None and not self._closed:
-            self._arm()
-        if not in_flight and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def received(self, count: int) -> None:
-        """Note payload that has arrived, bytes."""
-        self._bytes += count
-        now = time.monotonic()
-        if self._silent:  # what ends a publisher's silence is late because of it, as is what follows at once
-            self._silent = False
-            self._wall, self._cpu = now, time.thread_time()
-        elif now - self._wall >= _WINDOW_S:
-            cpu = time.thread_time()
-            self.limit = "cpu" if cpu - self._cpu > _BUSY * (now - self._wall) else "network"
-            self._wall, self._cpu = now, cpu
-
-    def worked(self, cpu_s: float) -> None:
-        """Note processor time that other threads have taken for this connection, seconds: the loop waited for it."""
-        self._cpu -= cpu_s
-
-    def alive(self) -> None:
-        """Note that the peer has acknowledged a PING."""
-        if self._probing and self._bytes == self._bytes_at_probe and self._in_flight:
-            self.limit, self._silent = "publisher", True
-        self._probing = False
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._closed = True
-        self.asked(0)
-
-    def _arm(self) -> None:
-        silence = max(_LEAST_SILENCE_S, 2 * (self._round_trip() or 0.0))
-        self._timer = self._loop.call_later(silence, self._look, self._bytes)
-
-    def _look(self, before: int) -> None:
-        self._timer = None
-        if self._closed or not self._in_flight:
-            return
-        if self._bytes == before and not self._probing:
-            self._probing, self._bytes_at_probe = True, self._bytes
-            self._probe()
-        self._arm()

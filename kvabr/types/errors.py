@@ -138,6 +138,10 @@ class NotFoundError(RequestError):
     """The track does not exist, or this connection may not read it. The two are deliberately indistinguishable."""
 
 
+class NoAnswerError(TransportError):
+    """Nothing came from an address, or the host's name has none at the moment, so nobody may be there."""
+
+
 class ConnectionLostError(TransportError):
     """The connection ended. Its requests are lost, but reconnecting may succeed."""
 

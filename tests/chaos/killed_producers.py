@@ -146,7 +146,7 @@ async def late(client: AsyncClient, root: Path, made: Production, groups: int) -
     while made.live.key in live_keys(LocalStore(root)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)  # the origin will make it an asset, or remove it
     if names_in(StoreTree(root)).keys() & set(made.live.catalog.chunks):
-        while await client.find(TOKENS, salt=made.salt) is None:
+        while await client.find(TOKENS, salt=made.salt) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # it is in the store, and the origin has not looked since
     kept = {await played(client, made, f"fixed:{track.name}") for track in made.asset.catalog.tracks}
     if len(kept) > 1 or min(kept) < groups:

@@ -4,27 +4,28 @@ import asyncio
 import os
 import threading
 import time
-from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.downloads import Downloads
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
 from kvabr.client.play import computes_blindly
-from kvabr.client.play_connection import PlayConnection, SharedTransfers
 from kvabr.client.shared_bandwidth import KnownLink
+from kvabr.client.sources import PlaySources
 from kvabr.store.files import STALE_S
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
+from kvabr.transfer.peer import Peer
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
 from kvabr.types.peer import PeerOptions
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
-from tests.memory_transport import Fault
+from tests.memory_transport import Dials, Fault, MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS, LONG = prompt(70).tokens, prompt(160).tokens
@@ -218,18 +219,17 @@ async def test_closing_ends_a_play_whose_turn_comes_in_that_moment(origin, short
 
 @virtual
 async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
-    class Dialling(AbstractAsyncContextManager):
-        peers = ("slow to close",)
-
-        async def __aenter__(self):
-            return link
-
-        async def __aexit__(self, *_):
+    class SlowToClose(MemoryConnection):
+        async def close(self):
             await asyncio.sleep(1.0)
+
+    async def dial():
+        return SlowToClose(lambda *_: None)
 
     async with origin() as link, origin() as other:
         client = AsyncClient(link)
-        peer = client._peers["slow to close"] = ClientPeer("slow to close", Dialling(), client.store, client.metrics)
+        slow = ClientPeer("slow to close", Peer(Dials(dial)), client.store, client.metrics)
+        peer = client._peers["slow to close"] = slow
         await client.connect(peer)
         closing = soon(client.close())
         await asyncio.sleep(0.5)
@@ -305,11 +305,11 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
 
 
 def sharing(link):
-    return SharedTransfers(link, GroupCache(1 << 30), ClientMetrics())
+    return Downloads(link, GroupCache(1 << 30), ClientMetrics())
 
 
 def joining(shared):
-    return PlayConnection(shared, lambda _, priority: priority)
+    return PlaySources([shared])
 
 
 @virtual

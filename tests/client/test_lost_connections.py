@@ -7,22 +7,24 @@ import pytest
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
+from kvabr.transfer.peer import Peer
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ConnectionLostError, PlayError, TransportError
 from kvabr.types.naming import TrackNamespace
 from tests.client.playing import play
 from tests.client.test_play import close
 from tests.client.virtual import virtual
-from tests.memory_transport import Fault, MemoryConnection
+from tests.memory_transport import Dials, Fault, MemoryConnection
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TOKENS = prompt(70).tokens
 SLOW = PrefillCost.from_rate(20.0)
 
 
-class Peer:
+class Dialled:
     """A peer that can be dialled again and again; every connection it makes is kept."""
+
+    names, most_lanes = ("peer:1",), 1
 
     def __init__(self, origin, *, fails=0, **options):
         self._origin, self._fails, self._options = origin, fails, options
@@ -39,7 +41,9 @@ class Peer:
         return self.made[-1]
 
     async def connection(self):
-        return RedialledConnection(await self.dial(), self.dial)
+        peer = Peer(self)
+        await peer.connected()
+        return peer
 
     def down(self):
         """From now on nobody answers."""
@@ -49,7 +53,7 @@ class Peer:
 
 @virtual
 async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(origin):
-    peer = Peer(origin, rate=1e4)
+    peer = Dialled(origin, rate=1e4)
     async with await peer.connection() as link:
         loop = asyncio.get_running_loop()
         loop.call_later(0.9, peer.down)
@@ -62,7 +66,7 @@ async def test_an_origin_that_never_comes_back_ends_the_play_by_the_deadline(ori
 
 @virtual
 async def test_with_a_dead_origin_a_play_ends_that_has_all_it_needs(origin, short):
-    peer = Peer(origin, rate=short.track("Int4").total_bytes)
+    peer = Dialled(origin, rate=short.track("Int4").total_bytes)
     async with await peer.connection() as link:
         loop, lines = asyncio.get_running_loop(), []
 
@@ -84,7 +88,7 @@ async def test_with_a_dead_origin_a_play_ends_that_has_all_it_needs(origin, shor
 @virtual
 async def test_an_engine_computes_the_rest_soon_after_the_origin_is_gone(origin, short, prefix):
     """The deadline is far, and the engine would be in time much later; waiting for the peer would gain nothing."""
-    peer = Peer(origin, rate=short.track("FP16").total_bytes / 2)
+    peer = Dialled(origin, rate=short.track("FP16").total_bytes / 2)
     async with await peer.connection() as link:
         loop = asyncio.get_running_loop()
         loop.call_later(0.9, peer.down)
@@ -108,7 +112,7 @@ async def test_an_engine_computes_the_rest_soon_after_the_origin_is_gone(origin,
 
 @virtual
 async def test_a_peer_that_is_soon_back_is_waited_for(origin, short):
-    peer = Peer(origin, rate=short.track("FP16").total_bytes / 2)
+    peer = Dialled(origin, rate=short.track("FP16").total_bytes / 2)
     async with await peer.connection() as link:
         loop = asyncio.get_running_loop()
         loop.call_later(0.9, peer.down)
@@ -119,7 +123,7 @@ async def test_a_peer_that_is_soon_back_is_waited_for(origin, short):
 
 @virtual
 async def test_goaway_sends_new_requests_elsewhere_and_lets_old_ones_finish(origin):
-    peer = Peer(origin, rate=5e4)
+    peer = Dialled(origin, rate=5e4)
     async with await peer.connection() as link:
         asyncio.get_running_loop().call_later(0.15, peer.made[0].go_away)
         lines = []
@@ -133,7 +137,7 @@ async def test_goaway_sends_new_requests_elsewhere_and_lets_old_ones_finish(orig
 
 @virtual
 async def test_a_peer_that_always_says_goodbye_is_not_hammered(origin):
-    peer = Peer(origin)
+    peer = Dialled(origin)
     async with await peer.connection() as link:
         original = peer.dial
 
@@ -142,7 +146,7 @@ async def test_a_peer_that_always_says_goodbye_is_not_hammered(origin):
             made.go_away()
             return made
 
-        link._dial = dial
+        peer.dial = dial
         peer.made[0].go_away()
         with pytest.raises(PlayError):
             await play(link, TOKENS, deadline=2.0, spec=SPEC)
@@ -157,7 +161,7 @@ async def test_dialling_that_fails_for_long_tells_who_waits():
 
     lost = MemoryConnection(lambda *_: None)
     lost.lose("cut")
-    async with RedialledConnection(lost, dial, patience_s=1.0) as link:
+    async with Peer(Dials(dial, first=lost), patience_s=1.0) as link:
         download = link.fetch(TrackNamespace("m", "0" * 64), "t", limit=1)
         with pytest.raises(ConnectionLostError, match="dialling again failed: nobody answers"):
             await download.read()
@@ -169,7 +173,7 @@ SILENT = Fault(stall_after=0)
 
 @virtual
 async def test_a_peer_that_answers_probes_but_no_request_is_dialled_anew(origin, short):
-    peer = Peer(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
+    peer = Dialled(origin, faults=lambda _: SILENT if len(peer.made) == 1 else None)
     async with await peer.connection() as link:
         loop, spaces = asyncio.get_running_loop(), short.namespace
         for error in (TimeoutError, ConnectionLostError):  # each waits for less than the peer is given
@@ -185,7 +189,7 @@ async def test_a_peer_that_answers_probes_but_no_request_is_dialled_anew(origin,
 
 @virtual
 async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
-    peer = Peer(origin, faults=lambda _: Fault(first_byte_s=10.0))
+    peer = Dialled(origin, faults=lambda _: Fault(first_byte_s=10.0))
     async with await peer.connection() as link:
         failed = 0
         while True:
@@ -201,7 +205,7 @@ async def test_a_peer_that_is_slow_is_dialled_ever_more_rarely(origin, short):
 @virtual
 async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_for(origin, short, noticed):
     """Its window is full of what was lost; it answers probes, and sends nothing before its next retransmission."""
-    peer, out = Peer(origin), False
+    peer, out = Dialled(origin), False
     peer._options["faults"] = lambda _: SILENT if out and len(peer.made) == 1 else None
     async with await peer.connection() as link:
         loop, spaces = asyncio.get_running_loop(), short.namespace
@@ -214,12 +218,12 @@ async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_f
         async def refused():
             raise TransportError("nobody answers")
 
-        out, link._dial = True, refused
+        out, original, peer.dial = True, peer.dial, refused
         answers, peer.made[0].answers = peer.made[0].answers, never
         with pytest.raises(TimeoutError):  # before or after a probe has found out
             await asyncio.wait_for(read_all(link.fetch(spaces, "FP16", 1, limit=1 << 20)), 0.6 if noticed else 0.05)
         await asyncio.sleep(4.0)
-        link._dial, peer.made[0].answers = peer.dial, answers
+        peer.dial, peer.made[0].answers = original, answers
         begun_s = loop.time()
         with pytest.raises(ConnectionLostError, match="the peer fell silent; it answers a new connection"):
             await read_all(link.fetch(spaces, "FP16", 1, limit=1 << 20))
@@ -228,7 +232,7 @@ async def test_after_an_outage_a_sender_that_waits_to_send_again_is_not_waited_f
         assert link.dials == 1
 
 
-class BusyPeer(Peer):
+class BusyPeer(Dialled):
     """A peer that is alive, but takes most of a second for everything."""
 
     async def dial(self):
@@ -255,7 +259,7 @@ async def test_a_peer_that_is_late_with_everything_is_busy_and_not_dead(origin, 
 
 @virtual
 async def test_a_peer_that_dies_again_and_again_is_dialled_at_once_each_time(origin, short):
-    peer = Peer(origin)
+    peer = Dialled(origin)
     loop = asyncio.get_running_loop()
     async with await peer.connection() as link:
         for _ in range(6):
@@ -279,7 +283,7 @@ async def test_nobody_dials_for_a_request_that_comes_as_the_connection_is_closed
     def ask():
         return link.fetch(short.namespace, "Int8", 0, limit=10_000)
 
-    link = RedialledConnection(UnreachedConnection("nobody answers"), dial)
+    link = Peer(Dials(dial), needed=False)
     first = ask()
     await asyncio.sleep(60.0)
     await closing[0]

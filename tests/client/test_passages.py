@@ -109,11 +109,10 @@ def test_five_passages_are_found_in_a_bucket_with_a_get_each(five, tmp_path, sch
 
     async def check():
         async with dialling(url) as link:
-            await link.open()
-            before = link.index.requests
+            before = link.finder.requests
             found = await find_passages(link, FIVE, SPEC)
             assert [found[passage].catalog.passage for passage in FIVE] == [NOTES] * 5
-            assert link.index.requests - before == 5
+            assert link.finder.requests - before == 5
             # And each group is one range of one object.
             for passage in FIVE:
                 track = found[passage].catalog.track("FP16")

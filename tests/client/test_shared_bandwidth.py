@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvabr.abr.estimators import BUILTIN
-from kvabr.client.play_connection import SharedTransfers
+from kvabr.client.downloads import Downloads
 from kvabr.client.shared_bandwidth import PeerHistory, estimating, link_of
 from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
@@ -25,7 +25,7 @@ def connection(cls=MemoryConnection):
 
 
 def peer(connection):
-    return SharedTransfers(connection, GroupCache(1 << 20), ClientMetrics())
+    return Downloads(connection, GroupCache(1 << 20), ClientMetrics())
 
 
 def fresh(name="harmonic"):

@@ -1,31 +1,32 @@
 """A play whose groups come from several sources: each its own connection and its own estimate."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
 import socket
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 
 from kvabr.cli.main import main
-from kvabr.client import play_connection
+from kvabr.client import sources as play_sources
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.lookup import Found
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer, _same_tracks
 from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
+from kvabr.transfer.peer import Peer
 from kvabr.types.errors import TransportError
 from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
 from tests.client.virtual import virtual
-from tests.memory_transport import Fault
+from tests.memory_transport import Dials, Fault
 from tests.toymodel import prompt
 
 LONG = prompt(160).tokens
@@ -43,10 +44,10 @@ def of(events, kind):
     return [event for event in events if isinstance(event, kind)]
 
 
-async def dialled(transfers):
+async def dialled(client, source):
     """Wait for a dial that fails; on a slow machine it has, already."""
-    if transfers._dialling is not None:
-        await asyncio.wait({transfers._dialling})
+    with contextlib.suppress(TransportError):
+        await client._origins[source].downloads.peer.connected()
 
 
 async def test_what_an_origin_does_not_have_is_not_cached_though_another_is_gone(origins):
@@ -68,7 +69,7 @@ async def test_a_lookup_that_is_not_waited_for_ends_with_the_call(origins):
             assert await client.find(TOKENS) is not None
             await asyncio.sleep(0)
             assert not [task for task in asyncio.all_tasks() if "ClientPeer.find" in repr(task)]
-            await dialled(client._origins[1].transfers)
+            await dialled(client, 1)
             gc.collect()
     assert not told
 
@@ -98,29 +99,29 @@ async def test_a_play_of_what_was_found_asks_a_source_that_is_gone_for_no_groups
     options, limits = PlayOptions(policy="fixed:FP16", log=sent.append), Limits(memory_bytes=1)
     async with AsyncClient(urls, PeerOptions(insecure=True, timeout_s=1.0), options=options, limits=limits) as client:
         found = await client.find(TOKENS)
-        gone = client._origins[0].transfers
-        await asyncio.gather(*(each.transfers.connected() for each in client._origins))
+        gone = client._origins[0].downloads.peer
+        await asyncio.gather(*(each.downloads.peer.connected() for each in client._origins))
         origins[0].kill()
-        while not gone.connection.unreachable:
+        while not gone.unreachable:
             await client.find(TOKENS)
             await asyncio.sleep(0.02)
         sent.clear()
         await client.play_coded(found, deadline=LIMIT_S)
         assert {event.source for event in of(sent, RequestSent)} == {1}
         origins[0].start()
-        while gone.connection.unreachable:  # plays alone bring it back
+        while gone.unreachable:  # plays alone bring it back
             await client.play_coded(found, deadline=LIMIT_S)
             await asyncio.sleep(0.02)
 
 
 async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, monkeypatch):
-    real = play_connection.cancel_all
+    real = play_sources.cancel_all
 
     async def cancelled_meanwhile(tasks):
         playing.cancel()
         await real(tasks)
 
-    monkeypatch.setattr(play_connection, "cancel_all", cancelled_meanwhile)
+    monkeypatch.setattr(play_sources, "cancel_all", cancelled_meanwhile)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as nobody:
         nobody.bind(("127.0.0.1", 0))
         urls = [origins[0].url, f"moqt://127.0.0.1:{nobody.getsockname()[1]}/"]
@@ -129,7 +130,7 @@ async def test_nothing_is_left_of_a_play_that_is_cancelled_as_it_ends(origins, m
             with pytest.raises(asyncio.CancelledError):
                 await playing
             assert not len(client._runner._schedule)
-            assert not client._origins[0].transfers._transfers
+            assert not client._origins[0].downloads._under_way
             monkeypatch.undo()
 
 
@@ -231,24 +232,14 @@ def test_catalogs_that_disagree_share_the_other_tracks(long):
     assert why == "its catalog names other groups of FP16"
 
 
-class Dialling(AbstractAsyncContextManager):
-    """Takes its time."""
-
-    def __init__(self, connection, seconds):
-        self.connection, self.seconds, self.peers = connection, seconds, ("far.test:443",)
-
-    async def __aenter__(self):
-        await asyncio.sleep(self.seconds)
-        if self.connection is None:
-            raise TransportError("nobody is there")
-        return self.connection
-
-    async def __aexit__(self, *_):
-        pass
-
-
 def slow_to_dial(client, connection, seconds):
-    return ClientPeer("far", Dialling(connection, seconds), client.store, client.metrics)
+    async def dial():
+        await asyncio.sleep(seconds)
+        if connection is None:
+            raise TransportError("nobody is there")
+        return connection
+
+    return ClientPeer("far", Peer(Dials(dial)), client.store, client.metrics)
 
 
 @virtual

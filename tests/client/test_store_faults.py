@@ -83,7 +83,7 @@ async def test_a_store_that_falls_silent_does_not_keep_a_play_beyond_its_deadlin
         with pytest.raises(IncompleteError, match="missing"):
             await client.play(TOKENS, deadline=1.0, model=SPEC, options=PlayOptions(log=lines.append))
         assert lines[-1].t <= 1.1  # on the clock of the play, which ends the moment its timer is due
-        assert not (await client.connect())._wanted
+        assert not store_of(await client.connect())._wanted
 
 
 async def test_what_was_removed_is_computed_and_then_not_found(stored):
@@ -122,8 +122,13 @@ async def test_a_store_that_stays_silent_fails_what_waits_for_it(stored, short, 
         with pytest.raises(ConnectionLostError, match="sent nothing for"):
             await read_all(connection.fetch(short.namespace, "FP16", 0, limit=short.by_name["FP16"].bytes[0]))
         assert "sent nothing" in connection.trouble
-        assert not connection._transfers
-        assert not connection._tries
+        assert not store_of(connection)._transfers
+        assert not store_of(connection)._tries
+
+
+def store_of(peer):
+    """Return the connection of a peer that is a store."""
+    return peer._lanes[0].connection
 
 
 def silent(where, *, times=1 << 30):
@@ -259,7 +264,7 @@ async def test_a_slow_store_is_not_taken_for_a_slow_link(stored, short):
         dialling(server.url) as connection,
     ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        connection._soonest = (0.02, time.monotonic())
+        store_of(connection)._soonest = (0.02, time.monotonic())
         assert await limits() == {"publisher"}
 
 
@@ -273,7 +278,8 @@ async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(store
         dialling(server.url) as connection,
     ):
         await connection.finder.find(SPEC, short.chunks, any_dtype=False)
-        direct = connection._direct
+        store = store_of(connection)
+        direct = store._direct
         dial = direct._dial
 
         async def fail(*_):
@@ -281,13 +287,13 @@ async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(store
 
         for _ in range(3):
             silent = True
-            await connection._warming
+            await store._warming
             downloads = [
                 connection.fetch(short.namespace, "FP16", group, limit=size[group], exact=True, priority=200)
                 for group in range(lanes.LANES)
             ]
             await until(
-                lambda: len(connection._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1
+                lambda: len(store._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1
             )
             silent = False
             monkeypatch.setattr(direct, "_dial", fail)
@@ -295,6 +301,6 @@ async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(store
                 download.cancel()
             urgent = connection.fetch(short.namespace, "FP16", 0, limit=size[0], exact=True, priority=0)
             assert len(await read_all(urgent)) == size[0]
-            await connection._warming
+            await store._warming
             monkeypatch.setattr(direct, "_dial", dial)
-            connection._warm()
+            store._warm()

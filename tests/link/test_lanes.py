@@ -9,12 +9,12 @@ from kvabr.link.moqt.connect import connect
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.lanes import LanesConnection
+from kvabr.transfer.peer import Peer
 from kvabr.types.errors import UsageError
 from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
-from tests.memory_transport import MemoryConnection, MemoryLink
+from tests.memory_transport import Dials, MemoryConnection, MemoryLink
 from tests.server.relays import origin, url_of
 
 MOST = 4
@@ -47,12 +47,12 @@ async def all_of(connection, catalog, times=1):
 async def test_lanes_are_added_while_each_brings_more(large):
     catalog, find = large
     links = [MemoryLink(1e8, 0.001) for _ in range(MOST)]
-    left = iter(links[1:])
+    left = iter(links)
 
     async def another():
         return MemoryConnection(find, next(left))
 
-    async with LanesConnection(MemoryConnection(find, links[0]), another, MOST) as lanes:
+    async with Peer(Dials(another, MOST)) as lanes:
         await all_of(lanes, catalog, 8)
         assert lanes.used == lanes.stats().lanes == MOST
         assert await all_of(lanes, catalog) == pytest.approx(96e6 / 4e8, rel=0.25)
@@ -71,7 +71,7 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
             link.rate = 1e8 / len(links)
         return MemoryConnection(find, links[-1])
 
-    async with LanesConnection(await another(), another, MOST) as lanes:
+    async with Peer(Dials(another, MOST)) as lanes:
         await all_of(lanes, catalog, 6)
         assert lanes.used == 1
         assert len(links) == 2
@@ -82,15 +82,13 @@ async def test_lanes_of_a_client(asset, tls):
     async with origin(asset.store.folder, tls) as server:
         how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint)
         async with connect(url_of(server), how) as connection:
-            assert isinstance(connection, LanesConnection)
-            connection._most, connection._before = 2, 0.0
             await connection._open()
             assert len(server.peers) == 2
             sizes = asset.catalog.track("FP16").bytes
             fetch = partial(connection.fetch, asset.catalog.namespace, "FP16", exact=True)
             readers = [fetch(group, limit=sizes[group]) for group in range(asset.catalog.groups)]
             assert [len(await read_all(one)) for one in readers] == list(sizes)
-            assert min(lane.stats().bytes_received for lane in connection._lanes) > 0
+            assert min(lane.bytes_received for lane in connection._lanes) > 0
             assert connection.stats().bytes_received == sum(sizes)
 
 

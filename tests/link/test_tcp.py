@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvabr.link.moqt.connect import Connecting, NoAnswerError, connect
+from kvabr.link.moqt.connect import MoqtDialler, connect
 from kvabr.link.tcp import transport
 from kvabr.link.tcp.tls import PREFIX
 from kvabr.moqt.wire import DRAFTS
@@ -24,7 +24,7 @@ from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.work import decoders
-from kvabr.types.errors import TransportError, UsageError
+from kvabr.types.errors import NoAnswerError, TransportError, UsageError
 from kvabr.types.naming import MODELS_NAMESPACE
 from kvabr.types.peer import PeerOptions
 from tests.qmux.ends import begun, record, stream
@@ -292,7 +292,7 @@ async def test_a_peer_that_is_silent_on_tcp_does_not_keep_quic_away(asset, tls, 
 
 async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, monkeypatch):
     """Another service may have the TCP port, and the path may lose QUIC's first packets."""
-    dial_over, refused, answers = Connecting._dial_over, [], True
+    dial_over, refused, answers = MoqtDialler._dial_over, [], True
 
     async def slow(self, over, connect_s=None):
         if over == "tcp":
@@ -305,7 +305,7 @@ async def test_a_peer_that_refuses_on_tcp_does_not_cut_quic_short(asset, tls, mo
             raise NoAnswerError("nothing came back")
         return await dial_over(self, over, connect_s)
 
-    monkeypatch.setattr(Connecting, "_dial_over", slow)
+    monkeypatch.setattr(MoqtDialler, "_dial_over", slow)
     monkeypatch.setattr("kvabr.link.moqt.connect._TCP_HEAD_START_S", 0.005)
     async with origin(asset.store.folder, tls) as server:
         async with joined(server) as connection:

@@ -15,14 +15,14 @@ from kvabr.moqt.codes import RequestCode
 from kvabr.server.grants import Grants
 from kvabr.store.locations import open_asset
 from kvabr.transfer.interface import read_all
-from kvabr.transfer.redial import RedialledConnection
+from kvabr.transfer.peer import Peer
 from kvabr.types.errors import Reason, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, LIVE_TRACK, TrackNamespace, chain, prefix_track
 from kvabr.types.peer import PeerOptions
 from tests.assets import digests, make_asset, spec
 from tests.client.served import LIMIT_S
 from tests.client.stored import memory_url, put_asset
-from tests.memory_transport import Fault
+from tests.memory_transport import Dials, Fault
 from tests.server.relays import (
     BIG,
     ELSEWHERE,
@@ -54,7 +54,7 @@ async def test_a_group_goes_on_when_the_origin_comes_back(asset, tls):
         later.append(in_memory(asset))
         return later[-1]
 
-    redialled = RedialledConnection(first, again)
+    redialled = Peer(Dials(again, first=first))
     async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         download = connection.fetch(asset.catalog.namespace, "FP16", 1, limit=BIG)
         async with asyncio.timeout(LONG_S):
@@ -79,7 +79,7 @@ async def test_a_lookup_is_made_again_if_its_connection_is_lost(asset, tls):
     async def again():
         return in_memory(asset)
 
-    redialled = RedialledConnection(first, again)
+    redialled = Peer(Dials(again, first=first))
     async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         waiting = asyncio.create_task(get(connection, asset.catalog.namespace, CATALOG_TRACK))
         await asyncio.wait_for(asked.wait(), LONG_S)
@@ -94,7 +94,7 @@ async def test_what_is_not_known_fails_soon_while_the_origin_is_away(asset, tls)
     async def again():
         raise TransportError("nobody there")
 
-    redialled = RedialledConnection(first, again, patience_s=LONG_S)
+    redialled = Peer(Dials(again, first=first), patience_s=LONG_S)
     async with redialled as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
         namespace = asset.catalog.namespace
         await play(connection, asset)

@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, TypeVar, cast, get_args
 from urllib.parse import unquote, urlsplit
 
@@ -27,10 +26,8 @@ from kvabr.link.quic.transport import protocol_class
 from kvabr.link.tcp.tls import certificate_at, client_context
 from kvabr.link.tcp.transport import QmuxTransport
 from kvabr.moqt.wire import DRAFTS as KNOWN_DRAFTS
-from kvabr.transfer.interface import PeerConnection
-from kvabr.transfer.lanes import LanesConnection
-from kvabr.transfer.redial import RedialledConnection, UnreachedConnection
-from kvabr.types.errors import FormatError, TransportError, UnauthorizedError, UsageError
+from kvabr.transfer.peer import Peer
+from kvabr.types.errors import FormatError, NoAnswerError, TransportError, UnauthorizedError, UsageError
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.peer import PeerOptions
 
@@ -105,18 +102,18 @@ def connect(
     drafts: tuple[str, ...] = DRAFTS,
     names: Names = "draft",
     needed: bool = True,
-) -> Connecting:
-    """Return a context manager that connects to an origin or a relay, for ``async with``.
+) -> Peer:
+    """Return an origin or a relay, which is dialled on entering its context manager, or by the first request.
 
-    The connection redials by itself when it is lost and when the peer sends GOAWAY.
+    It is dialled again when the connection is lost and when the peer sends GOAWAY.
 
     Args:
         url: ``moqt://host[:port][/path][?query]``; the default port is 443.
         how: see `PeerOptions`.
         drafts: protocols to offer, preferred first.
         names: how namespaces are written; ``split`` is for peers that cannot carry a slash inside a field.
-        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise return a connection that is
-            in `Connection.trouble`, and dials again with each request.
+        needed: fail if the peer does not answer at all, or its name is unknown. Otherwise entering returns all the
+            same, and requests dial again.
 
     Raises:
         UsageError: the URL or an option is wrong. From ``async with``:
@@ -124,7 +121,7 @@ def connect(
     """
     how = how or PeerOptions()
     host, port, path = parse_url(url)
-    return Connecting(DialOptions(host, port, path, how.secret(), how, drafts, names), needed=needed)
+    return Peer(MoqtDialler(DialOptions(host, port, path, how.secret(), how, drafts, names)), needed=needed)
 
 
 def peer_name(where: str, over: Over) -> str:
@@ -132,38 +129,29 @@ def peer_name(where: str, over: Over) -> str:
     return where if over == "quic" else f"{where} tcp"
 
 
-class Connecting:
-    """The async context manager that `connect` returns; entering it gives a `Connection`."""
+class MoqtDialler:
+    """Dials an origin or a relay; a `kvabr.transfer.lane.Dialler`."""
 
-    def __init__(self, options: DialOptions, *, needed: bool = True) -> None:
-        self._options, self._needed = options, needed
+    def __init__(self, options: DialOptions) -> None:
+        self._options = options
         self._where = f"{options.host}:{options.port}"
-        self.peers = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
-        self._connection: PeerConnection | None = None
+        self.names = tuple(dict.fromkeys(peer_name(self._where, over) for over in get_args(Over)))
+        self.most_lanes = options.how.lanes
         self._works: TransportName | None = None
         """The transport that reached the peer."""
 
-    async def __aenter__(self) -> PeerConnection:
-        first: PeerConnection
-        try:
-            first = await self._dial()
-        except NoAnswerError as error:
-            if self._needed:
-                raise
-            first = UnreachedConnection(str(error))
-        self._connection = RedialledConnection(first, self._dial, peer=self.peers[0])
-        if self._options.how.lanes > 1:
-            self._connection = LanesConnection(self._connection, self._another, self._options.how.lanes)
-        return self._connection
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._connection is not None:
-            await self._connection.close()
-
-    async def _another(self) -> PeerConnection:
-        return RedialledConnection(await self._dial(), self._dial, peer=self.peers[0])
+    async def dial(self) -> MoqtConnection:
+        """See `Dialler.dial`."""
+        how = self._options.how
+        if how.token_file is not None:
+            with contextlib.suppress(UsageError):  # the token that was read last may still be good
+                self._options = replace(self._options, token=how.secret())
+        if how.transport == "auto" and how.quic == "auto":
+            made = await self._auto()
+        else:
+            made = await self._dial_over("quic" if how.transport == "auto" else how.transport)
+        self._works = cast("TransportName", made.backend)
+        return made
 
     async def _auto(self) -> MoqtConnection:
         """Dial over TCP; over QUIC where the peer does not listen on TCP, or where TCP fails or takes long.
@@ -193,18 +181,6 @@ class Connecting:
     @property
     def _over(self) -> Over | None:
         return None if self._works is None else "tcp" if self._works == "tcp" else "quic"
-
-    async def _dial(self) -> MoqtConnection:
-        how = self._options.how
-        if how.token_file is not None:
-            with contextlib.suppress(UsageError):  # the token that was read last may still be good
-                self._options = replace(self._options, token=how.secret())
-        if how.transport == "auto" and how.quic == "auto":
-            made = await self._auto()
-        else:
-            made = await self._dial_over("quic" if how.transport == "auto" else how.transport)
-        self._works = cast("TransportName", made.backend)
-        return made
 
     async def _dial_over(self, over: Over, connect_s: float | None = None) -> MoqtConnection:
         """Connect over one of them, with QUIC by whichever library can talk to the peer."""
@@ -267,10 +243,6 @@ async def dial(options: DialOptions, name: TransportName = "aioquic", connect_s:
             if connection is not chosen:
                 await connection.close()
     return chosen
-
-
-class NoAnswerError(TransportError):
-    """Nothing came from an address, or the host's name has none at the moment, so nobody may be there."""
 
 
 class _Attempts:

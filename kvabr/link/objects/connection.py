@@ -19,8 +19,9 @@ from kvabr.link.objects.lanes import LANES, SPARE_LANES, Lanes, Piece, RangeTran
 from kvabr.store.direct import DirectReader
 from kvabr.store.names import FramePlace, profile_name
 from kvabr.store.store import PART_BYTES, Store
-from kvabr.transfer.interface import ConnectionStats, PeerConnection
-from kvabr.transfer.transfer import GroupTransfer, LimitWatch
+from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
+from kvabr.transfer.limit_watch import LimitWatch
+from kvabr.transfer.transfer import GroupTransfer
 from kvabr.transfer.work import cancel_all
 from kvabr.types.backoff import scattered
 from kvabr.types.catalog import MAX_PROFILE_BYTES
@@ -59,6 +60,7 @@ class StoreConnection(PeerConnection):
     """Plays out of one store; for one event loop."""
 
     protocol = PROTOCOL
+    heals = True
 
     def __init__(self, store: Store, strange_answers: StrangeAnswers | None = None) -> None:
         """Ask for nothing yet; an event loop must be running. See `StoreIndex` for ``strange_answers``."""
@@ -99,7 +101,7 @@ class StoreConnection(PeerConnection):
         """See `Carrier.carry`."""
         request, track, namespace = transfer.request, transfer.request.track, transfer.request.namespace
         if self.closed:
-            transfer.fail(ConnectionLostError("this side closed the connection"))
+            transfer.fail(ConnectionLostError(CLOSED))
         elif track == CATALOG_TRACK:
             self._find(transfer, lambda: self._whole(transfer, self.index.catalog(namespace)))
         elif track == MODELS_TRACK:
@@ -160,7 +162,7 @@ class StoreConnection(PeerConnection):
         if self._warming is not None:
             tasks.add(self._warming)
         for transfer in [*self._pieces, *self._finding]:
-            transfer.reject(ConnectionLostError("this side closed the connection"))
+            transfer.reject(ConnectionLostError(CLOSED))
         if self._starting is not None:
             self._starting.cancel()
         await cancel_all(tasks)

@@ -98,10 +98,10 @@ def test_options_that_make_no_sense(options):
 
 def test_the_environment_has_a_token(monkeypatch):
     monkeypatch.setenv("KVABR_TOKEN", "from-the-environment")
-    assert connect("moqt://h/")._options.token == "from-the-environment"  # noqa: S105
-    assert connect("moqt://h/", PeerOptions(token="mine"))._options.token == "mine"  # noqa: S105, S106
+    assert connect("moqt://h/")._dialler._options.token == "from-the-environment"  # noqa: S105
+    assert connect("moqt://h/", PeerOptions(token="mine"))._dialler._options.token == "mine"  # noqa: S105, S106
     colons = ":".join([DIGEST[:2].upper()] * 32)
-    assert connect("moqt://h/", PeerOptions(fingerprint=colons))._options.how.fingerprint == DIGEST
+    assert connect("moqt://h/", PeerOptions(fingerprint=colons))._dialler._options.how.fingerprint == DIGEST
 
 
 # ------------------------------------------------------------- real networks

@@ -13,7 +13,7 @@ from kvabr.moqt.objects import ObjectHeader, RangeEnd
 from kvabr.moqt.wire import DRAFTS
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
-from kvabr.types.errors import ConnectionLostError, RequestError, TransportError
+from kvabr.types.errors import ConnectionLostError, NoAnswerError, RequestError, TransportError
 from kvabr.types.naming import CATALOG_TRACK, TrackNamespace
 from tests.assets import make_asset
 from tests.client.virtual import virtual
@@ -231,13 +231,13 @@ async def test_the_first_address_that_answers_is_taken():
 @virtual
 async def test_who_answers_is_believed_before_who_is_silent():
     log = []
-    silent = quic.NoAnswerError("no answer")
+    silent = NoAnswerError("no answer")
     what = {"silent": (3600.0, silent), "bad": (0.0, TransportError("its certificate has expired"))}
     with pytest.raises(TransportError, match="expired"):
         await quic.first_of(list(what), attempts(what, log), 0.01)
     assert log[-1] == "silent cancelled"
-    what = {"one": (0.0, silent), "two": (0.01, quic.NoAnswerError("no answer either"))}
-    with pytest.raises(quic.NoAnswerError, match="no answer"):
+    what = {"one": (0.0, silent), "two": (0.01, NoAnswerError("no answer either"))}
+    with pytest.raises(NoAnswerError, match="no answer"):
         await quic.first_of(list(what), attempts(what, log), 0.01)
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from kvabr.abr.estimator import Estimator
-from kvabr.client.play_connection import TURN_S
+from kvabr.client.downloads import TURN_S
 from kvabr.client.runner import EdfScheduler, wire_priority
 from kvabr.client.shared_bandwidth import SharedLink
 from kvabr.player.session import Session

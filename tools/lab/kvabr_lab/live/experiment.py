@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvabr.client.driver import LIVE, Driver
 from kvabr.client.lookup import fetch_catalog
-from kvabr.link.moqt.connect import Connecting, connect
+from kvabr.link.moqt.connect import connect
 from kvabr.player.assembler import Assembler
 from kvabr.player.session import Session
 from kvabr.replay.experiment import Experiment
@@ -25,6 +25,7 @@ from kvabr.replay.trace import Trace
 from kvabr.replay.verify import load_profile
 from kvabr.store.asset import Asset
 from kvabr.transfer.interface import Connection, read_all
+from kvabr.transfer.peer import Peer
 from kvabr.types.cost import PrefillCost
 from kvabr.types.engine import EngineMode
 from kvabr.types.errors import TransportError
@@ -152,7 +153,7 @@ class LiveExperiment:
         options = self.experiment.options
         return options.config.give_up_after * options.deadline_s if self._options.cold else _DIAL_S
 
-    def _connect(self) -> Connecting:
+    def _connect(self) -> Peer:
         host, port = self._shaper.address
         return connect(
             f"moqt://{host}:{port}/",

@@ -1,0 +1,247 @@
+"""The downloads from one peer, which all plays of a client share.
+
+A group is looked up in the client's store first, and fetched from the peer if it is not there. Plays that want the same
+group share its download. Once a group whose digest is known is complete, it is checked and put into the store. What was
+requested before its digest was known is put there once a reader has checked it.
+
+What follows a failure is decided here and in `kvabr.transfer.lane`: a download that its last reader leaves ends, one
+whose peer is lost fails, and one that proves to be damaged is not joined any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+
+from kvabr.client.shared_bandwidth import link_of
+from kvabr.store.group_cache import GroupCache
+from kvabr.telemetry.client_metrics import ClientMetrics
+from kvabr.transfer.interface import PeerConnection
+from kvabr.transfer.peer import Peer
+from kvabr.transfer.transfer import Carrier, GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.work import SMALL_BYTES, cancel_all, decoders
+from kvabr.types.errors import ConnectionLostError, Reason, RequestError
+
+TURN_S = 0.25
+"""Seconds without a byte of anything more urgent after which a download that stands still no longer waits for it."""
+_HASHING = tuple(threading.Lock() for _ in range(64))
+"""Locks for computing digests. A download has one of them, as one of its own for each would cost more than waiting."""
+_CLOSED = "the client was closed"
+
+
+class Download(GroupTransfer):
+    """One group on its way to some plays, from the store or from the peer."""
+
+    def __init__(self, request: GroupRequest, owner: Downloads) -> None:
+        super().__init__(request)
+        self.heard_s = 0.0
+        self.unwanted = False
+        """Whether it was ended since nobody reads it."""
+        self.came_from = "network"
+        """``network``, or the part of the store that has it."""
+        self._owner = owner
+        self._hashing = _HASHING[hash(request) % len(_HASHING)]
+        self._hashed: dict[str, bool] = {}
+
+    @property
+    def damaged(self) -> bool:
+        """Whether it was checked and is not the group that was requested."""
+        return self._hashed.get(self.request.digest or "") is False
+
+    def keep(self, data: memoryview, where: str) -> None:
+        """Take the whole group from the store, where it was checked when it came."""
+        if not self.over:
+            self.came_from, self._hashed = where, {self.request.digest or "": True}
+            self._more(data, "kept")
+            self.finish()
+
+    def has_digest(self, digest: str) -> bool:
+        """See `GroupTransfer.has_digest`; it is computed once."""
+        with self._hashing:
+            # Plays of what was not published when they asked for it may each have been told another one.
+            if digest not in self._hashed:
+                self._hashed[digest] = super().has_digest(digest)
+                if self._hashed[digest] and self.request.digest is None:
+                    self._owner.identified(self, digest)
+            return self._hashed[digest]
+
+    def reprioritise(self) -> bool:
+        """See `GroupTransfer.reprioritise`."""
+        changed = super().reprioritise()
+        if changed and self.carrier is not None:
+            self._owner.metrics.priority_changes_total.inc()
+        return changed
+
+    def arrived(self, part: memoryview) -> None:
+        """See `GroupTransfer.arrived`."""
+        self._owner.arrived(self, len(part))
+
+    def settle(self) -> None:
+        """See `GroupTransfer.settle`."""
+        self._owner.settled(self)
+
+    def unread(self) -> None:
+        """See `GroupTransfer.unread`."""
+        if self._owner.waits_its_turn(self):
+            # A player asks again for what stands still. A download that only waits for its turn must not lose its place
+            # by that, and the same reader may join it again at this very moment.
+            asyncio.get_running_loop().call_soon(self._end_unread)
+        else:
+            self._end_unread()
+
+    def _end_unread(self) -> None:
+        if not self.readers and not self.over:
+            self.unwanted = True
+            super().unread()
+
+
+class Downloads(Carrier):
+    """All downloads from one peer, for one event loop; brings those of groups that the store has."""
+
+    def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
+        """Dial nothing yet.
+
+        Args:
+            peer: a `Peer`, which is closed with this; or an open connection, which stays open.
+            store: keeps what was checked.
+            metrics: counts what comes.
+        """
+        self.peer, self.store, self.metrics = peer, store, metrics
+        self.link = link_of(peer.names[0] if peer.names else peer)
+        """The path to the peer, whatever the transport."""
+        if isinstance(peer, Peer):
+            peer.first_dialled = self._dialled
+        self._under_way: dict[GroupRequest, Download] = {}
+        self._heard_s: dict[int, float] = {}
+        """When bytes of each priority came last."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """What checks and stores groups."""
+        self._closed = False
+
+    def get(self, request: GroupRequest, reader: GroupReader) -> None:
+        """Have a reader join the download of a group, which begins if it is not under way."""
+        self._loop = asyncio.get_running_loop()
+        download = self._under_way.get(request)
+        if download is not None and not download.damaged:
+            reader.join(download)
+            self._count(download, "joined")
+            return
+        download = Download(request, self)
+        kept = request.digest is not None and request.digest in self.store
+        data = self.store.held(request.digest) if kept and request.digest is not None else None
+        if data is not None and len(data) == request.limit:
+            download.keep(data, "memory")
+            reader.join(download)
+        else:
+            self._under_way[request] = download
+            reader.join(download)
+            download.begin(self if kept else self.peer)
+
+    def carry(self, transfer: GroupTransfer) -> None:
+        """See `Carrier.carry`."""
+        assert isinstance(transfer, Download)  # noqa: S101  # it is asked for no others
+        self._track(self._look(transfer, transfer.request.digest or ""))
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What the connection may be called in a `PeerHistory`."""
+        return self.peer.names
+
+    def waits_its_turn(self, download: GroupTransfer) -> bool:
+        """Return whether nothing comes of a download because something does that is at least as urgent."""
+        heard_s = download.heard_s if isinstance(download, Download) else 0.0
+        since_s = max(heard_s, asyncio.get_running_loop().time() - TURN_S)
+        return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
+
+    async def close(self) -> None:
+        """End all downloads, and tell their readers; close the connection, unless it was open before."""
+        self._closed = True
+        for download in list(self._under_way.values()):
+            download.unwanted = True
+            download.reject(ConnectionLostError(_CLOSED))
+        await cancel_all(self._tasks)
+        if isinstance(self.peer, Peer):
+            if self.peer.reached:
+                self.metrics.peers.dec()
+            await self.peer.close()
+
+    # ------------------------------------------------------ from the downloads
+
+    def arrived(self, download: Download, count: int) -> None:
+        """Note that bytes of a download have come."""
+        if len(download.data) == count:
+            self._count(download, download.came_from)
+        if download.came_from == "network":
+            download.heard_s = self._heard_s[download.priority] = asyncio.get_running_loop().time()
+            if download.limit != "kept":
+                self.link.received(count)
+            self.metrics.downloaded_bytes_total.inc(count)
+
+    def settled(self, download: Download) -> None:
+        """Note that a download is over; check what has come if its digest is known."""
+        if download.complete and download.came_from == "network" and download.request.digest is not None:
+            self._track(self._check(download, download.request.digest))
+            return
+        self._forget(download)
+        if download.came_from == "network":
+            result = "done" if download.complete else "cancelled" if download.unwanted else "failed"
+            self.metrics.downloads_total.labels(result).inc()
+
+    def identified(self, download: Download, digest: str) -> None:
+        """Keep a complete group that was requested without a digest and has this one; called in a thread."""
+        self._loop.call_soon_threadsafe(self._put, digest, download.data)
+
+    # -------------------------------------------------------------- internals
+
+    def _dialled(self, error: BaseException | None) -> None:
+        if error is None:
+            self.metrics.peers.inc()
+            return
+        self.metrics.dials_failed_total.inc()
+        if isinstance(error, RequestError) and error.reason == Reason.WRONG:
+            self.metrics.wrong_answers_total.inc()
+
+    def _count(self, download: Download, source: str) -> None:
+        """Count a group by where it came from."""
+        if download.request.digest is not None:
+            self.metrics.groups_total.labels(source).inc()
+            self.metrics.bytes_total.labels(source).inc(download.request.limit)
+
+    async def _check(self, download: Download, digest: str) -> None:
+        good = False
+        try:
+            # A reader that decodes the group at the same time waits for the same computation.
+            if download.request.limit <= SMALL_BYTES:
+                good = download.has_digest(digest)
+            else:
+                good = await asyncio.get_running_loop().run_in_executor(decoders(), download.has_digest, digest)
+            if good:
+                await self.store.put(digest, download.data)
+        finally:
+            self._forget(download)
+        self.metrics.downloads_total.labels("done" if good else "damaged").inc()
+
+    def _put(self, digest: str, data: memoryview) -> None:
+        if not self._closed and digest not in self.store:
+            self._track(self._stored(digest, data))
+
+    async def _stored(self, digest: str, data: memoryview) -> None:
+        await self.store.put(digest, data)
+
+    async def _look(self, download: Download, digest: str) -> None:
+        # What is in memory was checked when it was put there; what is on disk is checked by the store.
+        kept = await self.store.find(digest)
+        if kept is not None and len(kept[0]) == download.request.limit:
+            download.keep(*kept)
+        elif not download.over:
+            download.begin(self.peer)
+
+    def _forget(self, download: Download) -> None:
+        if self._under_way.get(download.request) is download:
+            del self._under_way[download.request]
+
+    def _track(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

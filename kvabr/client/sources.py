@@ -1,0 +1,313 @@
+"""The sources of one play: a view of the downloads of each of its peers.
+
+Groups are named by content, so any source may serve any of them. A play begins with the sources that are connected, and
+goes on with those that are later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from kvabr.client.downloads import Downloads
+from kvabr.player.sources import NOT_KNOWN, Offer
+from kvabr.transfer.interface import Connection, ConnectionStats, PrefixFinder, read_view
+from kvabr.transfer.transfer import GroupReader, GroupRequest, GroupTransfer
+from kvabr.transfer.work import cancel_all
+from kvabr.types.errors import NotFoundError, TransportError
+from kvabr.types.kv import MAX_MODELS_BYTES
+from kvabr.types.naming import MODELS_NAMESPACE, MODELS_TRACK, TrackNamespace
+
+TrackDigests = dict[tuple[TrackNamespace, str], Sequence[str]]
+"""Digests of the groups of a track; empty strings for groups that are never requested."""
+
+
+class PlayReader(GroupReader):
+    """Reads one group for one play."""
+
+    def __init__(self, source: PlaySource, request: GroupRequest, priority: int) -> None:
+        super().__init__(None, priority)
+        self._source, self._awaited = source, request.digest is None and not request.live
+
+    @property
+    def wire_priority(self) -> int:
+        """See `GroupReader.wire_priority`. A play waits for what has no digest, like a catalog: that goes first."""
+        return self.priority if self._awaited else self._source.place(self.priority)
+
+    def cancel(self) -> None:
+        """See `GroupReader.cancel`."""
+        super().cancel()
+        self._source.forget(self)
+
+
+class PlaySource(Connection):
+    """One peer of a play."""
+
+    def __init__(self, downloads: Downloads, place: Callable[[int], int], digests: TrackDigests) -> None:
+        """Begin without requests; see `PlaySources`."""
+        self.downloads, self.place = downloads, place
+        self._digests = digests
+        self._readers: set[PlayReader] = set()
+        self.left = False
+        """Whether the play is over."""
+
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
+        """See `Connection.request`."""
+        digests = self._digests.get((request.namespace, request.track), ())
+        if 0 <= request.group < len(digests) and not request.live:
+            request = replace(request, exact=True, digest=digests[request.group] or None)
+        reader = PlayReader(self, request, priority)
+        if self.left:
+            reader.cancel()
+        else:
+            self._readers.add(reader)
+            self.downloads.get(request, reader)
+        return reader
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """See `Connection.backend`."""
+        return self.downloads.peer.backend
+
+    @property
+    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """See `Connection.finder`."""
+        return self.downloads.peer.finder
+
+    @property
+    def reached(self) -> bool:  # type: ignore[override]
+        """See `Connection.reached`."""
+        return self.downloads.peer.reached
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        """See `Connection.trouble`."""
+        return self.downloads.peer.trouble
+
+    @property
+    def unreachable(self) -> bool:  # type: ignore[override]
+        """See `Connection.unreachable`."""
+        return self.downloads.peer.unreachable
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the play is over, the shared connection has ended, or the peer could not be reached."""
+        return self.left or self.downloads.peer.closed
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something should come soon: not only groups that may not be published yet."""
+        return any(self._awaited())
+
+    @property
+    def waits_its_turn(self) -> bool:  # type: ignore[override]
+        """See `Connection.waits_its_turn`."""
+        return self.awaits and all(map(self.downloads.waits_its_turn, self._awaited()))
+
+    async def connected(self) -> None:
+        """See `Connection.connected`."""
+        await self.downloads.peer.connected()
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`."""
+        return self.downloads.peer.stats()
+
+    def reprioritise(self) -> None:
+        """Apply the play's new level to all its requests."""
+        for reader in list(self._readers):
+            reader.prioritise(reader.priority)
+
+    def forget(self, reader: PlayReader) -> None:
+        """Remove a reader that has left."""
+        self._readers.discard(reader)
+
+    async def close(self) -> None:
+        """Cancel what is left of the play; the shared connection stays."""
+        self.left = True
+        for reader in list(self._readers):
+            reader.cancel()
+
+    def _awaited(self) -> Iterator[GroupTransfer]:
+        every = (reader.transfer for reader in self._readers)
+        return (transfer for transfer in every if transfer is not None and not transfer.subscribed)
+
+
+class PlaySources(Connection):
+    """The sources of one play, at least one. All are looked up in; one of them also answers other requests."""
+
+    def __init__(self, peers: Sequence[Downloads], place: Callable[[int], int] = lambda priority: priority) -> None:
+        """Begin without requests.
+
+        ``place`` returns the priority of a request among those of all plays, from its priority among the play's own.
+        """
+        self._digests: TrackDigests = {}
+        self._sources = tuple(PlaySource(each, place, self._digests) for each in peers)
+        self._first = self._sources[0]
+        self._chosen = False
+        """Whether the first answers requests other than for groups."""
+        self._offers: list[Offer] = [None] * len(peers)
+        self._alone = False
+        self._asking: set[asyncio.Task[None]] = set()
+        self.left_out: Callable[[int, str], None] = lambda *_: None
+        """Told of sources that the play does without, and why."""
+        self.late = False
+        """Whether the play's deadline has passed."""
+        self.kept = False
+        """Whether upgrades go on after the play has returned."""
+
+    @property
+    def sources(self) -> Sequence[PlaySource]:
+        """See `Connection.sources`."""
+        return self._sources
+
+    @property
+    def downloads(self) -> Sequence[Downloads]:
+        """Of each source the downloads of all plays."""
+        return [source.downloads for source in self._sources]
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """See `Connection.backend`; of the source that answers."""
+        return self._first.backend
+
+    @property
+    def finder(self) -> PrefixFinder | None:  # type: ignore[override]
+        """See `Connection.finder`; of the source that answers."""
+        return self._first.finder
+
+    @property
+    def offers(self) -> Sequence[Offer] | None:
+        """The tracks that each source has, None for all; None if there is only one source."""
+        return self._offers if len(self._sources) > 1 else None
+
+    @property
+    def round_trips(self) -> Sequence[float | None]:
+        """The round trip to each source, seconds, as far as it is known."""
+        return [source.stats().rtt_s for source in self._sources]
+
+    def offer(self, source: int, tracks: Offer) -> None:
+        """Note which tracks a source has, as far as that is known (`kvabr.player.sources.NOT_KNOWN`)."""
+        if not self._alone:
+            self._offers[source] = tracks
+
+    def answered_by(self, source: int) -> None:
+        """Have a source answer other requests than those for groups."""
+        self._first, self._chosen = self._sources[source], True
+
+    async def reach(self) -> None:
+        """Have the first source that is connected answer other requests than those for groups, unless one does.
+
+        The others are asked for groups once they are connected, also those that were and could not be reached lately.
+        """
+        if self._chosen or len(self._sources) == 1:
+            return
+        self.answered_by(await first_reached(self._sources))
+        for number, source in enumerate(self._sources):
+            if not source.reached or (source.unreachable and source is not self._first):
+                self.offer(number, NOT_KNOWN)
+                self.meanwhile(self._joined(number, source))
+
+    async def _joined(self, number: int, source: PlaySource) -> None:
+        has: Offer = None
+        try:
+            await source.connected()
+            if source.unreachable:  # whatever it answers, it is back
+                with suppress(NotFoundError):
+                    await read_view(source.fetch(MODELS_NAMESPACE, MODELS_TRACK, limit=MAX_MODELS_BYTES))
+        except TransportError as error:
+            has = frozenset()
+            self.left_out(number, str(error))
+        if self._offers[number] is NOT_KNOWN:  # not if one source brings everything
+            self.offer(number, has)
+
+    def alone(self) -> None:
+        """Have the source that answers bring everything: what was looked up is not an asset that others may have."""
+        self._alone = True
+        self._offers = [None if source is self._first else frozenset() for source in self._sources]
+
+    def meanwhile(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something until the play is over."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    def request(self, request: GroupRequest, priority: int) -> GroupReader:
+        """See `Connection.request`; from the source that answers."""
+        return self._first.request(request, priority)
+
+    def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
+        """See `Connection.identify`."""
+        self._digests[namespace, track] = digests
+
+    def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
+        """See `Connection.cached_groups`; all sources have the client's store."""
+        digests = self._digests.get((namespace, track), ())
+        here = self._first.downloads.store.present(digests)
+        return [group for group, digest in enumerate(digests) if digest in here] if here else ()
+
+    @property
+    def waits_its_turn(self) -> bool:  # type: ignore[override]
+        """See `Connection.waits_its_turn`: on every path from which something should come."""
+        asked = [source for source in self._sources if source.awaits]
+        return bool(asked) and all(source.waits_its_turn for source in asked)
+
+    def stats(self) -> ConnectionStats:
+        """See `Connection.stats`; of the first source, with the bytes of all."""
+        first, *others = (source.stats() for source in self._sources)
+        more = sum(one.bytes_received for one in others)
+        return replace(first, bytes_received=first.bytes_received + more) if more else first
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the play is over, or every shared connection has ended."""
+        return all(source.closed for source in self._sources)
+
+    @property
+    def trouble(self) -> str | None:  # type: ignore[override]
+        """What is known to keep a peer out of reach."""
+        return next((one.trouble for one in self._sources if one.trouble is not None), None)
+
+    @property
+    def unreachable(self) -> bool:  # type: ignore[override]
+        """Whether all peers are dead."""
+        return all(one.unreachable for one in self._sources)
+
+    def reprioritise(self) -> None:
+        """Apply the play's new level to all its requests."""
+        for source in self._sources:
+            source.reprioritise()
+
+    async def close(self) -> None:
+        """Cancel what is left of the play; the shared connections stay."""
+        try:
+            await cancel_all(self._asking)
+        finally:  # also if the play is cancelled meanwhile
+            for source in self._sources:
+                await source.close()
+
+
+async def first_reached(peers: Sequence[Connection]) -> int:
+    """Return which of some peers is connected first; all are dialled. Raise the first one's error if none is.
+
+    One that was connected and is dead by now is returned only if no other is there.
+    """
+    dials = [asyncio.ensure_future(peer.connected()) for peer in peers]
+    pending = set(dials)
+
+    def there() -> list[int]:
+        at = [at for at, dial in enumerate(dials) if dial.done() and dial.exception() is None]
+        return sorted(at, key=lambda at: peers[at].unreachable)
+
+    try:
+        while pending and all(peers[at].unreachable for at in there()):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if found := there():
+            return found[0]
+    finally:
+        await cancel_all(dials)
+    await dials[0]  # which raises why
+    raise AssertionError("unreachable")

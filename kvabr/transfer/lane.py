@@ -1,0 +1,514 @@
+"""The connections to one peer, one after the other: dialled when something is requested, and again when one is lost.
+
+Requests made while there is no connection wait for the next one; without waiting requests nobody dials. Transfers on a
+lost connection fail. After GOAWAY new requests go to a new connection, and the old one is kept until its transfers have
+ended.
+
+A killed peer does not say so. While requests are under way and nothing arrives, the lane probes the connection with a
+PING. The answers move it between three states, by the table `_NEXT`:
+
+- `Health.GOOD`: the peer answers, or nothing is missing.
+- `Health.SILENT`: a probe was not answered. The lane dials beside the old connection. During an outage of the path that
+  dial fails too, and the old connection continues afterwards. Only a peer that answers the dial, but not the old
+  connection in as much time again, has forgotten it: one with too much to do is late with everything, and more dials
+  would only add to that.
+- `Health.STUCK`: probes are answered, but no request. The peer may have forgotten the requests, or its QUIC library
+  has. The lane dials, and the new connection replaces the old one.
+
+A connection is stuck after seconds; after an outage, at once: a QUIC sender whose window is full of lost packets sends
+nothing before its next retransmission, which may take as long again as the outage did (RFC 9002, section 6.2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Protocol
+
+from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
+from kvabr.transfer.transfer import Carrier, GroupTransfer
+from kvabr.types.backoff import Backoff, scattered
+from kvabr.types.errors import ConnectionLostError, TransportError, UnauthorizedError
+from kvabr.types.words import ordinal
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""Pauses between dials: doubled each time, and randomised between half and one and a half times that."""
+_UNREACHABLE = 2
+"""Dials that fail one after the other, after which a peer counts as dead."""
+_SHORT_LIFE_S = 1.0
+"""A connection that lasts less than this, and brings nothing or sends us away, does not reset the pauses."""
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 1.0
+"""Seconds between checks whether anything arrives; doubled whenever nothing did but the peer answered a probe, so that
+a busy peer is not probed all the time."""
+_SIGN_S, _SIGN_RTT, _LONGEST_SIGN_S = 0.25, 4.0, 4.0
+"""Seconds, and round trips or times of the last answer, that the answer to a probe may take; the probe may be lost and
+sent again. However late the last answer was, never more than the last of these. Each request that is answered sooner
+halves the expected time, so that a peer that was slow once soon counts as quick again."""
+_STUCK_S, _STUCK_SIGNS = 3.0, 4.0
+"""Seconds, and times of what the answer to a probe may take, after which a peer that answers probes, but no request, is
+dialled anew; the seconds are doubled each time. It may also be slow: a store may be, or a relay that waits for its
+origin."""
+_OUTAGE_S = 1.0
+"""Seconds since a probe was not answered, without a byte of any group, that are taken for an outage."""
+_ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
+"""Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
+retries, so a fresh dial reaches a peer that comes back sooner."""
+_REPLACED = "the connection was replaced by another"
+_FORGOTTEN = "the peer fell silent; it answers a new connection"
+
+
+class Dialler(Protocol):
+    """Dials one peer."""
+
+    names: tuple[str, ...]
+    """What its connections may be called (`Connection.peer`), at least one name."""
+    most_lanes: int
+    """Connections at a time that are allowed."""
+
+    async def dial(self) -> PeerConnection:
+        """Return a new connection, or raise `TransportError`; never called concurrently for one lane."""
+
+
+class Health(Enum):
+    """Whether the peer of a lane answers."""
+
+    GOOD = auto()
+    SILENT = auto()
+    STUCK = auto()
+
+
+class Sign(Enum):
+    """What changes that."""
+
+    BYTES = auto()
+    """Payload has arrived."""
+    ANSWERED = auto()
+    """A probe was answered, and requests have not waited for long."""
+    UNANSWERED = auto()
+    """A probe was not answered in time, and requests are under way."""
+    OVERDUE = auto()
+    """A probe was answered, but requests have waited for too long."""
+    REPLACED = auto()
+    """Another connection is in use."""
+
+
+_NEXT: Mapping[tuple[Health, Sign], Health] = {
+    **{(health, sign): Health.GOOD for health in Health for sign in (Sign.BYTES, Sign.ANSWERED, Sign.REPLACED)},
+    (Health.GOOD, Sign.UNANSWERED): Health.SILENT,
+    (Health.SILENT, Sign.UNANSWERED): Health.SILENT,
+    (Health.STUCK, Sign.UNANSWERED): Health.STUCK,  # it is replaced, whatever it answers
+    (Health.GOOD, Sign.OVERDUE): Health.STUCK,
+    (Health.SILENT, Sign.OVERDUE): Health.STUCK,
+    (Health.STUCK, Sign.OVERDUE): Health.STUCK,
+}
+_TROUBLE: Mapping[Health, str | None] = {
+    Health.GOOD: None,
+    Health.SILENT: "the peer has fallen silent",
+    Health.STUCK: "the peer answers probes, but no request",
+}
+
+
+class PeerLane(Carrier):
+    """One connection at a time to a peer."""
+
+    def __init__(
+        self,
+        dialler: Dialler,
+        *,
+        patience_s: float,
+        persistent: bool = False,
+        released: Callable[[], None] = lambda: None,
+        dialled: Callable[[BaseException | None], None] = lambda _: None,
+    ) -> None:
+        """Dial nothing yet.
+
+        Args:
+            dialler: dials the peer.
+            patience_s: seconds after which dialling again ends; then waiting transfers fail, and the next request
+                starts again.
+            persistent: also dial for so long if there was no connection before; otherwise the first dial that fails
+                fails the requests.
+            released: called after the end of each transfer.
+            dialled: called after each dial without a connection before, with its error, if it failed.
+        """
+        self.connection: PeerConnection | None = None
+        """The current one; None before the first dial has succeeded."""
+        self.health = Health.GOOD
+        self.closed = self.unreachable = False
+        self.dials = self._failed_dials = 0
+        """How often it has reconnected; and dials that have failed since the last that did not."""
+        self._dialler, self._patience_s, self._persistent = dialler, patience_s, persistent
+        self._released, self._dialled_first = released, dialled
+        self._trouble: str | None = None
+        self._leaving: list[PeerConnection] = []
+        self._using: dict[GroupTransfer, tuple[PeerConnection, float]] = {}
+        """The connection of each transfer, and when it was requested there."""
+        self._waiting: dict[GroupTransfer, None] = {}
+        """Those that wait for a connection, the earliest first."""
+        self._dialling: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._earlier_bytes = 0
+        self._pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._adopted_s = float("-inf")
+        self._watching: asyncio.Task[None] | None = None
+        self._look_s = _LOOK_S
+        self._asked = asyncio.Event()
+        """Set when something is requested, which is reason to look sooner."""
+        self._brought = 0
+        """Bytes that the current connection had brought when it was last looked at."""
+        self._quiet_s = 0.0
+        """Seconds for which requests have waited since anything came, while the peer answered probes."""
+        self._outage_s: float | None = None
+        """When the first probe since anything came was not answered; None: all were."""
+        self._given_up: int | None = None
+        """What had come when a request was given up, which may be due to an outage; None: nothing was, or it is known
+        whether the peer answers."""
+        self._stuck_s = _STUCK_S
+        self._answer_s = 0.0
+        """Seconds that the peer took for its last answer to a probe or a dial, or to requests since."""
+
+    # ------------------------------------------------------------------ for the peer
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps the peer out of reach at the moment; None if nothing is known to."""
+        if self._trouble is not None or self.connection is None:
+            return self._trouble
+        return self.connection.trouble
+
+    @property
+    def dialling(self) -> bool:
+        """Whether a dial is under way."""
+        return self._dialling is not None
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that its transfers have yet to bring; those of live groups come whenever they exist."""
+        every = (*self._using, *self._waiting)
+        return sum(one.request.limit - one.received for one in every if not one.request.live)
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload bytes of all its connections."""
+        open_ones = [*self._leaving] if self.connection is None else [*self._leaving, self.connection]
+        return self._earlier_bytes + sum(connection.stats().bytes_received for connection in open_ones)
+
+    async def connected(self) -> None:
+        """Wait until there is a connection; callers share one dial.
+
+        Raises:
+            TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
+            ConnectionLostError: this was closed.
+        """
+        if self.connection is None:
+            if self.closed:
+                raise ConnectionLostError(CLOSED)
+            # A caller that is cancelled must not end the dial of the others.
+            await asyncio.wait({dial := self._redial(once=True)})
+            if dial.cancelled():  # by `close`: nobody has cancelled the caller
+                raise ConnectionLostError(CLOSED)
+            dial.result()
+
+    async def renew(self) -> None:
+        """See `Connection.renew`."""
+        if self._dialling is not None:
+            await asyncio.wait({self._dialling})
+        if self._usable():  # otherwise the next dial will do
+            made = await self._dialler.dial()
+            if self._usable():
+                self._adopt(made)
+            else:
+                await made.close()
+
+    async def close(self) -> None:
+        """Close all connections; transfers that wait for one fail."""
+        if self.closed:
+            return
+        self.closed = True
+        if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        self._fail_waiting(ConnectionLostError(CLOSED))
+        for connection in (*self._leaving, *([] if self.connection is None else [self.connection])):
+            await connection.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    # ------------------------------------------------------------------ Carrier
+
+    def carry(self, transfer: GroupTransfer) -> None:
+        """Request a group on the current connection, or on the next one; see `Carrier.carry`."""
+        transfer.carrier = transfer.source = self
+        if self.closed:
+            transfer.fail(ConnectionLostError(CLOSED))
+        elif self._usable():
+            self._start(transfer)
+        else:
+            self._waiting[transfer] = None
+            self._redial(once=self.connection is None and not self._persistent)
+
+    def answered(self, transfer: GroupTransfer) -> None:
+        """See `Carrier.answered`."""
+        used, begun_s = self._using.get(transfer, (None, 0.0))
+        if used is not None and used is self.connection:
+            took_s = asyncio.get_running_loop().time() - begun_s
+            self._answer_s = min(self._answer_s, max(took_s, self._answer_s / 2))
+
+    def explain(self, transfer: GroupTransfer, error: Exception) -> Exception:
+        """See `Carrier.explain`: who is not let in on a connection that was replaced may be on the new one."""
+        used, _ = self._using.get(transfer, (None, 0.0))
+        if isinstance(error, UnauthorizedError) and used in self._leaving:
+            return ConnectionLostError(f"{transfer.request}: {_REPLACED}")
+        return error
+
+    def released(self, transfer: GroupTransfer) -> None:
+        """See `Carrier.released`; retire a replaced connection after its last transfer."""
+        self._waiting.pop(transfer, None)
+        used, _ = self._using.pop(transfer, (None, 0.0))
+        if used is not None and used is self.connection:
+            if not (transfer.complete or transfer.subscribed or transfer.readers):
+                self._given_up = used.stats().bytes_received
+        elif used in self._leaving and not self._carries(used):
+            self._retire(used)
+        self._released()
+
+    # ------------------------------------------------------------------ requests
+
+    def _usable(self) -> bool:
+        connection = self.connection
+        return not (self.closed or connection is None or connection.closed or connection.going_away)
+
+    def _carries(self, connection: PeerConnection) -> bool:
+        return any(used is connection for used, _ in self._using.values())
+
+    def _start(self, transfer: GroupTransfer) -> None:
+        connection = self.connection
+        assert connection is not None  # noqa: S101  # it is usable
+        self._using[transfer] = connection, asyncio.get_running_loop().time()
+        transfer.source = connection
+        connection.carry(transfer)
+        if not transfer.request.live:
+            self._look_s = _LOOK_S
+            self._asked.set()
+        if self._watching is None and not connection.heals:
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def _start_waiting(self) -> None:
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for transfer in waiting:
+            self._start(transfer)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for transfer in list(self._waiting):
+            transfer.fail(error)
+
+    # ------------------------------------------------------------------ health
+
+    def _note(self, sign: Sign) -> None:
+        """Change the state by the table; dial if the peer does not answer as it should."""
+        before, self.health = self.health, _NEXT[self.health, sign]
+        if sign is Sign.UNANSWERED:
+            self._outage_s = self._outage_s or asyncio.get_running_loop().time()
+        elif sign in (Sign.BYTES, Sign.REPLACED):
+            self._quiet_s, self._outage_s = 0.0, None
+        if sign is Sign.BYTES:
+            self._stuck_s = _STUCK_S
+        elif sign is Sign.REPLACED and before is Health.STUCK:
+            self._stuck_s *= 2
+        if self.health is Health.GOOD:
+            self._trouble, self._failed_dials, self.unreachable = None, 0, False
+        else:
+            self._trouble = self._trouble or _TROUBLE[self.health]
+            self._redial()
+
+    async def _watch(self) -> None:
+        """While transfers are under way and nothing arrives, probe the peer.
+
+        Once something was given up, the peer is probed once more, so that an outage is noticed.
+        """
+        try:
+            while self._using or (self._given_up is not None and self._usable()):
+                connection = self.connection
+                assert connection is not None  # noqa: S101  # something was requested on it
+                before, since_s = self._brought, asyncio.get_running_loop().time()
+                self._asked.clear()
+                asked = False
+                with contextlib.suppress(TimeoutError):
+                    if self._look_s > _LOOK_S:
+                        asked = await asyncio.wait_for(self._asked.wait(), self._look_s)
+                    else:
+                        await asyncio.sleep(self._look_s)
+                if connection is not self.connection:
+                    self._look_s = _LOOK_S
+                elif (brought := connection.stats().bytes_received) != before:
+                    self._look_s, self._brought = _LOOK_S, brought
+                    if self._given_up != brought:
+                        self._given_up = None
+                    self._note(Sign.BYTES)
+                elif not asked and self._usable():
+                    await self._look_after(connection, since_s)
+        finally:
+            self._watching = None
+
+    async def _look_after(self, connection: PeerConnection, since_s: float) -> None:
+        """Probe a connection that has brought nothing since ``since_s``, if something may be missing."""
+        if self._given_up is None and not self._carries(connection):
+            return
+        dialling, self._given_up = self._dialling, None
+        if await self._probe(connection):
+            if connection.stats().bytes_received != self._brought:
+                return  # it has answered more than the probe
+            self._look_s = min(_LONGEST_LOOK_S, 2 * self._look_s)
+            if any(used is connection and not one.subscribed for one, (used, _) in self._using.items()):
+                self._quiet_s += asyncio.get_running_loop().time() - since_s
+            if self._quiet_s < self._patient_s(connection):
+                self._note(Sign.ANSWERED)
+            elif connection is self.connection and self._usable():
+                self._note(Sign.OVERDUE)
+        elif connection is self.connection and self._usable() and dialling is self._dialling:
+            # A dial that has ended meanwhile knows better.
+            if self._carries(connection):
+                self._note(Sign.UNANSWERED)
+            else:  # nobody waits for anything, but what was given up was given up in an outage
+                self._outage_s = self._outage_s or asyncio.get_running_loop().time()
+
+    def _patient_s(self, connection: PeerConnection) -> float:
+        """Return for how many seconds a peer that answers probes may answer no request."""
+        signs_s, outage_s = self._sign_s(connection), self._outage_s
+        lost = outage_s is not None and asyncio.get_running_loop().time() - outage_s > _OUTAGE_S
+        quick = self._answer_s < _SIGN_S  # a busy peer is late with probes, too
+        if lost and quick and self._stuck_s == _STUCK_S:  # or the connection before brought nothing either
+            return signs_s
+        return max(self._stuck_s, _STUCK_SIGNS * signs_s)
+
+    def _sign_s(self, connection: PeerConnection) -> float:
+        late_s = min(_LONGEST_SIGN_S, _SIGN_RTT * self._answer_s)
+        return max(_SIGN_S, _SIGN_RTT * (connection.stats().rtt_s or 0.0), late_s)
+
+    async def _probe(self, connection: PeerConnection, least_s: float = 0.0) -> bool:
+        """Probe a connection, and wait for as long as an answer may take, but ``least_s`` at least."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        alive = await connection.answers(max(least_s, self._sign_s(connection)))
+        if alive:
+            self._answer_s = loop.time() - begun_s
+        return alive
+
+    # ------------------------------------------------------------------ dialling
+
+    def _redial(self, *, once: bool = False) -> asyncio.Task[None]:
+        if self._dialling is None:
+            if self.connection is None:
+                self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
+            work = self._dial_once() if once else self._dial_until_there()
+            self._dialling = asyncio.get_running_loop().create_task(work)
+            self._dialling.add_done_callback(self._dialled)
+        return self._dialling
+
+    def _dialled(self, task: asyncio.Task[None]) -> None:
+        self._dialling = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            if self.connection is None:
+                self._trouble, self.unreachable = str(error), True
+                self._dialled_first(error)
+            else:
+                kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
+                error = kind(f"the connection was lost, and dialling again failed: {error}")
+            self._fail_waiting(error if isinstance(error, Exception) else ConnectionLostError(repr(error)))
+        elif self._waiting and not (self.closed or self._usable()):
+            self._redial()  # a request came as the last dial ended
+
+    async def _dial_once(self) -> None:
+        try:
+            self._adopt(await self._dialler.dial())
+        except TransportError:
+            self.unreachable = True
+            raise
+
+    async def _dial_until_there(self) -> None:
+        loop, old = asyncio.get_running_loop(), self.connection
+        stats = ConnectionStats() if old is None else old.stats()
+        start_s, tries = loop.time(), 1
+        fruitful = old is not None and not old.going_away and stats.bytes_received > 0
+        if fruitful or start_s - self._adopted_s > _SHORT_LIFE_S:
+            self._pauses.reset()
+        attempt_s = max(_ATTEMPT_S, _ATTEMPT_RTT * max(stats.rtt_s or 0.0, self._answer_s))
+        while True:
+            await asyncio.sleep(scattered(self._pauses.pause_s))
+            pause_s = self._pauses.longer()
+            begun_s = loop.time()
+            try:
+                made = await self._dial_within(attempt_s)
+            except UnauthorizedError:
+                raise  # trying again would not help
+            except TransportError as error:
+                tries += 1
+                self._trouble = f"connection lost, dialling again ({ordinal(tries)} try): {error}"
+                self._failed_dials += 1
+                self.unreachable = self._failed_dials >= _UNREACHABLE
+                if loop.time() - start_s + pause_s > self._patience_s:
+                    raise
+                if not self._waiting:
+                    return  # the next request starts again
+                attempt_s *= 2
+            else:
+                await self._choose(made, begun_s)
+                return
+
+    async def _dial_within(self, seconds: float) -> PeerConnection:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._dialler.dial()
+        except TimeoutError as error:
+            raise TransportError(f"no answer within {seconds:.3g} s") from error
+
+    async def _choose(self, made: PeerConnection, begun_s: float) -> None:
+        """Switch to a new connection, dialled since ``begun_s``, unless the silent one proves to be alive."""
+        old, took_s = self.connection, asyncio.get_running_loop().time() - begun_s
+        if old is not None and self._usable():
+            alive = True
+            try:
+                if self.health is not Health.GOOD:
+                    alive = self.health is Health.SILENT and await self._probe(old, took_s)
+            finally:
+                if alive:  # or this was cancelled
+                    with contextlib.suppress(TransportError):
+                        await made.close()
+            if alive:
+                self._note(Sign.ANSWERED)
+                self._answer_s = max(self._answer_s, took_s)
+                return
+        self._adopt(made)
+
+    def _adopt(self, made: PeerConnection) -> None:
+        self._adopted_s = asyncio.get_running_loop().time()
+        old, self.connection = self.connection, made
+        self._brought, self._given_up = made.stats().bytes_received, None
+        forgotten = self.health is not Health.GOOD
+        if old is not None:
+            self.dials += 1
+            self._leaving.append(old)
+            for transfer in [one for one, (used, _) in self._using.items() if used is old]:
+                if forgotten or transfer.subscribed:
+                    why = _FORGOTTEN if forgotten else _REPLACED
+                    transfer.reject(ConnectionLostError(f"{transfer.request}: {why}"))
+            if old in self._leaving and (old.closed or not self._carries(old)):
+                self._retire(old)
+        else:
+            self._dialled_first(None)
+        self._note(Sign.REPLACED)
+        if self._usable():
+            self._start_waiting()
+
+    def _retire(self, connection: PeerConnection) -> None:
+        self._leaving.remove(connection)
+        self._earlier_bytes += connection.stats().bytes_received
+        task = asyncio.get_running_loop().create_task(connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
