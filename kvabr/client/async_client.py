@@ -26,7 +26,10 @@ from typing import Any, Self
 import torch
 
 from kvabr.abr.tail import TailOffer
+from kvabr.client.call import Memory, PlayCall
+from kvabr.client.compute import compute
 from kvabr.client.decode_speeds import SPEEDS_FILE, speeds_at
+from kvabr.client.division import computes_at_once, computes_blindly, lookup_time, tail_choices
 from kvabr.client.engine_costs import COSTS_FILE, costs_at
 from kvabr.client.lookup import Found, Unplayable, check_tokens, fetch_models
 from kvabr.client.options import (
@@ -42,8 +45,10 @@ from kvabr.client.options import (
 from kvabr.client.origins import dialling, parse_namespace
 from kvabr.client.passages import PassagePrompt
 from kvabr.client.peers import ClientPeer, PeersLike, first_found
-from kvabr.client.play import Play, computes_at_once, computes_blindly, lookup_time, tail_choices
+from kvabr.client.play import play_coded, play_prefix, play_whole
+from kvabr.client.prepare import prepare
 from kvabr.client.profiles import PROFILES, ProfileCache
+from kvabr.client.report import report_coded, report_prefix, report_whole
 from kvabr.client.resources import in_thread, lane_of, measure_prefill
 from kvabr.client.result import Hinted, NothingCached, Played, PlayedPrefix
 from kvabr.client.runner import PlayRunner, Purpose
@@ -137,12 +142,14 @@ class AsyncClient:
         for place in () if folder is None else (folder, folder / PROFILES):
             sweep(place)
         tell = partial(warn_unkept, self.metrics, "profile")
-        self._profiles = ProfileCache(None if folder is None else folder / PROFILES, tell)
-        self._history = history_at(None if folder is None else folder / "peers.json")
-        self._speeds = speeds_at(None if folder is None else folder / SPEEDS_FILE)
-        self._costs = costs_at(None if folder is None else folder / COSTS_FILE)
+        self._memory = Memory(
+            ProfileCache(None if folder is None else folder / PROFILES, tell),
+            history_at(None if folder is None else folder / "peers.json"),
+            speeds_at(None if folder is None else folder / SPEEDS_FILE),
+            costs_at(None if folder is None else folder / COSTS_FILE),
+        )
         if engine is not None and self.options.recompute:
-            self._costs.of(engine).cost()  # fitted to what earlier processes timed, which takes some milliseconds
+            self._memory.costs.of(engine).cost()  # fits it to earlier timings, which takes milliseconds
         self._runner = PlayRunner(bounds, self.metrics)
         self._peers: dict[object, ClientPeer] = {}
         self._origins: tuple[ClientPeer, ...] = ()
@@ -212,7 +219,7 @@ class AsyncClient:
         some = self._some(peer)
         links = []
         for one in some:
-            known, now = self._history.best(one.downloads.names), one.downloads.link.known()
+            known, now = self._memory.history.best(one.downloads.names), one.downloads.link.known()
             links.append(KnownLink(now, known.ttfb_s) if now else known)
         if catalog is None:
             return KnownLink.of_all(links), 0
@@ -239,7 +246,7 @@ class AsyncClient:
         if engine is None:
             raise UsageError("measure_prefill: there is no engine; give one here or to the client")
         cost = await in_thread(partial(measure_prefill, engine, tokens), lane_of(engine))
-        await asyncio.get_running_loop().run_in_executor(None, self._costs.save_engine, engine)
+        await asyncio.get_running_loop().run_in_executor(None, self._memory.costs.save_engine, engine)
         return cost
 
     # ------------------------------------------------------------------ plays
@@ -283,7 +290,7 @@ class AsyncClient:
         """
         options = options or self.options
         wanted, any_size = model_of(model or self._model, engine or self.engine)
-        computing, cost = engine_of(engine or self.engine, options, self._costs)
+        computing, cost = engine_of(engine or self.engine, options, self._memory.costs)
         prompt = None
         if parts is not None or question is not None or share is not None:
             prompt = PassagePrompt.of(parts, tokens, wanted, computing, options, question, share)
@@ -315,7 +322,7 @@ class AsyncClient:
                 if isinstance(found, Unplayable):
                     limit = found.limited_by
                 elif found is not None:
-                    prepared = await play.prepare(found, behind=len(tokens) - found.catalog.tokens)
+                    prepared = await prepare(play, found, behind=len(tokens) - found.catalog.tokens)
             except (TransportError, FormatError, TimeoutError) as error:
                 reason = str(error) or play.with_trouble(f"no answer within {clock.now():.2g} s")
                 play.options.note(LookupFailed(0.0, reason))
@@ -323,10 +330,10 @@ class AsyncClient:
                     of = "what the origin has of " if isinstance(error, FormatError) else ""
                     raise PlayError(f"{of}this prompt cannot be played: {reason}") from error
             if prepared is not None:
-                return play.over(await play.whole(prepared, prompt))
+                return play.turn.over(await report_whole(play, await play_whole(play, prepared, prompt)))
             if computing is not None:
-                return play.over(replace(await play.compute(), limited_by=limit))
-            return play.over(NothingCached(spec, clock.now(), limit))
+                return play.turn.over(replace(await compute(play), limited_by=limit))
+            return play.turn.over(NothingCached(spec, clock.now(), limit))
 
     async def play_asset(
         self,
@@ -358,7 +365,7 @@ class AsyncClient:
         options = options or self.options
         if engine is not None and not len(tokens):
             raise UsageError("play_asset: to recompute, an engine needs the prompt: tokens=...")
-        computing, cost = engine_of(engine or self.engine, options, self._costs) if len(tokens) else (None, None)
+        computing, cost = engine_of(engine or self.engine, options, self._memory.costs) if len(tokens) else (None, None)
         if len(tokens):
             check_prompt(tokens, computing)
         name, peer = parse_namespace(asset) if isinstance(asset, str) else asset, self._some(peer)
@@ -377,13 +384,13 @@ class AsyncClient:
                 check_engine(computing, found.catalog.spec)
             if len(tokens):
                 await check_tokens(found.catalog, tokens, options.salt)
-            return play.over(await play.whole(await play.prepare(found)))
+            return play.turn.over(await report_whole(play, await play_whole(play, await prepare(play, found))))
 
     async def warm(
         self, spec: KVSpec, device: torch.device, dtype: torch.dtype, like: Sequence[BlockLayers] = ()
     ) -> None:
         """Have a GPU's kernels tried, and its speed measured, in the background, see `warm_engine`."""
-        warm_engine(spec, device, dtype, like, self._speeds)
+        warm_engine(spec, device, dtype, like, self._memory.speeds)
 
     async def play_coded(
         self, found: Found, *, deadline: float, options: PlayOptions | None = None, peer: PeersLike = None
@@ -402,7 +409,7 @@ class AsyncClient:
         """
         options = replace(options or self.options, out=None, after=None)
         async with self._play(deadline, options, peer) as play:
-            return play.over(await play.coded(await play.prepare(found)))
+            return play.turn.over(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     async def hint_asset(
         self,
@@ -446,7 +453,8 @@ class AsyncClient:
             name = await self.find_asset(name, within_s=within_s, peer=peer, live=False)
         left_s = max(_LEAST_S, ends_s - asyncio.get_running_loop().time())
         async with self._play(left_s, options, peer, purpose="hint") as play:
-            played = play.over(await play.coded(await play.prepare(name), whole=False))
+            ended = await play_coded(play, await prepare(play, name))
+            played = play.turn.over(report_coded(play, ended, whole=False))
         if keep_s > 0:
             # The first groups of all tracks come first: they are the last that are kept no longer.
             groups = zip_longest(*(track.digests for track in name.catalog.tracks))
@@ -489,8 +497,8 @@ class AsyncClient:
             raise UsageError(f"blocks of {block} tokens; an engine's have at least one")
 
         async with self._play(deadline, replace(options or self.options, out=None), peer, cost=cost) as play:
-            prepared = await play.prepare(found, skip, behind=behind, block=block)
-            return play.over(await play.prefix(prepared, behind, block))
+            prepared = await prepare(play, found, skip, behind=behind, block=block)
+            return play.turn.over(report_prefix(play, await play_prefix(play, prepared, behind), block))
 
     async def tail_of(
         self,
@@ -524,8 +532,8 @@ class AsyncClient:
         options, some = options or self.options, self._some(peer)
 
         def choices() -> tuple[list[TailOffer], list[float]]:
-            self._history.refresh()  # another process of the engine may play
-            link = KnownLink.of_all(self._history.best(one.downloads.names) for one in some)
+            self._memory.history.refresh()  # another process of the engine may play
+            link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in some)
             rate, following = link.rate, behind + options.question_tokens
             return tail_choices(
                 catalog.to_play, cost, options, rate, deadline, following=following, block=block,
@@ -599,10 +607,10 @@ class AsyncClient:
             TransportError: it cannot be fetched, or not in time.
             FormatError: it is not what the catalog names, or of another model.
         """
-        if not self._profiles.has(catalog):
+        if not self._memory.profiles.has(catalog):
             async with self._asking(within_s, peer) as connection:
                 await connection.reach()
-                await self._profiles.fetch(connection, catalog)
+                await self._memory.profiles.fetch(connection, catalog)
 
     async def models(self, *, within_s: float = _FIND_S, peer: PeersLike = None) -> Sequence[KVSpec]:
         """Return the specs of the models of which we may read an asset.
@@ -651,15 +659,15 @@ class AsyncClient:
         """
         if engine is None or cost is None:
             return None, deadline
-        link = KnownLink.of_all(self._history.best(one.downloads.names) for one in self._some(peer))
+        link = KnownLink.of_all(self._memory.history.best(one.downloads.names) for one in self._some(peer))
         at_once = computes_at_once(options, cost, len(tokens), link)
-        timed = options.prefill_cost is not None or not self._costs.of(engine).empty
+        timed = options.prefill_cost is not None or not self._memory.costs.of(engine).empty
         if not at_once and not (timed and computes_blindly(options, cost, len(tokens), deadline, link)):
             return None, deadline
         async with self._play(deadline, options, peer, engine, cost, tokens) as play:
             trying = [] if at_once else [asyncio.create_task(self._try(tokens, deadline, options, model, peer))]
             try:
-                return play.over(await play.compute()), play.clock.left()
+                return play.turn.over(await compute(play)), play.clock.left()
             except ModelError:  # the network may have it
                 if play.clock.left() <= 0:
                     raise
@@ -676,7 +684,7 @@ class AsyncClient:
             found = await self.find(tokens, model=model, salt=options.salt, peer=peer, live=False)
             if found is not None:
                 async with self._play(deadline, options, peer, purpose="trial") as play:
-                    play.over(await play.coded(await play.prepare(found)))
+                    play.turn.over(report_coded(play, await play_coded(play, await prepare(play, found))))
 
     def _peer(self, peer: PeerConnection | ClientPeer | str) -> ClientPeer:
         if isinstance(peer, ClientPeer):
@@ -748,10 +756,10 @@ class AsyncClient:
         tokens: Sequence[int] = (),
         *,
         purpose: Purpose = "play",
-    ) -> AsyncIterator[Play]:
+    ) -> AsyncIterator[PlayCall]:
         check_deadline(deadline)
         async with self._runner.play(self._some(peer), deadline, options, purpose) as turn:
-            yield Play(turn, self._profiles, self._history, self._speeds, self._costs, engine, cost, tokens)
+            yield PlayCall(turn, self._memory, engine, cost, tokens)
 
 
 def _unanswered(peers: Sequence[ClientPeer], seconds: float) -> str:

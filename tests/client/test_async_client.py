@@ -8,10 +8,10 @@ import time
 import pytest
 
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.division import computes_blindly
 from kvabr.client.downloads import Downloads
 from kvabr.client.options import Limits, PlayOptions
 from kvabr.client.peers import ClientPeer
-from kvabr.client.play import computes_blindly
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.client.sources import PlaySources
 from kvabr.store.files import STALE_S
@@ -297,11 +297,13 @@ async def test_a_lookup_beside_an_engine_learns_what_the_link_carries(origin, sh
         assert set(played.coverage) == {"recomputed"}
         assert close(played.kv)
         assert link.downloads == 0
-        assert client._history.link(link.peer).rate > 0
+        assert client._memory.history.link(link.peer).rate > 0
         assert counted_plays(client) == {"met": 1}
         assert computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, KnownLink(0.0, 0.0))
         assert not computes_blindly(options, PrefillCost(0.1, 0.01), len(TOKENS), 600.0, KnownLink(0.0, 0.0))
-        assert not computes_blindly(options, options.prefill_cost, len(TOKENS), 60.0, client._history.link(link.peer))
+        assert not computes_blindly(
+            options, options.prefill_cost, len(TOKENS), 60.0, client._memory.history.link(link.peer)
+        )
 
 
 def sharing(link):

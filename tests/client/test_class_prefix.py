@@ -7,9 +7,9 @@ import torch
 
 from kvabr.abr.policy import Decision, Policy
 from kvabr.client.async_client import AsyncClient
+from kvabr.client.division import shortened
 from kvabr.client.lookup import Found
 from kvabr.client.options import PlayOptions
-from kvabr.client.play import shortened
 from kvabr.client.shared_bandwidth import KnownLink
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
@@ -202,7 +202,7 @@ async def test_a_play_after_a_slow_one_leaves_more_to_the_engine(libraries, slid
         peer.peer = "origin.example:443"
         async with AsyncClient(peer, model=SLIDING, engine=engine, options=options) as client:
             found = await client.find(LONGER)
-            client._history.heard(peer.peer, rate, 0.02)
+            client._memory.history.heard(peer.peer, rate, 0.02)
             if prefix:
                 played = await client.play_prefix(found, deadline=2.0, cost=COST)
                 assert played.wanted == 160

@@ -292,9 +292,7 @@ async def test_what_is_urgent_after_cancelled_gets_needs_no_new_connection(store
                 connection.fetch(short.namespace, "FP16", group, limit=size[group], exact=True, priority=200)
                 for group in range(lanes.LANES)
             ]
-            await until(
-                lambda: len(store._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1
-            )
+            await until(lambda: len(store._transfers) == lanes.LANES and len(next(iter(direct._idle.values()))) == 1)
             silent = False
             monkeypatch.setattr(direct, "_dial", fail)
             for download in downloads:

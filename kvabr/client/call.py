@@ -1,0 +1,132 @@
+"""One call of a client: its turn, its engine and its prompt, and what the client knows of peers and machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from kvabr.abr.estimator import Estimator
+from kvabr.client.decode_speeds import DecodeSpeeds
+from kvabr.client.engine_costs import EngineCosts
+from kvabr.client.options import PlayOptions, guard_s
+from kvabr.client.profiles import ProfileCache
+from kvabr.client.runner import Clock, Turn
+from kvabr.client.shared_bandwidth import KnownLink, PeerHistory
+from kvabr.client.sources import PlaySources
+from kvabr.codec.threads import decoder_threads
+from kvabr.player.builder import new_estimator
+from kvabr.transfer.work import decoders
+from kvabr.types.cost import PrefillCost
+from kvabr.types.engine import Engine
+from kvabr.types.errors import PlayError
+from kvabr.types.events import SourceLeftOut
+
+T = TypeVar("T")
+
+_FIRST_CALL_S, _FIRST_CALL_TIMES = 60.0, 20.0
+"""Seconds, or multiples of a guess, for which an engine is waited for of which nothing was timed: a first call may load
+and compile, and the guess be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a client remembers from one play to the next."""
+
+    profiles: ProfileCache
+    history: PeerHistory
+    """Speeds of peers."""
+    speeds: DecodeSpeeds
+    """How fast this machine decodes."""
+    costs: EngineCosts
+    """What the prefills of engines take here."""
+
+
+@dataclass(slots=True)
+class PlayCall:
+    """One play, from its turn on."""
+
+    turn: Turn
+    memory: Memory
+    engine: Engine | None
+    """Computes what would be late."""
+    cost: PrefillCost | None
+    """Of the engine's prefill; a prefix play needs it."""
+    tokens: Sequence[int]
+    """Ids of the prompt, for the engine."""
+    connection: PlaySources = field(init=False)
+    options: PlayOptions = field(init=False)
+    clock: Clock = field(init=False)
+    device: torch.device | None = field(init=False)
+    """Where the cache is decoded; None: on the processor."""
+    decoders: int = field(init=False)
+    """How many groups are decoded beside each other; a GPU takes one batch after the other."""
+
+    def __post_init__(self) -> None:
+        self.connection, self.options, self.clock = self.turn.connection, self.turn.options, self.turn.clock
+        # Not a method of its own, with which the connection would keep what the play has left in memory.
+        self.connection.left_out = partial(_left_out, self.options, self.clock)
+        out, device = self.options.out, self.options.device
+        self.device = device if out is None else out.device
+        batches = self.options.decode_share is not None or (self.device is not None and self.device.type == "cuda")
+        self.decoders = 1 if batches else decoder_threads()
+
+    @property
+    def link(self) -> KnownLink:
+        """What earlier plays have found out of the links to its sources, together."""
+        history = self.memory.history
+        return KnownLink.of_all(history.best(source.names) for source in self.connection.downloads)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline, less what is kept in reserve."""
+        return self.clock.left() - guard_s(self.clock.deadline_s)
+
+    @property
+    def patience_s(self) -> float:
+        """When an incomplete play ends, seconds since the call; an engine may take longer."""
+        return self.options.patience * self.clock.deadline_s
+
+    @property
+    def doubt_s(self) -> float:
+        """Seconds for which an engine is waited for beyond what it should take: many for its first call."""
+        engine = self.engine
+        if engine is None or self.options.prefill_cost is not None or not self.memory.costs.of(engine).empty:
+            return 0.0
+        return max(_FIRST_CALL_S, _FIRST_CALL_TIMES * self.engine_s(0, len(self.tokens)))
+
+    def engine_s(self, before: int, tokens: int) -> float:
+        """Return the seconds that the engine needs for ``tokens`` behind ``before`` others; 0.0 without an engine."""
+        return 0.0 if self.cost is None else self.cost.seconds(before, tokens)
+
+    def estimator(self) -> Estimator:
+        """Return a fresh estimator of the link."""
+        return new_estimator(self.options.policy, self.options.estimator)
+
+    def save_costs(self) -> None:
+        """Write what the engine's prefills took."""
+        if self.engine is not None:
+            asyncio.get_running_loop().run_in_executor(None, self.memory.costs.save_engine, self.engine)
+
+    def with_trouble(self, message: str) -> str:
+        """Return an error message with what the connection knows of the cause."""
+        trouble = self.connection.trouble
+        return message if trouble is None or trouble in message else f"{message}; {trouble}"
+
+    async def in_time(self, read: Callable[[], T]) -> T:
+        """Return what comes of reading a catalog, which may take a while; a `PlayError` says that it took too long."""
+        end_s = None if self.engine is not None else max(0.0, self.patience_s - self.clock.now())
+        try:
+            async with asyncio.timeout(end_s):
+                return await asyncio.get_running_loop().run_in_executor(decoders(), read)
+        except TimeoutError as error:
+            late = f"the deadline of {self.clock.deadline_s:g} s came before its catalog was read; allow more"
+            raise PlayError(f"no cache after {self.clock.now():.2g} s: {late}") from error
+
+
+def _left_out(options: PlayOptions, clock: Clock, source: int, why: str) -> None:
+    options.note(SourceLeftOut(clock.now(), source, why))

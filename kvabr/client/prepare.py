@@ -1,0 +1,138 @@
+"""Prepares what was found for a play: its codec profile, the tracks that can be decoded, and how much is fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from kvabr.abr.ladder import Ladder
+from kvabr.abr.plugins import policy_class
+from kvabr.abr.tail import TailOffer
+from kvabr.client.call import PlayCall
+from kvabr.client.division import shortened, tail_choices
+from kvabr.client.lookup import Found, most_frame_bytes, playable
+from kvabr.codec.profile import Profile
+from kvabr.player.builder import choose_tail
+from kvabr.types.catalog import Catalog
+from kvabr.types.errors import FormatError, TransportError
+from kvabr.types.events import ProfileFailed
+from kvabr.types.live import GrowingCatalog
+from kvabr.types.words import counted
+
+_PROFILE_SHARE = 0.3
+"""Share of the time left that fetching a codec profile may take; then the play goes on without the tracks it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was found, ready to be played."""
+
+    ladder: Ladder
+    profile: Profile | None
+    sha256: str
+    """SHA-256 of the catalog as it came, hex."""
+    limited_by: str | None
+    """See `Found.limited_by`."""
+    left_out: int = 0
+    """Tokens at the end of what was found that the engine computes: with the question, or sooner than they come."""
+    cut: str | None = None
+    """Why they are left out; None if there are none."""
+    tail: int = 0
+    """Tokens of these that it computes with the question, on what was fetched."""
+    tail_s: float = 0.0
+    """Seconds by which they make its call longer."""
+    growing: GrowingCatalog | None = None
+    """The catalog of an asset that is still being prefilled; None if it is complete."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tracks that can be decoded here."""
+        return self.ladder.catalog
+
+
+async def prepare(
+    call: PlayCall, found: Found, skip: int = 0, *, behind: int | None = None, block: int = 1
+) -> Prepared:
+    """Fetch the codec profile if that pays and time allows, and leave out what cannot be decoded without it.
+
+    The engine has the first ``skip`` groups already. If it computes the ``behind`` tokens of the prompt behind what
+    was found, less may be played than was found (`shortened`, `kvabr.abr.tail`).
+
+    Raises:
+        FormatError: none of the asset's tracks can be decoded here.
+        PlayError: the deadline has come, and there is no engine.
+        UsageError: everything is skipped.
+    """
+    catalog = found.to_play
+    with suppress(TransportError, TimeoutError):  # then its requests say why
+        async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
+            await call.connection.reach()
+    if call.engine is not None and call.options.prefill_cost is None:
+        call.cost = call.memory.costs.of(call.engine).cost(catalog.prefill)
+    profile, why = await _profile_of(call, catalog)
+    catalog = playable(catalog, profile=profile is not None or catalog.profile is None, why=why)
+    end, cut = catalog.first_token + catalog.tokens, None
+    link = call.link
+    if call.cost is not None and behind is not None:
+        catalog = shortened(catalog, call.cost, link, call.left_s, skip=skip, behind=behind, block=block)
+        if catalog.first_token + catalog.tokens < end:
+            cut = "the rest is sooner computed than fetched"
+    behind = end - catalog.first_token - catalog.tokens + (behind or 0) + call.options.question_tokens
+    offer = await _tail(call, catalog, link.rate, skip=skip, behind=behind, block=block)
+    wanted, growing = offer.catalog, None
+    if offer.tokens and cut is None:
+        cut = f"the last {counted(offer.tokens, 'token')} are computed with the question"
+    if found.live is not None:
+        growing = GrowingCatalog(found.live, wanted, most_frame_bytes(wanted.spec))
+        wanted = growing.catalog
+    for asset in catalog.sources or (catalog,):
+        for name, digests in asset.known_digests() if growing is None else growing.known.items():
+            call.connection.identify(asset.namespace, name, digests)
+    ladder = await call.in_time(partial(_ladder, wanted))
+    left_out = end - wanted.first_token - wanted.tokens
+    return Prepared(
+        ladder, profile, found.sha256, found.limited_by, left_out, cut, offer.tokens, offer.engine_s, growing
+    )
+
+
+async def _tail(call: PlayCall, catalog: Catalog, rate: float, *, skip: int, behind: int, block: int) -> TailOffer:
+    """Return how much of what was found is fetched, and how much the engine computes with what is ``behind`` it."""
+    choices = partial(
+        tail_choices, catalog, call.cost, call.options, rate, call.left_s, following=behind, skip=skip, block=block,
+        decoders=call.decoders, divides=call.engine is not None and policy_class(call.options.policy).divides,
+    )  # fmt: skip
+    return choose_tail(call.options.policy, *await call.in_time(choices))
+
+
+async def _profile_of(call: PlayCall, catalog: Catalog) -> tuple[Profile | None, str]:
+    """Return the codec profile of an asset if it needs one, fetching it pays, and time allows; else why not."""
+    if catalog.profile is None:
+        return None, "it has none"
+    if not call.memory.profiles.has(catalog) and not pays(catalog):
+        return None, "fetching it does not pay"
+    try:
+        async with asyncio.timeout(max(0.0, _PROFILE_SHARE * call.clock.left())):
+            return await call.memory.profiles.fetch(call.connection, catalog), ""
+    except (TransportError, FormatError, TimeoutError) as error:
+        why = str(error) or "it did not come in time"
+        call.options.note(ProfileFailed(call.clock.now(), why))
+    return None, why
+
+
+def pays(catalog: Catalog) -> bool:
+    """Return whether fetching the profile and then the cheapest track beats the cheapest that needs no profile."""
+    try:
+        plain = playable(catalog, profile=False)
+    except FormatError:
+        return True
+    cheapest = min(track.total_bytes for track in catalog.tracks if track.refines is None)
+    return catalog.profile_bytes + cheapest < min(t.total_bytes for t in plain.tracks if t.refines is None)
+
+
+def _ladder(catalog: Catalog) -> Ladder:
+    """Return the ladder of a catalog, with what the default policy asks of it: of a long prompt that takes a while."""
+    ladder = Ladder(catalog)
+    ladder.price(0.0)
+    return ladder

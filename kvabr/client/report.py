@@ -1,0 +1,163 @@
+"""Makes the result of a play that has ended: a cache, the error of one with groups missing, or a compressed prefix."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from kvabr.client.call import PlayCall
+from kvabr.client.compute import compute
+from kvabr.client.play import EndedPlay, upgrade
+from kvabr.client.result import IncompleteError, Played, PlayedPrefix, listed, numbers
+from kvabr.player.blend_plan import delivered_loss
+from kvabr.player.prefixes import PlacedPrefix, prefix_loss
+from kvabr.player.session_types import PlayRecord
+from kvabr.types.errors import KvabrError, ModelError
+from kvabr.types.events import CacheDelivered, PlayGaveUp
+from kvabr.types.loss import played_loss, predicted_loss, promised_loss
+
+
+async def report_whole(call: PlayCall, ended: EndedPlay) -> Played:
+    """Return the cache of a play; errors as `AsyncClient.play`.
+
+    If groups of a cache are missing which an engine cannot complete, it computes the whole prompt.
+    """
+    options, clock, record = call.options, call.clock, ended.record
+    if record.gave_up is not None:
+        options.note(PlayGaveUp(clock.now() - ended.lookup_s, record.gave_up))
+        error = ended.driver.engine_error
+        if call.engine is not None and not ended.prepared.catalog.even and error is None:
+            return await compute(call)
+        if isinstance(error, KvabrError):
+            raise error
+        message = f"no complete cache after {clock.now():.2f} s: {record.gave_up}"
+        if error is not None:
+            raise ModelError(call.with_trouble(message)) from error
+        raise _incomplete(call, ended, message, record.gave_up)
+    assembler, prepared, catalog = ended.assembler, ended.prepared, ended.prepared.catalog
+    take = partial(assembler.take_classes, upgrades=options.after is not None)
+    # On a GPU it may wait for a batch, and for kernels that are being compiled.
+    parts = await asyncio.to_thread(take) if assembler.together else take()
+    ttft_s = clock.now()
+    record.met = ttft_s + ended.rest_s <= clock.deadline_s
+    record.tail, record.tail_s = prepared.tail, prepared.tail_s
+    coverage = tuple(track or "" for track in assembler.coverage)
+    loss, blend = promised_loss(catalog, coverage, delivered_loss(catalog, record)), record.blend
+    options.note(CacheDelivered(ttft_s - ended.lookup_s, record.met, loss))
+    return Played(
+        parts=parts,
+        tokens=catalog.tokens,
+        coverage=coverage,
+        ttft_s=ttft_s,
+        lookup_s=ended.lookup_s,
+        met=record.met,
+        loss=loss,
+        fusion_loss=0.0 if blend is None else blend.fusion_loss,
+        computed_again=assembler.computed_again,
+        record=record,
+        spec=catalog.spec,
+        catalog=catalog,
+        catalog_sha256=prepared.sha256,
+        limited_by=prepared.limited_by,
+        tail=prepared.tail,
+        upgrades=None if options.after is None else upgrade(call, ended, options.after),
+    )
+
+
+def _incomplete(call: PlayCall, ended: EndedPlay, message: str, reason: str) -> IncompleteError:
+    """Return the error of a play that ended with groups missing, which has what can be used of it."""
+    prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
+    missing, prefix = record.missing, None
+    usable = missing[0] if missing and catalog.every_token else catalog.groups
+    parts, found = ended.assembler.take_prefix(usable)
+    if found.tokens:
+        behind = catalog.tokens - found.tokens
+        begin = catalog.behind(catalog.spec.groups(found.tokens), behind)
+        coverage = _tracks(ended, found)
+        if catalog.every_token:
+            loss = promised_loss(begin, coverage, played_loss(begin, _steps_before(record, usable)))
+        else:
+            loss = predicted_loss(begin, coverage)
+        prefix = Played(
+            parts=parts,
+            tokens=begin.tokens,
+            coverage=coverage,
+            ttft_s=call.clock.now(),
+            lookup_s=ended.lookup_s,
+            met=False,
+            loss=loss,
+            record=record,
+            spec=catalog.spec,
+            catalog=begin,
+            catalog_sha256=prepared.sha256,
+            limited_by=prepared.limited_by,
+            tail=behind + prepared.tail,
+        )
+    tokens = 0 if prefix is None else prefix.tokens
+    said = numbers(missing) if catalog.every_token else listed(map(catalog.title, missing))
+    message += f"; missing: {said}; in place before them: {tokens:,} of {catalog.tokens:,} tokens"
+    return IncompleteError(call.with_trouble(message), reason, missing, record, prefix)
+
+
+def report_coded(call: PlayCall, ended: EndedPlay, *, whole: bool = True) -> PlayedPrefix:
+    """Return what a play of a whole cache has left compressed.
+
+    Raises `IncompleteError` if groups are missing; if not ``whole``, those before the first missing one will do.
+    """
+    record = ended.record
+    if record.gave_up is not None:
+        call.options.note(PlayGaveUp(call.clock.now(), record.gave_up))
+        if whole:
+            message = f"no complete cache after {call.clock.now():.2f} s: {record.gave_up}"
+            raise IncompleteError(call.with_trouble(message), record.gave_up, record.missing, record, None)
+    return report_prefix(call, ended, 1)
+
+
+def report_prefix(call: PlayCall, ended: EndedPlay, block: int) -> PlayedPrefix:
+    """Return the whole blocks of tokens before the first group that is missing, compressed."""
+    prepared, record, catalog = ended.prepared, ended.record, ended.prepared.catalog
+    groups, found = ended.assembler.take_coded(record.used, block)
+    coverage = _tracks(ended, found)
+    unused = sum(one.bytes for one in record.groups) - sum(record.groups[group].bytes for group in found.groups)
+    cut = prepared.cut
+    if record.missing or record.used is not None:
+        cut = record.cut or record.gave_up or "the play ended"
+        if record.missing and not catalog.every_token:
+            cut += f"; missing: {listed(map(catalog.title, record.missing))}"
+        if record.gave_up is None:  # it says so itself
+            cut = "; ".join((cut, *ended.driver.session.retries.last_words))
+    return PlayedPrefix(
+        spec=catalog.spec,
+        groups=groups,
+        dtype=call.options.dtype,
+        spans=found.spans,
+        first=catalog.first_token,
+        tokens=found.tokens,
+        wanted=catalog.tokens + prepared.left_out,
+        units=tuple(map(catalog.unit, found.groups)),
+        coverage=coverage,
+        loss=prefix_loss(catalog, found, coverage),
+        bytes_fetched=record.bytes_fetched,
+        bytes_wasted=record.bytes_wasted + unused,
+        seconds=call.clock.now(),
+        cut=cut,
+        damaged=len(record.damaged),
+        failed=record.failed,
+        tail=prepared.tail,
+        live=record.live,
+    )
+
+
+def _tracks(ended: EndedPlay, found: PlacedPrefix) -> tuple[str, ...]:
+    """Return the tracks on which the groups of a prefix are in place."""
+    coverage = ended.assembler.coverage
+    return tuple(coverage[group] or "" for group in found.groups)
+
+
+def _steps_before(record: PlayRecord, groups: int) -> list[tuple[str, int, int | str]]:
+    """Return the steps of a play as far as they concern its first ``groups`` groups."""
+    return [
+        (kind, where, min(what, groups) if isinstance(what, int) else what)
+        for kind, where, what in record.steps
+        if where < groups
+    ]
