@@ -167,7 +167,7 @@ class AsyncClient:
         """
         how = connection or PeerOptions()
         if (url, how) not in self._peers:
-            self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics)
+            self._peers[url, how] = ClientPeer(url, dialling(url, how), self.store, self.metrics, own=True)
         return self._peers[url, how]
 
     @property
@@ -695,7 +695,7 @@ class AsyncClient:
             for key, each in list(self._peers.items()):
                 if isinstance(key, PeerConnection) and key.closed and each not in self._origins:
                     del self._peers[key]
-            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics)
+            self._peers[peer] = ClientPeer(peer.peer or peer.backend, peer, self.store, self.metrics, own=False)
         return self._peers[peer]
 
     def _some(self, peers: PeersLike) -> Sequence[ClientPeer]:

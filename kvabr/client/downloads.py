@@ -99,18 +99,20 @@ class Download(GroupTransfer):
 class Downloads(Carrier):
     """All downloads from one peer, for one event loop; brings those of groups that the store has."""
 
-    def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics) -> None:
+    def __init__(self, peer: PeerConnection, store: GroupCache, metrics: ClientMetrics, *, own: bool = False) -> None:
         """Dial nothing yet.
 
         Args:
-            peer: a `Peer`, which is closed with this; or an open connection, which stays open.
+            peer: the connection.
             store: keeps what was checked.
             metrics: counts what comes.
+            own: close the peer with this, and count it while it is connected.
         """
         self.peer, self.store, self.metrics = peer, store, metrics
         self.link = link_of(peer.names[0] if peer.names else peer)
         """The path to the peer, whatever the transport."""
-        if isinstance(peer, Peer):
+        self._own = own
+        if own and isinstance(peer, Peer):
             peer.first_dialled = self._dialled
         self._under_way: dict[GroupRequest, Download] = {}
         self._heard_s: dict[int, float] = {}
@@ -155,13 +157,13 @@ class Downloads(Carrier):
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
-        """End all downloads, and tell their readers; close the connection, unless it was open before."""
+        """End all downloads, and tell their readers."""
         self._closed = True
         for download in list(self._under_way.values()):
             download.unwanted = True
             download.reject(ConnectionLostError(_CLOSED))
         await cancel_all(self._tasks)
-        if isinstance(self.peer, Peer):
+        if self._own:
             if self.peer.reached:
                 self.metrics.peers.dec()
             await self.peer.close()

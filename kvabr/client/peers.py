@@ -48,10 +48,12 @@ class ClientPeer:
         peer: PeerConnection,
         store: GroupCache,
         metrics: ClientMetrics,
+        *,
+        own: bool,
     ) -> None:
-        """Dial nothing yet; for ``peer`` see `Downloads`."""
+        """Dial nothing yet; for the arguments see `Downloads`."""
         self.name = name
-        self.downloads = Downloads(peer, store, metrics)
+        self.downloads = Downloads(peer, store, metrics, own=own)
         self._models: Sequence[KVSpec] = ()
         """Models of which we may read an asset, as of `_asked_s`."""
         self._asked_s = -math.inf

@@ -228,7 +228,7 @@ async def test_closing_goes_on_if_another_peer_is_named_meanwhile(origin):
 
     async with origin() as link, origin() as other:
         client = AsyncClient(link)
-        slow = ClientPeer("slow to close", Peer(Dials(dial)), client.store, client.metrics)
+        slow = ClientPeer("slow to close", Peer(Dials(dial)), client.store, client.metrics, own=True)
         peer = client._peers["slow to close"] = slow
         await client.connect(peer)
         closing = soon(client.close())

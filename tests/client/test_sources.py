@@ -239,7 +239,7 @@ def slow_to_dial(client, connection, seconds):
             raise TransportError("nobody is there")
         return connection
 
-    return ClientPeer("far", Peer(Dials(dial)), client.store, client.metrics)
+    return ClientPeer("far", Peer(Dials(dial)), client.store, client.metrics, own=True)
 
 
 @virtual
