@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvabr.server.grants import Grant
-from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel
+from kvabr.server.live_tracks import GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, OpenedGroup, Publication
 from kvabr.store.asset_store import AssetStore
 from kvabr.store.live import LiveFollower, live_keys
@@ -85,6 +85,9 @@ class FollowedAsset(GrowingAsset):
             if track is not None and 0 < level.groups <= len(track.digests):
                 return level.frame(level.groups - 1).digest not in ("", track.digests[level.groups - 1])
         return False
+
+    def readable(self, grant: Grant) -> bool:
+        return not self.gone and grant.may_read(self.name, self.namespace.model)
 
     def shared(self, namespace: TrackNamespace, track: str) -> int:
         """Return one more than the last group of tokens that a lookup names; 0 if it shares none.
@@ -241,7 +244,7 @@ class LiveAssets:
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> tuple[FollowedAsset, Publication] | None:
         """Return a track, and its asset, that a grant may read."""
-        readable = [asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model)]
+        readable = [asset for asset in self._assets if asset.readable(grant)]
         if track.startswith(LIVE_PREFIX_TRACK):
             shared = [(asset.shared(namespace, track), not asset.over, asset) for asset in readable]
             # Of equal ones the oldest, so that the lookups of one prompt agree.
@@ -254,7 +257,7 @@ class LiveAssets:
     def profile(self, grant: Grant, namespace: TrackNamespace) -> FollowedAsset | None:
         """Return an asset that a grant may read and that has the codec profile of this name."""
         named = namespace.model, namespace.prompt
-        readable = (asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model))
+        readable = (asset for asset in self._assets if asset.readable(grant))
         return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
 
     def _poll(self, asset: FollowedAsset) -> None:
@@ -313,10 +316,3 @@ class LiveAssets:
                 if not isinstance(error.__cause__, NotFoundError):  # else it was complete a moment ago
                     found.refused[key] = str(error)
         return found
-
-
-def live_asset_of(publication: Publication) -> FollowedAsset | None:
-    """Return the asset of a folder that a track belongs to, if it is one that grows."""
-    if isinstance(publication, LiveLevel | EdgeTrack) and isinstance(publication.asset, FollowedAsset):
-        return publication.asset
-    return None

@@ -142,6 +142,11 @@ class Publication(ABC):
         """Return whether a group exists; one of a growing track may have been left out."""
         return 0 <= group < self.groups
 
+    def readable(self, grant: Grant) -> bool:
+        """Return whether a grant may read more of it: it may have been removed since it was found."""
+        del grant
+        return True
+
     def asked(self, group: int) -> None:  # noqa: B027  # most need not know
         """Note that a group is requested."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
-from kvabr.server.live_assets import FollowedAsset, LiveAssets, live_asset_of
+from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
@@ -111,10 +111,8 @@ class PublishedAssets:
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """See `Source.holds`; catalogs and profiles, which are short, are sent to their end."""
-        if (live := live_asset_of(publication)) is not None:
-            return not live.gone and grant.may_read(live.name, live.namespace.model)
         if not isinstance(publication, LevelPublication):
-            return True
+            return publication.readable(grant)
         asset = publication.asset
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
@@ -217,7 +215,7 @@ class PublishedAssets:
 
     def _models(self, grant: Grant) -> Publication:
         growing = () if self.live is None else self.live.assets
-        live = [one.catalog.spec for one in growing if grant.may_read(one.name, one.namespace.model)]
+        live = [one.catalog.spec for one in growing if one.readable(grant)]
         known = {spec.digest(): spec for spec in (*live, *self._view(grant).models.values())}
         specs = sorted(known.values(), key=lambda spec: spec.model)
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())

@@ -18,7 +18,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
+from kvabr.server.relay_live import LiveRelay, RelayedAsset
 from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.store.locations import Location
@@ -146,10 +146,7 @@ class Relay:
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        del grant
-        if (asset := relayed_asset_of(publication)) is not None:
-            return not asset.gone
-        return not (isinstance(publication, RelayedTrack) and publication.facts.withdrawn)
+        return publication.readable(grant)
 
     def listen(self, changed: Callable[[], None]) -> None:
         self._listeners.append(changed)
@@ -297,6 +294,10 @@ class RelayedTrack(CatalogLevel):
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self.facts = relayed, facts
+
+    def readable(self, grant: Grant) -> bool:
+        del grant
+        return not self.facts.withdrawn
 
     def loads(self, group: int) -> int:
         size = self.size(group)

@@ -151,26 +151,6 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.transfer.leave(self)
 
 
-class ExpectedGroup:
-    """A group that the origin has not published yet, and that comes by a subscription."""
-
-    def __init__(self, download: GroupReader, limit: int) -> None:
-        """Wait for the first bytes."""
-        self.download, self.limit = download, limit
-        self.first = asyncio.ensure_future(download.read())
-        self.first.add_done_callback(lambda done: done.cancelled() or done.exception())  # who takes it over looks
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended without a byte."""
-        return self.first.done() and (self.first.cancelled() or self.first.exception() is not None)
-
-    def cancel(self) -> None:
-        """Give it up."""
-        self.first.cancel()
-        self.download.cancel()
-
-
 class RelayGroups:
     """All groups on their way through a relay, and the store of those that have come."""
 
@@ -198,9 +178,8 @@ class RelayGroups:
         self._admitted: set[RelayTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
-        self._expected: dict[_Place, ExpectedGroup] = {}
-        self._expected_bytes = 0
-        """The most that these may come to."""
+        self._expected: dict[_Place, GroupReader] = {}
+        """Groups that the origin has not published yet, and that come by subscriptions."""
         self._looking: asyncio.TimerHandle | None = None
         self._numbers = count()
         self.bytes = 0
@@ -242,13 +221,12 @@ class RelayGroups:
         """Wait for a group of which neither size nor digest is known, if there is room."""
         place = _place(request)
         if (before := self._expected.get(place)) is not None:
-            if not before.failed:
+            if not _failed(before):
                 return
-            self._forget_expected(place)
-        room = int(_EXPECTED_SHARE * self._limit) - self._expected_bytes
-        if len(self._expected) < MOST_EXPECTED and request.limit <= room:
-            self._expected[place] = ExpectedGroup(self._upstream.request(request, _URGENT), request.limit)
-            self._expected_bytes += request.limit
+            self._unexpect(place)
+        taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
+        if len(self._expected) < MOST_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
+            self._expected[place] = self._upstream.request(request, _URGENT)
 
     def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Take over a group that was expected and is published by now; arguments as of `open`.
@@ -355,10 +333,12 @@ class RelayGroups:
             TimeoutError: the origin has fallen silent.
         """
         request, size, result, received = transfer.request, transfer.size, "failed", 0
-        expected = self._forget_expected(_place(request))
-        first = None if expected is None or expected.failed else expected.first
-        if expected is not None and first is not None:
-            download = expected.download
+        expected = self._expected.pop(_place(request), None)
+        if expected is not None and _failed(expected):
+            expected.cancel()
+            expected = None
+        if expected is not None:
+            download = expected
             download.prioritise(transfer.priority)
         else:
             download = self._upstream.fetch(
@@ -366,8 +346,7 @@ class RelayGroups:
             )
         transfer.upstream = download
         try:
-            while received < size and (part := await self._read(download, first)):
-                first = None
+            while received < size and (part := await self._read(download)):
                 received += len(part)
                 self.metrics.downloaded_bytes_total.inc(len(part))
                 # A download that began again is behind what was available already, and must not take that back.
@@ -381,7 +360,7 @@ class RelayGroups:
             result = "cancelled"
             raise
         except RequestError as error:
-            if first is None:
+            if expected is None or received:
                 raise
             raise TimeoutError from error  # the subscription has ended, and it must be fetched
         finally:
@@ -399,9 +378,9 @@ class RelayGroups:
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, reason=Reason.WRONG)
 
-    async def _read(self, download: GroupReader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
+    async def _read(self, download: GroupReader) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
-        reading = asyncio.ensure_future(download.read()) if reading is None else reading
+        reading = asyncio.ensure_future(download.read())
         try:
             while True:
                 before = self._upstream.stats().bytes_received
@@ -466,14 +445,8 @@ class RelayGroups:
             asyncio.get_running_loop().call_soon(reader.close)
 
     def _unexpect(self, place: _Place) -> None:
-        if (expected := self._forget_expected(place)) is not None:
+        if (expected := self._expected.pop(place, None)) is not None:
             expected.cancel()
-
-    def _forget_expected(self, place: _Place) -> ExpectedGroup | None:
-        expected = self._expected.pop(place, None)
-        if expected is not None:
-            self._expected_bytes -= expected.limit
-        return expected
 
     def _forget(self, transfer: RelayTransfer) -> None:
         if self._transfers.get(transfer.key) is transfer:
@@ -482,3 +455,9 @@ class RelayGroups:
 
 def _place(request: GroupRequest) -> _Place:
     return request.namespace, request.track, request.group
+
+
+def _failed(expected: GroupReader) -> bool:
+    """Return whether a group that was expected has ended without a byte."""
+    transfer = expected.transfer
+    return transfer is None or (transfer.over and not transfer.received)
