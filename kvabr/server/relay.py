@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
@@ -183,14 +184,11 @@ class Relay:
             answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
             return self._track(answer, track)
         except NotFoundError:
-            return None if is_small(track) or track == EDGE_TRACK else await self._growing(namespace, track)
-
-    async def _growing(self, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Return a level of an asset that has no ordinary catalog."""
-        try:
+            if is_small(track) or track == EDGE_TRACK:
+                return None
+        with suppress(NotFoundError):  # a level of an asset that has no ordinary catalog
             return (await self.live.begin(namespace)).track(track)
-        except NotFoundError:
-            return None
+        return None
 
     def _track(self, answer: Answer, track: str) -> Publication | None:
         if is_small(track):

@@ -96,7 +96,7 @@ def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
     ))  # fmt: skip
     library = PublishedAssets(tmp_path, Grants([a, b, both]))
     marks = {one.name.partition("/")[0]: mark_of(one.catalog.namespace) for one in library.assets}
-    logs = {grant.name: library._logs[grant.token_sha256] for grant in (a, b, both)}
+    logs = {grant.name: library._readers[grant.token_sha256].log for grant in (a, b, both)}
     begin = {name: log.since(0).position for name, log in logs.items()}
 
     def told():

@@ -65,7 +65,7 @@ def hold(peer):
 
 def log_of(server, token=""):
     """The log of what an origin took back, for a token; who waits for it is counted."""
-    return server.source._logs[grant(token).token_sha256 if token else ""]
+    return server.source._readers[grant(token).token_sha256 if token else ""].log
 
 
 @contextlib.asynccontextmanager

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
-import os
 import socket
 import time
 from collections import deque
@@ -141,12 +138,11 @@ REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
 SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
-RETRY_LIFETIME_S = 30.0
+RETRY_LIFETIME_S = 30
 """Lifetime of a Retry token; clients return theirs at once."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
 """QUIC error code (RFC 9000, section 20.1)."""
-_MAC_BYTES = 16
 _PEER_CLOSED = "Native peer close"
 """How qh3's message about a peer that closed the connection begins; it warns of every one."""
 
@@ -284,11 +280,13 @@ class RetryTokens:
     """Tokens of QUIC's Retry: proof that a client receives what is sent to its address (RFC 9000, section 8.1.2).
 
     qh3's own decrypt RSA for every packet that claims to carry one, and raise errors that nobody catches. These are
-    bound to address and time by an HMAC. The methods accept the arguments of qh3 and of all versions of aioquic.
+    bound to address and time. The methods accept the arguments of qh3 and of all versions of aioquic.
     """
 
     def __init__(self) -> None:
-        self._key = os.urandom(32)
+        from cryptography.fernet import Fernet  # noqa: PLC0415  # slow to load
+
+        self._fernet = Fernet(Fernet.generate_key())
 
     def create_token(
         self,
@@ -300,10 +298,8 @@ class RetryTokens:
         **_: Any,
     ) -> bytes:
         """Return a token for a client at an address (``addr`` or ``address``), with the connection IDs of the Retry."""
-        body = int(time.monotonic() * 1000).to_bytes(8, "big")
-        for part in (original_destination_connection_id, retry_source_connection_id):
-            body += bytes([len(part)]) + part
-        return body + self._mac(addr or address, body)
+        ids = original_destination_connection_id.hex(), retry_source_connection_id.hex()
+        return self._fernet.encrypt(",".join((_at(addr or address), *ids)).encode())
 
     def validate_token(
         self,
@@ -318,22 +314,20 @@ class RetryTokens:
 
         Raise ValueError if the token is not ours, is for another address or connection, or has expired.
         """
-        body, mac = token[:-_MAC_BYTES], token[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(addr or address, body)):
-            raise ValueError("not one of our tokens")
-        if time.monotonic() - int.from_bytes(body[:8], "big") / 1000 > RETRY_LIFETIME_S:
-            raise ValueError("an expired token")
-        original = body[9 : 9 + body[8]]
-        source = body[10 + len(original) :]
-        if destination_cid is None:
-            return original, source
-        if source != destination_cid:
-            raise ValueError("the token of another connection")
-        return original
+        from cryptography.fernet import InvalidToken  # noqa: PLC0415  # as above
 
-    def _mac(self, address: Any, body: bytes) -> bytes:
-        where = f"{address[0]} {address[1]} ".encode()
-        return hmac.new(self._key, where + body, hashlib.sha256).digest()[:_MAC_BYTES]
+        try:
+            where, original, source = self._fernet.decrypt(token, ttl=RETRY_LIFETIME_S).decode().split(",")
+        except InvalidToken as error:
+            raise ValueError("not one of our tokens, or an expired one") from error
+        if where != _at(addr or address) or destination_cid not in (None, bytes.fromhex(source)):
+            raise ValueError("the token of another connection")
+        ids = bytes.fromhex(original), bytes.fromhex(source)
+        return ids if destination_cid is None else ids[0]
+
+
+def _at(address: Any) -> str:
+    return f"{address[0]} {address[1]}"
 
 
 class NoTokens(RetryTokens):
