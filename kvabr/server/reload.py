@@ -31,6 +31,7 @@ class _Watched:
     what: str
     paths: Sequence[Path]
     load: Callable[[], object]
+    settles: bool
     loaded: _Versions
     """Those that were loaded last, or refused."""
     seen: _Versions
@@ -55,11 +56,11 @@ class Reloads:
 
         Args:
             what: what they are, for the log.
-            paths: the files. None is read before all have stayed the same for one look, so that a certificate is not
-                read with the key of the one before it.
+            paths: the files. Of several, none is read before all have stayed the same for one look, so that a
+                certificate is not read with the key of the one before it.
             load: reads them and puts them into use, in any thread; a `KvabrError` says why it cannot.
         """
-        watched = _Watched(what, paths, load, (), ())
+        watched = _Watched(what, paths, load, len(paths) > 1, (), ())
         watched.loaded = watched.seen = watched.versions()
         self._watched.append(watched)
 
@@ -67,7 +68,8 @@ class Reloads:
         """Look once, and load what has changed, or everything ``anyway``."""
         for watched in self._watched:
             versions = watched.versions()
-            settled, watched.seen = versions == watched.seen, versions
+            settled = versions == watched.seen or not watched.settles
+            watched.seen = versions
             if anyway or (versions != watched.loaded and settled):
                 self._load(watched, versions)
 

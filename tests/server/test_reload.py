@@ -61,7 +61,6 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_said_once(tmp_
         files.look()
     renewed(path, "three")
     files.look()
-    files.look()
     assert load.loaded == ["two", "three"]
     files.look(anyway=True)
     assert load.loaded == ["two", "three", "three"]
