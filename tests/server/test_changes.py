@@ -132,12 +132,12 @@ def test_parts_of_a_long_prompt_are_joined_and_one_without_end_is_forgotten():
     prompts = SeenPrompts(max_bytes=1 << 16)
     prompts.saw(ASSET)
     prompts.hear("t", [part(0, [1] * 1000), part(1, [2] * 1000, parent=0)])
-    ((_, told),) = prompts.assets().values()
+    (told,) = prompts.assets().values()
     assert list(told.tokens) == [1] * 1000 + [2] * 1000
     prompts.hear("t", [part(at, [3] * 1000, parent=at - 1) for at in range(2, 40)])
     assert prompts._parts.currsize + prompts._tokens.currsize <= 5 << 14
     prompts.hear("t", [part(40, [3] * 1000, parent=39)])
-    ((_, told),) = prompts.assets().values()
+    (told,) = prompts.assets().values()
     assert len(told.tokens) == 5000  # it begins like that
 
 
