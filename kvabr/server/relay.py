@@ -206,7 +206,7 @@ class Relay:
 
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; ask for its catalog again"
-        gone = facts.all_digests() - self.catalogs.named_besides(facts)
+        gone = facts.all_digests() - self.catalogs.named(facts.firsts())
         self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
         self.prompts.take_back([facts.mark])
         self._changes.add([facts.mark])
