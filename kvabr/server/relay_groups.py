@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
@@ -52,10 +51,10 @@ class RelayTransfer(GroupTransfer):
 
     readers: list[TransferReader]  # type: ignore[assignment]
 
-    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str, number: int) -> None:
+    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str) -> None:
         """Begin without readers; ``request`` says under whose name it is fetched."""
         super().__init__(request)
-        self.digest, self.number = digest, number
+        self.digest = digest
         self.upstream: GroupReader | None = None
         """What comes from the origin."""
         self.task: asyncio.Task[None] | None = None
@@ -181,7 +180,6 @@ class RelayGroups:
         self._expected: dict[_Place, GroupReader] = {}
         """Groups that the origin has not published yet, and that come by subscriptions."""
         self._looking: asyncio.TimerHandle | None = None
-        self._numbers = count()
         self.bytes = 0
         """Bytes of groups that are on their way or being read."""
 
@@ -210,7 +208,7 @@ class RelayGroups:
             return PublishedGroup(held, objects, digest)
         transfer = self._transfers.get((digest, request.limit))
         if transfer is None:
-            transfer = RelayTransfer(self, request, digest, next(self._numbers))
+            transfer = RelayTransfer(self, request, digest)
             self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
         reader = TransferReader(transfer, request, objects, priority, on_more)
@@ -332,18 +330,8 @@ class RelayGroups:
             TransportError: it failed, or is a wrong one.
             TimeoutError: the origin has fallen silent.
         """
-        request, size, result, received = transfer.request, transfer.size, "failed", 0
-        expected = self._expected.pop(_place(request), None)
-        if expected is not None and _failed(expected):
-            expected.cancel()
-            expected = None
-        if expected is not None:
-            download = expected
-            download.prioritise(transfer.priority)
-        else:
-            download = self._upstream.fetch(
-                request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
-            )
+        size, result, received = transfer.size, "failed", 0
+        download, expected = self._begin(transfer)
         transfer.upstream = download
         try:
             while received < size and (part := await self._read(download)):
@@ -360,7 +348,7 @@ class RelayGroups:
             result = "cancelled"
             raise
         except RequestError as error:
-            if expected is None or received:
+            if not expected or received:
                 raise
             raise TimeoutError from error  # the subscription has ended, and it must be fetched
         finally:
@@ -372,11 +360,21 @@ class RelayGroups:
     @staticmethod
     async def _check(transfer: RelayTransfer, download: GroupReader) -> None:
         """Raise a `RequestError` unless a group is the one that was expected."""
-        loop = asyncio.get_running_loop()
-        right = len(download.data) == transfer.size
+        loop, right = asyncio.get_running_loop(), len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, reason=Reason.WRONG)
+
+    def _begin(self, transfer: RelayTransfer) -> tuple[GroupReader, bool]:
+        """Return the download of a group, and whether a subscription brings it."""
+        request = transfer.request
+        if (expected := self._expected.pop(_place(request), None)) is not None:
+            if not _failed(expected):
+                expected.prioritise(transfer.priority)
+                return expected, True
+            expected.cancel()
+        name = request.namespace, request.track, request.group
+        return self._upstream.fetch(*name, priority=transfer.priority, limit=transfer.size, exact=True), False
 
     async def _read(self, download: GroupReader) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
@@ -419,7 +417,7 @@ class RelayGroups:
             self._admitted.remove(transfer)
             self.bytes -= transfer.size
         while self._waiting:
-            first = min(self._waiting, key=lambda one: (one.priority, one.number))
+            first = min(self._waiting, key=lambda one: one.priority)  # of equals the oldest
             if not self._take(first):
                 return
             self._waiting.pop(first).set_result(None)
