@@ -114,14 +114,14 @@ def relaying(args: argparse.Namespace, log: FilteringBoundLogger, registry: Coll
 
     Errors as of `telling`; a `UsageError`, too, if the origin's events are not named.
     """
-    from kvabr.server.seen_prompts import SeenPrompts, seen_prompt
+    from kvabr.server.seen_prompts import SeenPrompts
     from kvabr.telemetry.kv_events.publisher import EventSockets
     from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 
     prompts, origin = SeenPrompts(), args.upstream_kv_events
     if (origin is None) != (args.kv_events is None):
         raise UsageError("--kv-events and --upstream-kv-events belong together: a relay learns tokens from its origin")
-    with telling(args, seen_prompt, prompts.assets, prompts.listen, log, registry):
+    with telling(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
         if origin is None:
             yield prompts
             return

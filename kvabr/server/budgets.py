@@ -1,9 +1,8 @@
 """What the connections of a server share, and what each may take of it: per connection, per address, and in total.
 
-An answer keeps its group open while it is sent: an open file, which takes a descriptor, or a copy in memory. When a
-budget is used up, the group that was read least recently is parked: it is closed, and opened again when its answer goes
-on. So no answer fails for want of room, however often a client changes its mind. Groups that would have to be fetched
-or loaded again wait for room instead, in the order in which they came.
+A group that is fetched or loaded stays in memory while it is sent. When a budget is used up, further ones wait for
+room, in the order in which they came, and a group that was not read for a while is parked: it is closed, and loaded
+again when its answer goes on. So no answer fails for want of room, however often a client changes its mind.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 LEAST_IN_FLIGHT_BYTES = 256 << 10
 """What every connection may have on the way, whatever the others have."""
 IDLE_READ_S = 10.0
-"""Seconds without reading after which a group that must be loaded again may be parked as well."""
+"""Seconds without reading after which a group may be parked."""
 _LOOK_S = 1.0
 _LEAST_REQUESTS = 8
 _WOKEN = 16
@@ -69,44 +68,39 @@ class Host(Generic[P]):
 
 
 class Holder(Protocol):
-    """An answer that has a group open."""
+    """An answer that has a group in memory."""
 
-    @property
-    def on_more(self) -> Callable[[], None]:
-        """What to call when there may be room for its group."""
-
-    @property
-    def dear(self) -> bool:
-        """Whether its group would have to be loaded again."""
+    def on_more(self) -> None:
+        """Note that there may be room for its group."""
 
     def may_park(self) -> bool:
-        """Return whether its group may be closed and opened again."""
+        """Return whether its group may be closed and loaded again."""
 
-    def park(self) -> None:
+    def close(self) -> None:
         """Close its group for now, and call `Room.leave`."""
 
 
 class Account:
     """What one connection, one address, or all of them use at the moment."""
 
-    def __init__(self, files: int, memory: int, in_flight: int) -> None:
+    def __init__(self, memory: int, in_flight: int) -> None:
         """Use nothing; the arguments are the bounds."""
-        self.max_files, self.max_memory, self.max_in_flight = files, memory, in_flight
-        self.files = self.memory = self.in_flight = self.connections = 0
+        self.max_memory, self.max_in_flight = memory, in_flight
+        self.memory = self.in_flight = self.connections = 0
         self.open: OrderedDict[Holder, float] = OrderedDict()
         """Answers with an open group and when they read from it, the longest ago first."""
         self.waiting: dict[Holder, None] = {}
         """Answers that wait for room here, in order."""
 
-    def lacks(self, files: int, memory: int) -> bool:
+    def lacks(self, memory: int) -> bool:
         """Return whether there is no room for so much more."""
-        return self.files + files > self.max_files or self.memory + memory > self.max_memory
+        return bool(self.open) and self.memory + memory > self.max_memory
 
     def parkable(self, since_s: float) -> Holder | None:
-        """Return an answer whose group may be closed: a dear one only if it has not been read since then."""
+        """Return an answer whose group may be closed, as it has not been read since then."""
         for holder, read_s in self.open.items():
-            if holder.dear and read_s >= since_s:
-                return None  # a server's groups are all dear, or none is
+            if read_s >= since_s:
+                return None
             if holder.may_park():
                 return holder
         return None
@@ -118,7 +112,7 @@ class Budgets:
     def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without connections."""
         self._limits, self.clock = limits, clock
-        self.total = Account(limits.open_files, limits.memory, limits.in_flight)
+        self.total = Account(limits.memory, limits.in_flight)
         self.addresses: dict[str, Account] = {}
         """By address or IPv6 site, those that have connections."""
         self._waiting: dict[Holder, Account] = {}
@@ -139,9 +133,8 @@ class Budgets:
         if shared is not None and most is not None and shared.connections >= most:
             return None
         if shared is None:
-            shared = Account(limits.open_files_per_address, limits.memory_per_address, limits.in_flight_per_address)
-            self.addresses[site] = shared
-        own = Account(limits.open_files_per_connection, limits.memory_per_connection, limits.in_flight_per_connection)
+            shared = self.addresses[site] = Account(limits.memory_per_address, limits.in_flight_per_address)
+        own = Account(limits.memory_per_connection, limits.in_flight_per_connection)
         for account in (own, shared, self.total):
             account.connections += 1
         return Room(self, site, (own, shared, self.total))
@@ -198,34 +191,29 @@ class Room:
         self._budgets = budgets
         self.in_flight = 0
         """Bytes that QUIC was given and that the peer has not acknowledged."""
-        self._held: dict[Holder, tuple[int, int]] = {}
+        self._held: dict[Holder, int] = {}
 
-    def fits(self, memory: int) -> bool:
-        """Return whether so much may be loaded without closing others; a connection that has none open may load one."""
-        return not memory or not self.accounts[0].open or not any(account.lacks(0, memory) for account in self.accounts)
-
-    def take(self, holder: Holder, files: int, memory: int, *, wait: bool = False) -> bool:
-        """Note what an answer keeps open, and park others until it fits; what is larger than a budget may be alone.
+    def take(self, holder: Holder, memory: int, *, wait: bool = False) -> bool:
+        """Note what an answer keeps in memory, and park others until it fits; what exceeds a budget may be alone.
 
         With ``wait`` nothing is noted if nobody else can be parked: the answer is told when to try again. But a
         connection that has none open never waits. Returns whether it was noted.
         """
-        if not files and not memory:
+        if not memory:
             return True
         now, wait = self._budgets.clock(), wait and bool(self.accounts[0].open)
         for account in self.accounts:
-            while account.open and account.lacks(files, memory):
+            while account.lacks(memory):
                 victim = account.parkable(now - IDLE_READ_S)
                 if victim is None:
                     if wait:
                         self._budgets.wait(holder, account)
                         return False
                     break
-                victim.park()
+                victim.close()
         self._budgets.waits_no_more(holder)
-        self._held[holder] = files, memory
+        self._held[holder] = memory
         for account in self.accounts:
-            account.files += files
             account.memory += memory
             account.open[holder] = now
         return True
@@ -244,8 +232,7 @@ class Room:
         if (held := self._held.pop(holder, None)) is None:
             return
         for account in self.accounts:
-            account.files -= held[0]
-            account.memory -= held[1]
+            account.memory -= held
             del account.open[holder]
         self._budgets.freed(self.accounts)
 

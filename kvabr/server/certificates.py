@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from platformdirs import user_state_path
 
+from kvabr.link.moqt.options import names_of
 from kvabr.store.files import PRIVATE, PRIVATE_FOLDER, read_bytes, write_file
 from kvabr.types.errors import AssetError, TransportError
 
@@ -73,7 +74,8 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
         raise CertificateError(
             f"{tls.keyfile}: not the key of {tls.certfile}; the server's own certificate must come first in that file"
         )
-    facts = facts_of(certificate)
+    fingerprint = hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()
+    facts = CertificateFacts(fingerprint, tuple(names_of(certificate)), certificate.not_valid_after_utc)
     if facts.not_after < now:
         raise CertificateError(f"{tls.certfile}: expired on {facts.not_after:%Y-%m-%d %H:%M} UTC; renew it")
     if certificate.not_valid_before_utc > now:
@@ -87,20 +89,6 @@ def check(tls: ServerTls, now: datetime | None = None) -> CertificateFacts:
             "the server's name in it"
         )
     return facts
-
-
-def facts_of(certificate: x509.Certificate) -> CertificateFacts:
-    """Return the facts of a certificate."""
-    try:
-        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        names = (
-            *alternatives.get_values_for_type(x509.DNSName),
-            *map(str, alternatives.get_values_for_type(x509.IPAddress)),
-        )
-    except (x509.ExtensionNotFound, ValueError):
-        names = ()
-    der = certificate.public_bytes(serialization.Encoding.DER)
-    return CertificateFacts(hashlib.sha256(der).hexdigest(), names, certificate.not_valid_after_utc)
 
 
 def make(hosts: tuple[str, ...] = (), now: datetime | None = None) -> tuple[bytes, bytes]:

@@ -11,7 +11,7 @@ from kvabr.moqt.wire import Location
 from kvabr.types.errors import KvabrError
 from kvabr.types.words import counted
 
-_DESCENDING = 2
+DESCENDING = 2
 """GROUP_ORDER: the newest group first."""
 
 
@@ -88,7 +88,7 @@ class FetchRange:
         ranges = [part for part in ranges if has(part.group)]
         if not ranges:
             raise LeftOutError(f"the producer left out group {start.group}")
-        descending = message.parameters.group_order == _DESCENDING
+        descending = message.parameters.group_order == DESCENDING
         if descending:
             ranges.reverse()
         ended = last == groups - 1 and stop == final + 1 and not growing

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -25,10 +24,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from kvabr.store.files import read_bytes
 from kvabr.types.errors import FormatError
+from kvabr.types.records import decode, read_schema
 
 SCHEMA = "kvabr.grants/1"
 
@@ -38,6 +42,9 @@ _MAX_PATTERNS = 1000
 _MAX_PATTERN = 1024
 _MAX_EXPIRES_S = 253_402_300_799.0
 """The end of the year 9999, seconds since 1970."""
+_Patterns = Annotated[
+    tuple[Annotated[str, Meta(min_length=1, max_length=_MAX_PATTERN)], ...], Meta(max_length=_MAX_PATTERNS)
+]
 _HEX = re.compile(r"[0-9a-f]{64}")
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
@@ -132,18 +139,9 @@ class Grants:
     @classmethod
     def loads(cls, text: str | bytes) -> Grants:
         """Read the JSON of the file; raise `FormatError` if it is not such JSON."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"grants: not JSON ({error})") from error
-        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise FormatError(f'grants: the file must be an object with "schema": "{SCHEMA}"')
-        if unknown := value.keys() - {"schema", "grants"}:
-            raise FormatError(f"grants: the file has unknown fields: {', '.join(sorted(unknown))}")
-        entries = value.get("grants")
-        if not isinstance(entries, list) or len(entries) > _MAX_GRANTS:
-            raise FormatError(f'grants: "grants" must be a list of at most {_MAX_GRANTS}')
-        return cls(_grant(entry, index) for index, entry in enumerate(entries))
+        data = text.encode() if isinstance(text, str) else text
+        read_schema(data, "grants", SCHEMA)
+        return cls(map(_grant, decode(data, _File, "grants").grants))
 
 
 def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, dict[str, object]]:
@@ -172,53 +170,25 @@ def token_in_path(path: bytes | None) -> bytes | None:
     return found[0].encode() if found else None
 
 
-def _grant(entry: object, index: int) -> Grant:
-    where = f"grants: entry {index}"
-    if not isinstance(entry, dict):
-        raise FormatError(f"{where} is not an object")
-    unknown = set(entry) - {"name", "id", "token_sha256", "assets", "models", "expires"}
-    if unknown:
-        # A misspelt "assets" must not quietly open everything.
-        raise FormatError(f"{where} has unknown fields: {', '.join(sorted(map(str, unknown)))}")
-    name, token_id, digest = entry.get("name"), entry.get("id"), entry.get("token_sha256")
-    if not isinstance(name, str) or not 0 < len(name) <= 256 or not name.isprintable():
-        raise FormatError(f'{where} needs a "name" of 1 to 256 printable characters')
-    if "id" in entry and not (isinstance(token_id, str) and 0 < len(token_id) <= 64 and token_id.isprintable()):
-        raise FormatError(f'{where} ({name}): "id" must have 1 to 64 printable characters')
-    if not isinstance(digest, str):
-        raise FormatError(f'{where} ({name}) needs a "token_sha256"; make a token with: kvabr serve --new-token')
-    if "assets" not in entry:
-        raise FormatError(f'{where} ({name}) needs "assets", a list of patterns; ["*"] opens everything')
-    return Grant(
-        name,
-        _patterns(entry["assets"], f"{where} ({name}): assets"),
-        _patterns(entry.get("models", ["*"]), f"{where} ({name}): models"),
-        digest.lower(),
-        token_id or "",
-        _expires(entry.get("expires"), f"{where} ({name}): expires"),
-    )
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One grant of a file; a misspelt "assets" must not quietly open everything."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    token_sha256: str
+    assets: _Patterns
+    models: _Patterns = ("*",)
+    id: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    expires: Annotated[datetime, Meta(tz=True)] | Annotated[float, Meta(ge=0, le=_MAX_EXPIRES_S)] | None = None
 
 
-def _expires(value: object, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            moment = None
-        if moment is not None and moment.tzinfo is not None:
-            return moment.timestamp()
-    elif isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_EXPIRES_S:
-        return float(value)
-    raise FormatError(f'{where} must be a time with its zone, as "2027-01-31T12:00:00Z", or seconds since 1970')
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    schema: str
+    grants: Annotated[list[_Entry], Meta(max_length=_MAX_GRANTS)]
 
 
-def _patterns(value: object, where: str) -> tuple[str, ...]:
-    if (
-        not isinstance(value, list)
-        or len(value) > _MAX_PATTERNS
-        or not all(isinstance(item, str) and 0 < len(item) <= _MAX_PATTERN for item in value)
-    ):
-        raise FormatError(f"{where} must be a list of at most {_MAX_PATTERNS} patterns")
-    return tuple(value)
+def _grant(entry: _Entry) -> Grant:
+    expires, token_id = entry.expires, entry.id or ""
+    if not (entry.name + token_id).isprintable():
+        raise FormatError(f"grants: {entry.name!r} {token_id!r}: a name or an ID must have printable characters only")
+    expires_s = expires.timestamp() if isinstance(expires, datetime) else expires
+    return Grant(entry.name, entry.assets, entry.models, entry.token_sha256.lower(), token_id, expires_s)

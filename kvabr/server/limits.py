@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from kvabr.moqt.codes import RequestCode, code_of
 from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportError, UnauthorizedError, UsageError
@@ -12,20 +11,6 @@ from kvabr.types.errors import NotFoundError, Reason, RequestError, TransportErr
 MISSING = "no such track, or none that you may read"
 BUSY_MS = 1000
 """Milliseconds after which a peer that was refused for load may ask again."""
-_MAX_FILES, _LEAST_FILES, _OTHER_FILES = 4096, 8, 64
-"""Open files of groups by default, at most and at least; and descriptors that the rest of the process needs."""
-
-
-def default_open_files() -> int:
-    """Return how many files of groups may be open: half of what the process may open, besides what else it needs."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_FILES if soft == resource.RLIM_INFINITY else (soft - _OTHER_FILES) // 2
-    return max(_LEAST_FILES, min(_MAX_FILES, most))
-
-
-def default_open_files_per_address() -> int:
-    """Return half of `default_open_files`."""
-    return default_open_files() // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +31,8 @@ class ServerLimits:
     """Seconds until a silent connection is closed."""
     handshake_s: float = 10.0
     """Seconds until a new connection's SETUP must have arrived."""
-    open_files_per_connection: int = 16
-    """Files of groups that are kept open for one connection; see `kvabr.server.budgets`."""
-    open_files_per_address: int = field(default_factory=default_open_files_per_address)
-    """The same for one address."""
-    open_files: int = field(default_factory=default_open_files)
-    """The same for all connections together."""
     memory_per_connection: int = 64 << 20
-    """Bytes of groups in memory for one connection; one that is larger may be alone."""
+    """Bytes of groups in memory for one connection; see `kvabr.server.budgets`."""
     memory_per_address: int = 128 << 20
     """The same for one address."""
     memory: int = 256 << 20
@@ -75,11 +54,6 @@ class ServerLimits:
                 off = "; `off` for no bound of its own" if bound.name == "connections_per_address" else ""
                 usual = getattr(ServerLimits(), bound.name)
                 raise UsageError(f"limit {name}: {value} {why}{off}; the default is {usual}")
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and self.open_files >= soft:
-            raise UsageError(
-                f"limit open-files: {self.open_files}, but this process may open {soft}; raise that with ulimit -n"
-            )
 
 
 class RateLimiter:

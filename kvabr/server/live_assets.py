@@ -14,11 +14,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvabr.server.grants import Grant
-from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel
+from kvabr.server.live_tracks import GrowingAsset, LiveLevel
 from kvabr.server.publication import ArrivingGroup, OpenedGroup, Publication
 from kvabr.store.asset_store import AssetStore
 from kvabr.store.live import LiveFollower, live_keys
@@ -54,8 +53,8 @@ class FollowedAsset(GrowingAsset):
         self.follower, self.name = follower, label + follower.live.catalog.namespace.prompt
         self.settled = False
         """Whether nothing is left to do for it once it has ended."""
-        self.partial = True
-        """Whether it is no complete asset yet."""
+        self.partial, self.named = True, False
+        """Whether it was no complete asset yet, and whether the last look has found that it is."""
         self.heard_s = time.monotonic()
         """When something came last."""
 
@@ -86,6 +85,9 @@ class FollowedAsset(GrowingAsset):
                 return level.frame(level.groups - 1).digest not in ("", track.digests[level.groups - 1])
         return False
 
+    def readable(self, grant: Grant) -> bool:
+        return not self.gone and grant.may_read(self.name, self.namespace.model)
+
     def shared(self, namespace: TrackNamespace, track: str) -> int:
         """Return one more than the last group of tokens that a lookup names; 0 if it shares none.
 
@@ -100,19 +102,6 @@ class FollowedAsset(GrowingAsset):
             return 0
         named = max(index + 1 for index, chunk in enumerate(catalog.chunks) if prefix_key(chunk) in keys)
         return min(named, self.chunks) if self.over else named
-
-
-@dataclass(slots=True)
-class _Look:
-    """What one look has found."""
-
-    keys: set[str] = field(default_factory=set)
-    """Productions that can be followed."""
-    named: list[FollowedAsset] = field(default_factory=list)
-    """Those that are complete now."""
-    new: list[FollowedAsset] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    crowded: bool = False
 
 
 class LiveAssets:
@@ -182,22 +171,22 @@ class LiveAssets:
 
     async def look(self) -> None:
         """Look for new assets, and forget those that were removed or that ended a while ago."""
-        found = await asyncio.to_thread(self._look, self._assets)
-        self._refused &= found.keys
-        for key, why in found.refused.items():
+        keys, new, refused, crowded = await asyncio.to_thread(self._look, self._assets)
+        self._refused &= keys
+        for key, why in refused.items():
             self._refused.add(key)
             self._log.warning("live asset left out", production=key, error=why)
-        if found.crowded and not self._crowded:
+        if crowded and not self._crowded:
             self._log.warning("too many live assets", followed=MOST_LIVE, hint="others wait until some have ended")
-        self._crowded = found.crowded
-        self._assets += tuple(found.new)
-        for asset in found.new:
+        self._crowded = crowded
+        self._assets += tuple(new)
+        for asset in new:
             where = {"model": asset.namespace.model, "groups": len(asset.catalog.chunks)}
             self._log.info("live asset", asset=asset.name, **where)
             self._poll(asset)  # before it can be found: lookups see what is published
         now_s, ended = time.monotonic(), [asset for asset in self._assets if asset.over]
         for asset in self._assets:
-            if asset.partial and asset in found.named:
+            if asset.partial and asset.named:
                 asset.partial, self._outdated = False, True
             if asset.partial and asset.over and not asset.settled:
                 asset.heard_s = now_s  # its producer still writes
@@ -241,7 +230,7 @@ class LiveAssets:
 
     def find(self, grant: Grant, namespace: TrackNamespace, track: str) -> tuple[FollowedAsset, Publication] | None:
         """Return a track, and its asset, that a grant may read."""
-        readable = [asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model)]
+        readable = [asset for asset in self._assets if asset.readable(grant)]
         if track.startswith(LIVE_PREFIX_TRACK):
             shared = [(asset.shared(namespace, track), not asset.over, asset) for asset in readable]
             # Of equal ones the oldest, so that the lookups of one prompt agree.
@@ -254,7 +243,7 @@ class LiveAssets:
     def profile(self, grant: Grant, namespace: TrackNamespace) -> FollowedAsset | None:
         """Return an asset that a grant may read and that has the codec profile of this name."""
         named = namespace.model, namespace.prompt
-        readable = (asset for asset in self._assets if grant.may_read(asset.name, asset.namespace.model))
+        readable = (asset for asset in self._assets if asset.readable(grant))
         return next((one for one in readable if (one.namespace.model, one.catalog.profile) == named), None)
 
     def _poll(self, asset: FollowedAsset) -> None:
@@ -290,33 +279,28 @@ class LiveAssets:
 
     # ------------------------------------------------------------------ in a thread
 
-    def _look(self, known: Sequence[FollowedAsset]) -> _Look:
-        found, followed = _Look(), {asset.follower.key for asset in known}
-        room = MOST_LIVE - sum(not asset.over for asset in known)
+    def _look(self, known: Sequence[FollowedAsset]) -> tuple[set[str], list[FollowedAsset], dict[str, str], bool]:
+        """Look what has become of assets, and for others.
+
+        Returns the keys of productions that can be followed, the new ones, why others cannot be, and whether there are
+        too many.
+        """
         for asset in known:
             if not asset.follower.is_partial:
-                if asset.follower.is_published(asset.chunks):
-                    found.named.append(asset)
-                elif asset.chunks:
-                    asset.gone = True
+                asset.named = asset.follower.is_published(asset.chunks)
+                asset.gone = asset.gone or (not asset.named and asset.chunks > 0)
         if time.monotonic() > self._found_s + _FIND_S:
             self._found, self._found_s = self._stores.find()[0], time.monotonic()
         stores = ((label, store.store) for label, store in self._found.items())
         keys = [(label, own, key) for label, own in stores if isinstance(own, LocalStore) for key in live_keys(own)]
-        found.keys.update(key for _, _, key in keys)
-        new = [each for each in keys if each[2] not in followed and each[2] not in self._refused]
-        found.crowded = len(new) > room
-        for label, own, key in new[: max(0, room)]:
+        barred = self._refused | {asset.follower.key for asset in known}
+        fresh = [each for each in keys if each[2] not in barred]
+        room = max(0, MOST_LIVE - sum(not asset.over for asset in known))
+        new, refused = list[FollowedAsset](), dict[str, str]()
+        for label, own, key in fresh[:room]:
             try:
-                found.new.append(FollowedAsset(LiveFollower(own, key), label))
+                new.append(FollowedAsset(LiveFollower(own, key), label))
             except (AssetError, FormatError) as error:
                 if not isinstance(error.__cause__, NotFoundError):  # else it was complete a moment ago
-                    found.refused[key] = str(error)
-        return found
-
-
-def live_asset_of(publication: Publication) -> FollowedAsset | None:
-    """Return the asset of a folder that a track belongs to, if it is one that grows."""
-    if isinstance(publication, LiveLevel | EdgeTrack) and isinstance(publication.asset, FollowedAsset):
-        return publication.asset
-    return None
+                    refused[key] = str(error)
+        return {key for _, _, key in keys}, new, refused, len(fresh) > room

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvabr.codec.container import ObjectSpan, object_spans
+from kvabr.server.grants import Grant
 from kvabr.server.growing import GrowingBytes, GrowingPublication
 from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
 from kvabr.store.asset_index import check_names
@@ -40,6 +41,9 @@ class EdgeTrack(GrowingBytes):
         super().__init__()
         self.asset = asset
 
+    def readable(self, grant: Grant) -> bool:
+        return self.asset.readable(grant)
+
 
 class LiveLevel(GrowingPublication):
     """One level."""
@@ -54,6 +58,9 @@ class LiveLevel(GrowingPublication):
         self.name = self._part.track_name(level)
         self.dear = asset.dear
         self._frames: dict[int, PublishedFrame] = {}
+
+    def readable(self, grant: Grant) -> bool:
+        return self.asset.readable(grant)
 
     def publish(self, unit: Unit, frame: tuple[int, str] | None) -> None:
         """Take a group; None: the producer leaves it out, so it does not exist. Later ones appear after it."""
@@ -148,6 +155,11 @@ class GrowingAsset(ABC):
     @abstractmethod
     def open(self, level: LiveLevel, group: int, priority: int, on_more: Callable[[], None]) -> ArrivingGroup:
         """Open a group that exists; see `Publication.open`."""
+
+    def readable(self, grant: Grant) -> bool:
+        """Return whether a grant may read more of it."""
+        del grant
+        return not self.gone
 
     def loads(self, frame: PublishedFrame) -> int:
         return frame.size if self.dear else 0

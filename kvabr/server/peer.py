@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from kvabr.link.moqt.endpoint import Endpoint
 from kvabr.moqt.codes import PublishDoneCode, RequestCode, ResetCode, SessionCode, name_of
 from kvabr.moqt.events import Cancelled, Closed, Event, Ready, Requested, Stopped, Updated
 from kvabr.moqt.messages import Fetch, Subscribe, SubscribeNamespace, TrackStatus
+from kvabr.moqt.objects import DEFAULT_PRIORITY, SubgroupHeader
 from kvabr.moqt.parameters import SetupOptions
 from kvabr.moqt.responder import Responder
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import Draft
 from kvabr.server.access import Access, Denial
 from kvabr.server.budgets import Host, Room
-from kvabr.server.fetch_range import FetchRange, InvalidRangeError, LeftOutError, last_object
+from kvabr.server.fetch_range import DESCENDING, FetchRange, GroupRange, InvalidRangeError, LeftOutError, last_object
 from kvabr.server.grants import Grant, token_in_path
 from kvabr.server.limits import BUSY_MS, MISSING, RateLimiter, refusal
 from kvabr.server.publication import Publication
-from kvabr.server.pushing import Pushing
-from kvabr.server.send_queue import Piece, Sending, SendQueue
-from kvabr.server.subscriptions import Subscriptions
-from kvabr.server.waiting_requests import Expected, WaitingRequests
+from kvabr.server.send_queue import Piece, Sending, SendQueue, TrackRequest
+from kvabr.server.subscriptions import Subscription, Subscriptions
 from kvabr.types.errors import AssetError, FormatError, TransportError
 from kvabr.types.naming import TrackNamespace
 
@@ -53,29 +53,26 @@ class Peer(Endpoint):
         self._dense = False
         self._room: Room | None = None
         """Its part in the budgets, once the handshake is done."""
-        self._queue = SendQueue(
-            self._send, self._unsent, self._ahead, self.may_send, self._allowance, lambda: self.transport.piece
-        )
+        self._queue = SendQueue(self._send, self._may_send)
         self._feeding = False
-        self._requests_left = RateLimiter(server.limits.requests_per_s)
-        self._updates_left = RateLimiter(server.limits.requests_per_s)
-        # Requests that are refused may have been cancelled before.
-        self._ends_left = RateLimiter(2 * server.limits.requests_per_s)
+        rate = server.limits.requests_per_s
+        self._requests_left, self._updates_left = RateLimiter(rate), RateLimiter(rate)
+        self._ends_left = RateLimiter(2 * rate)  # requests that are refused may have been cancelled before
         self._ended: deque[int] = deque(maxlen=_ENDED)
         """The streams that it has broken off last."""
-        self._waiting = WaitingRequests(server, self._found_soon)
-        self._waking = False
-        self._pushing = Pushing(server, self._queue, self._wake, self._too_late)
-        self._subscriptions = Subscriptions(self._refuse, self._pushing)
-        self._over = False
-        loop = asyncio.get_running_loop()
-        self._handshake = loop.call_later(server.limits.handshake_s, self._too_slow)
+        self._lookups: dict[int, asyncio.Task[Publication | None]] = {}
+        """By the request, the tracks that are looked for."""
+        self._subscriptions = Subscriptions(lambda: self._responder, self._push, self._wake)
+        self._counted = self._counted_jobs = 0
+        """What the server has counted of this connection."""
+        self._waking = self._over = False
+        self._handshake = asyncio.get_running_loop().call_later(server.limits.handshake_s, self._too_slow)
         server.metrics.connections.inc()
 
     @property
     def busy(self) -> bool:
         """Whether a request is being answered, or its answer is not acknowledged yet."""
-        return len(self._queue) > 0 or bool(self.underway) or len(self._waiting) > 0
+        return len(self._queue) > 0 or bool(self.underway) or bool(self._lookups)
 
     @property
     def _responder(self) -> Responder:
@@ -83,22 +80,23 @@ class Peer(Endpoint):
         return self.session.responder
 
     def make_session(self, draft: Draft) -> MoqtSession | None:
-        if self._server.draining:
+        server = self._server
+        if server.draining:
             self.shut(SessionCode.NO_ERROR, "the server is going away")
             return None
-        if self._server.crowded:
-            self._server.metrics.connections_total.labels("too many").inc()
-            self.log.warning("connection refused", why="too many connections")
-            self.shut(SessionCode.INTERNAL_ERROR, "too many connections; try another server, or later")
+        if server.crowded:
+            self._turn_away("too many", "", "; try another server, or later")
             return None
-        self._room = self._server.budgets.enter(self.transport.address)
+        self._room = server.budgets.enter(self.transport.address)
         if self._room is None:
-            self._server.metrics.connections_total.labels("too many of one address").inc()
-            self.log.warning("connection refused", why="too many connections from one address")
-            self.shut(SessionCode.INTERNAL_ERROR, "too many connections from your address; try again later")
+            self._turn_away("too many of one address", " from one address", " from your address; try again later")
             return None
-        self._pushing.room = self._room
         return MoqtSession(draft, client=False, options=SetupOptions(implementation=b"kvabr"))
+
+    def _turn_away(self, result: str, why: str, told: str) -> None:
+        self._server.metrics.connections_total.labels(result).inc()
+        self.log.warning("connection refused", why=f"too many connections{why}")
+        self.shut(SessionCode.INTERNAL_ERROR, f"too many connections{told}")
 
     def happened(self, event: Event) -> None:
         match event:
@@ -107,16 +105,20 @@ class Peer(Endpoint):
             case Updated():
                 self._updated(event)
             case Stopped():
-                self._done(self._pushing.stopped(event.request_id, event.stream), complete=False)
+                for job in self._queue.of(event.request_id):
+                    if job.stream == event.stream:
+                        self._give_up(job)
             case Cancelled():
-                self._subscriptions.cancel(event.request_id)
-                self._waiting.stop(event.request_id)
                 self._forget(event.request_id)
             case Ready():
                 self._peer_is_ready(event)
             case Closed():
                 if event.code:
                     self.log.warning("connection closed", why=event.reason, code=name_of(event.code, SessionCode))
+
+    def settle(self) -> None:
+        super().settle()
+        self._count()
 
     def was_reset(self, stream: int, code: int) -> None:
         self._count_end(stream)
@@ -134,8 +136,14 @@ class Peer(Endpoint):
         if stream & 1 or stream in self._ended:
             return
         self._ended.append(stream)
-        if not self._ends_left.take() and self._ends_left.overdrawn and self.session is not None:
-            self.session.close(SessionCode.INTERNAL_ERROR, f"more than {self._ends_left.rate:g} streams reset a second")
+        self._within(self._ends_left, "streams reset")
+
+    def _within(self, limiter: RateLimiter, what: str) -> bool:
+        """Return whether a peer keeps to a rate; close the session of one that goes on beyond it."""
+        within = limiter.take()
+        if not within and limiter.overdrawn and self.session is not None:
+            self.session.close(SessionCode.INTERNAL_ERROR, f"more than {limiter.rate:g} {what} a second")
+        return within
 
     def ended(self, reason: str, code: int) -> None:
         if self._over:
@@ -143,12 +151,10 @@ class Peer(Endpoint):
         self._over = True
         self._handshake.cancel()
         self._server.metrics.connections.dec()
-        self._waiting.stop_all()
-        for subscription in self._pushing:
-            self._forget(subscription.request_id)
-        for job in self._queue:
-            self._forget(job.request_id)
+        for number in {*self._lookups, *(request.number for request in self._answered())}:
+            self._forget(number)
         self.underway.clear()
+        self._count()
         if self._room is not None:
             self._server.budgets.left(self._room)
             self._room = None
@@ -157,38 +163,64 @@ class Peer(Endpoint):
 
     def feed(self) -> None:
         if self.underway:
-            self._forget_delivered()
-        if self._feeding or not len(self._queue):
-            if self._room is not None and self._room.in_flight:
-                self._allowance(self._unsent())
+            self.underway = {stream for stream in self.underway if not self.transport.delivered(stream)}
+            self._note_idle()
+        session, room = self.session, self._room
+        if self._feeding or session is None or room is None or not (len(self._queue) or room.in_flight):
             return
         self._feeding = True
         try:
             self.carry_out()  # the heads of streams come before what the queue writes to them
-            done, broken = self._queue.feed()
-            session = self.session
-            if session is None or not (done or broken):
-                return
+            unsent = self.transport.unsent(chain(self._streams(), self.underway))
+            room.note(unsent + self.transport.in_flight())
+            left = min(self.transport.ahead() - unsent, room.allowance())
+            done, broken = self._queue.feed(left, self.transport.piece)
             for job in done:
-                if job.subgroup is None:
-                    session.responder.fetch_sent(job.request_id)
-                else:
-                    session.responder.pushed(job.request_id, job.stream)
-                self.underway.add(job.stream)
-                self._done(job, complete=True)
+                self._end(job, session.responder)
             for job, error in broken:
-                self.log.warning("group cannot be sent", error=str(error))
-                if job.subgroup is None:
-                    session.responder.break_off(job.request_id, ResetCode.INTERNAL_ERROR)
-                else:
-                    session.responder.pushed(job.request_id, job.stream, reset=ResetCode.INTERNAL_ERROR)
-                    self._pushing.fail(job)
-                self._done(job, complete=False)
-            self.settle()
+                self._broke(job, error, session.responder)
+            if done or broken:
+                self.settle()
             if any(job.subgroup is not None for job in (*done, *(job for job, _ in broken))):
                 self._wake()  # for the groups that follow
         finally:
             self._feeding = False
+
+    def _streams(self) -> Iterator[int]:
+        return (job.stream for job in self._queue if job.stream is not None)
+
+    def _end(self, job: Sending, responder: Responder) -> None:
+        assert job.stream is not None  # noqa: S101  # it was sent
+        if job.subgroup is None:
+            responder.fetch_sent(job.request.number)
+        else:
+            responder.pushed(job.request.number, job.stream)
+        self.underway.add(job.stream)
+        self._server.metrics.group_sent(job.request.track)
+        self._server.metrics.group_bytes.observe(job.sent)
+        self._subscriptions.sent(job)
+
+    def _broke(self, job: Sending, error: Exception, responder: Responder) -> None:
+        number = job.request.number
+        if job.stream is None:
+            self._refuse_for(number, error)
+        else:
+            self.log.warning("group cannot be sent", error=str(error))
+            if job.subgroup is None:
+                responder.break_off(number, ResetCode.INTERNAL_ERROR)
+            else:
+                responder.pushed(number, job.stream, reset=ResetCode.INTERNAL_ERROR)
+                self._subscriptions.fail(job)
+            self._server.metrics.cancelled_total.inc()
+        self._subscriptions.sent(job)
+
+    def _give_up(self, job: Sending, reset: ResetCode | None = None) -> None:
+        """Send no more of an answer, and reset its stream if that is not done yet."""
+        self._queue.remove(job)
+        if reset is not None and job.stream is not None:
+            self._responder.pushed(job.request.number, job.stream, reset=reset)
+        self._server.metrics.cancelled_total.inc()
+        self._subscriptions.sent(job)
 
     def _wake(self) -> None:
         """Send what has arrived, once this turn of the event loop is over."""
@@ -205,7 +237,7 @@ class Peer(Endpoint):
         """Send GOAWAY."""
         if self.session is not None and not self._over:
             self.session.goaway(int(grace_s * 1000))
-            self._pushing.end_all(PublishDoneCode.GOING_AWAY, "the server is going away")
+            self._subscriptions.end_all(PublishDoneCode.GOING_AWAY, "the server is going away")
             self.settle_and_send()
 
     def reconsider(self, now_s: float) -> None:
@@ -220,22 +252,18 @@ class Peer(Endpoint):
             self.log.info("connection ended", token=token, why=denial.reason)
             self.shut(denial.session, denial.reason)
             return
-        for going in (*self._pushing, *(job for job in self._queue if job.subgroup is None)):
-            denial = access.lost_request(going.grant, going.publication, now_s)
+        for request in self._answered():
+            denial = access.lost_request(request.grant, request.publication, now_s)
             if denial is not None:
-                metrics.token_lost(going.grant.id, denial.result)
-                self.log.info("request ended", token=going.grant.id, track=going.track, why=denial.reason)
-                if isinstance(going, Sending):
-                    session.responder.break_off(going.request_id, denial.reset)
+                metrics.token_lost(request.grant.id, denial.result)
+                self.log.info("request ended", token=request.grant.id, track=request.track, why=denial.reason)
+                if isinstance(request, Subscription):
+                    session.responder.publish_done(request.number, denial.done, denial.reason)
+                elif any(job.stream is None for job in self._queue.of(request.number)):
+                    self._refuse(request.number, denial.request, denial.reason)
                 else:
-                    session.responder.publish_done(going.request_id, denial.done, denial.reason)
-                self._forget(going.request_id)
-        for number, one in self._waiting.expected.items():
-            denial = access.lost_request(one.grant, one.publication, now_s)
-            if denial is not None:
-                metrics.token_lost(one.grant.id, denial.result)
-                self._waiting.stop(number)
-                self._refuse(number, denial.request, denial.reason)
+                    session.responder.break_off(request.number, denial.reset)
+                self._forget(request.number)
         self.settle_and_send()
 
     @property
@@ -288,7 +316,8 @@ class Peer(Endpoint):
         if isinstance(message, Fetch | Subscribe | TrackStatus):
             self._find(number, message, grant)
         elif isinstance(message, SubscribeNamespace):
-            self._subscriptions.to_namespace(self._responder, number, message)
+            if not self._subscriptions.to_namespace(number, message):
+                self._refuse(number, RequestCode.PREFIX_OVERLAP, "you have subscribed to that prefix already")
         else:
             self._refuse(number, RequestCode.NOT_SUPPORTED, "this server only publishes")
 
@@ -296,7 +325,8 @@ class Peer(Endpoint):
         limits = self._server.limits
         if not self._requests_left.take():
             return f"more than {limits.requests_per_s:g} requests a second"
-        mine = len(self._queue) + len(self._waiting) + len(self._pushing)
+        self._count()
+        mine = self._counted
         if mine >= limits.requests_per_connection:
             return f"more than {limits.requests_per_connection} requests at a time"
         if self._server.requests >= limits.requests and mine >= self._server.equal_part:
@@ -304,15 +334,10 @@ class Peer(Endpoint):
         return None
 
     def _updated(self, event: Updated) -> None:
-        if not self._updates_left.take():
-            if self._updates_left.overdrawn and self.session is not None:
-                why = f"more than {self._updates_left.rate:g} updates of requests a second"
-                self.session.close(SessionCode.INTERNAL_ERROR, why)
-            return
-        self._pushing.update(event.request_id, event.parameters)
-        if event.parameters.priority is not None:
-            self._queue.prioritise(event.request_id, event.parameters.priority)
-            self._waiting.prioritise(event.request_id, event.parameters.priority)
+        if self._within(self._updates_left, "updates of requests"):
+            if event.parameters.priority is not None:
+                self._queue.reprioritise(event.request_id, event.parameters.priority)
+            self._subscriptions.update(event.request_id, event.parameters)
 
     def _find(self, number: int, message: _OfTrack, grant: Grant) -> None:
         try:
@@ -325,114 +350,108 @@ class Peer(Endpoint):
         try:
             found = source.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
-            self._waiting.look(
-                number,
-                partial(source.find_soon, grant, namespace, track),
-                partial(self._answer, number, message, grant),
-                partial(self._refuse_for, number),
-            )
+            task = asyncio.get_running_loop().create_task(self._look(grant, namespace, track))
+            self._lookups[number] = task
+            task.add_done_callback(partial(self.safely, self._found, number, message, grant))
         except TransportError as error:
             self._refuse_for(number, error)
         else:
             self._answer(number, message, grant, found)
 
-    def _found_soon(self, answer: Callable[[], None]) -> None:
+    async def _look(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
+        return await self._server.source.find_soon(grant, namespace, track)
+
+    def _found(self, number: int, message: _OfTrack, grant: Grant, task: asyncio.Task[Publication | None]) -> None:
         """Answer a request whose track had to be looked for."""
-        if self._over:
-            return
-        self.safely(answer)
+        if self._lookups.pop(number, None) is None:
+            return  # it was cancelled
+        try:
+            found = task.result()
+        except TransportError as error:
+            self._refuse_for(number, error)
+        else:
+            self._answer(number, message, grant, found)
         self.settle_and_send()
-        self._note_idle()
 
     def _answer(self, number: int, message: _OfTrack, grant: Grant, found: Publication | None) -> None:
         if found is None:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, MISSING)
-        elif (denial := self._access.lost_request(grant, found, time.time())) is not None:  # while it was looked for
-            self._refuse(number, denial.request, denial.reason)
-        elif isinstance(message, Fetch):
-            self._fetch(number, message, grant, found)
-        else:
-            self._subscribe(number, message, grant, found)
-
-    def _fetch(self, number: int, message: Fetch, grant: Grant, publication: Publication) -> None:
-        priority = 128 if message.parameters.priority is None else message.parameters.priority
-        try:
-            room = self._room
-            wanted = FetchRange.of(
-                message,
-                publication.groups,
-                lambda group: last_object(publication.objects(group), dense=self._dense),
-                growing=publication.growing,
-                has=publication.has,
-            )
-            opened = None  # what waits for room is opened when its turn comes
-            first = wanted.groups[0].group
-            if room is not None and room.fits(publication.loads(first)):
-                opened = publication.open(first, priority, partial(self.safely, self._more, number))
-        except InvalidRangeError as error:
-            self._refuse(number, RequestCode.INVALID_RANGE, publication.failure or str(error))
             return
+        if (denial := self._access.lost_request(grant, found, time.time())) is not None:  # while it was looked for
+            self._refuse(number, denial.request, denial.reason)
+            return
+        asked = message.parameters
+        priority = DEFAULT_PRIORITY if asked.priority is None else asked.priority
+        descending = asked.group_order == DESCENDING
+        request = TrackRequest(number, found, grant, message.track.decode(), priority, descending, self._dense)
+        try:
+            if isinstance(message, Fetch):
+                self._fetch(request, message)
+            else:
+                self._subscriptions.to_track(request, message)
+        except InvalidRangeError as error:
+            self._refuse(number, RequestCode.INVALID_RANGE, found.failure or str(error))
         except LeftOutError as error:
             self._refuse(number, RequestCode.DOES_NOT_EXIST, str(error))
-            return
-        except (AssetError, IndexError) as error:
-            self.log.warning("group cannot be read", error=str(error))
-            self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
-            return
-        arriving = opened if opened is not None and opened.available < opened.size else None
-        if opened is not None and arriving is None:
-            opened.close()  # until its turn comes: what waits holds no files
-
-        def accept() -> None:
-            assert self.session is not None  # noqa: S101  # the request came from it
-            stream = self.session.responder.accept_fetch(number, wanted.end, end_of_track=wanted.end_of_track)
-            self._queue.add(
-                Sending(
-                    number, stream, publication, wanted.groups, grant=grant,
-                    track=message.track.decode(), priority=priority, dense=self._dense, descending=wanted.descending,
-                    first=arriving, on_more=self._wake, room=room,
-                )
-            )  # fmt: skip
-            self._server.requests += 1
-            self._server.metrics.requests_in_flight.inc()
-
-        if arriving is None:
-            accept()
-        else:
-            self._waiting.expect(number, Expected(arriving, accept, room, grant, publication))
-            self._arrived(number)
-
-    def _arrived(self, number: int) -> None:
-        """Accept or refuse a request that waits for the first bytes of its group, if they have arrived."""
-        try:
-            self._waiting.arrived(number)
-        except TransportError as error:
+        except (AssetError, IndexError, TransportError) as error:
             self._refuse_for(number, error)
 
-    def _more(self, number: int) -> None:
-        """Send more of a group that has arrived."""
-        self._arrived(number)
-        self.settle()  # the head of a stream must be written before `feed` continues it
-        self._wake()
+    def _fetch(self, request: TrackRequest, message: Fetch) -> None:
+        number, publication = request.number, request.publication
+        wanted = FetchRange.of(
+            message,
+            publication.groups,
+            lambda group: last_object(publication.objects(group), dense=self._dense),
+            growing=publication.growing,
+            has=publication.has,
+        )
+        accept = partial(self._responder.accept_fetch, number, wanted.end, end_of_track=wanted.end_of_track)
+        job = self._job(request, wanted.groups, accept=accept)
+        if publication.dear:
+            job.ready()  # which begins to fetch the group, if there is room for it
+        self._queue.add(job)
 
-    def _subscribe(self, number: int, message: Subscribe | TrackStatus, grant: Grant, publication: Publication) -> None:
-        try:
-            self._subscriptions.to_track(self._responder, number, message, publication, grant, silent=self._dense)
-        except AssetError as error:
-            self.log.warning("group cannot be read", error=str(error))
-            self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that track")
+    def _push(self, subscription: Subscription, part: GroupRange, header: SubgroupHeader, stream: int) -> None:
+        job = self._job(subscription, [part], stream=stream, subgroup=header)
+        self._queue.add(job)
+        if subscription.timeout_s is not None:
+            asyncio.get_running_loop().call_later(subscription.timeout_s, self._too_late, job)
+
+    def _job(self, request: TrackRequest, ranges: Sequence[GroupRange], **more: Any) -> Sending:
+        assert self._room is not None  # noqa: S101  # the handshake is done
+        return Sending(request, ranges, self._room, self._wake, **more)
+
+    def _too_late(self, job: Sending) -> None:
+        """Send no more of a group that has taken longer than its subscriber waits."""
+        if job in self._queue.of(job.request.number):
+            self._give_up(job, ResetCode.DELIVERY_TIMEOUT)
+            self._wake()
 
     def _refuse(self, number: int, code: RequestCode, reason: str, *, retry_ms: int | None = None) -> None:
         self._server.metrics.refusals_total.labels(code.name).inc()
         self._responder.refuse(number, code, reason, retry_ms=retry_ms)
 
-    def _refuse_for(self, number: int, error: TransportError) -> None:
-        """Pass on why a source cannot answer: the grant was withdrawn, or a relay's origin is away or refuses."""
+    def _refuse_for(self, number: int, error: Exception) -> None:
+        """Pass on why there is no answer: the grant was withdrawn, or a relay's origin is away or refuses."""
+        if not isinstance(error, TransportError):
+            self.log.warning("group cannot be read", error=str(error))
+            self._refuse(number, RequestCode.INTERNAL_ERROR, "the publisher cannot read that group")
+            return
         code, reason, retry_ms = refusal(error)
         self.log.debug("request refused", why=str(error))
         self._refuse(number, code, reason[:500], retry_ms=retry_ms)
 
+    def _may_send(self, job: Sending) -> bool:
+        """Return whether an answer that is ready may be sent; accept a FETCH whose turn has come."""
+        if job.stream is None:
+            if job.accept is None or job.request.number not in self._responder:
+                return False  # the session is about to say that it was cancelled
+            job.stream = job.accept()
+            self.carry_out()
+        return self.may_send(job.stream)
+
     def _send(self, job: Sending, pieces: Sequence[Piece]) -> bool:
+        assert job.stream is not None  # noqa: S101  # `_may_send` said so
         try:
             for at, piece in enumerate(pieces, 1):
                 self.transport.write(job.stream, piece, fin=job.finished and at == len(pieces))
@@ -443,48 +462,28 @@ class Peer(Endpoint):
         self._server.metrics.bytes_sent_total.inc(sum(map(len, pieces)))
         return True
 
-    def _unsent(self) -> int:
-        return self.transport.unsent(chain(self._queue.streams, self.underway))
-
-    def _ahead(self) -> int:
-        return self.transport.ahead()
-
-    def _allowance(self, unsent: int) -> int:
-        """Return how many bytes the transport may be given by the budgets, and note what it has."""
-        if self._room is None:
-            return 0
-        self._room.note(unsent + self.transport.in_flight())
-        return self._room.allowance()
-
-    def _done(self, job: Sending | None, *, complete: bool) -> None:
-        if job is None:
-            return
-        if job.subgroup is not None:
-            self._pushing.sent(job)
-        metrics = self._server.metrics
-        self._server.requests -= 1
-        metrics.requests_in_flight.dec()
-        if complete:
-            metrics.group_sent(job.track)
-            metrics.group_bytes.observe(job.sent)
-        else:
-            metrics.cancelled_total.inc()
-        self._note_idle()
-
-    def _too_late(self, job: Sending) -> None:
-        """Note that a group of a subscription is not sent, as its delivery timeout has passed."""
-        self._done(job, complete=False)
-        self._wake()
+    def _answered(self) -> set[TrackRequest]:
+        """Return the requests that are being answered."""
+        return {*self._subscriptions, *(job.request for job in self._queue)}
 
     def _forget(self, number: int) -> None:
-        """Take out of the queue what a request or subscription has there."""
-        for job in (self._queue.remove(number), *self._pushing.remove(number)):
-            self._done(job, complete=False)
+        """Give up a request or subscription."""
+        if (task := self._lookups.pop(number, None)) is not None:
+            task.cancel()
+        self._subscriptions.remove(number)
+        for job in self._queue.of(number):
+            self._give_up(job)
+
+    def _count(self) -> None:
+        """Count this connection's requests among those of the server."""
+        jobs, server = len(self._queue), self._server
+        mine = jobs + len(self._lookups) + len(self._subscriptions)
+        if mine != self._counted or jobs != self._counted_jobs:
+            server.requests += mine - self._counted
+            server.metrics.requests_in_flight.inc(jobs - self._counted_jobs)
+            self._counted, self._counted_jobs = mine, jobs
+        self._note_idle()
 
     def _note_idle(self) -> None:
         if not self.busy:
             self._server.idle.set()
-
-    def _forget_delivered(self) -> None:
-        self.underway = {stream for stream in self.underway if not self.transport.delivered(stream)}
-        self._note_idle()

@@ -31,8 +31,6 @@ class ArrivingGroup(ABC):
     """Digest of the whole group (`kvabr.types.digests`), for receivers that have no catalog."""
     size: int
     """Bytes of the whole group."""
-    files: int = 0
-    """Descriptors that this keeps open."""
     memory: int = 0
     """Bytes that only this keeps in memory."""
 
@@ -73,12 +71,11 @@ class PublishedGroup(ArrivingGroup):
 
 
 class OpenedGroup(ArrivingGroup):
-    """A group of an asset in a store, in memory or in a file."""
+    """A group of an asset in a folder, in a file or, if it is short, in memory."""
 
     def __init__(self, frame: FrameReader, objects: tuple[ObjectSpan, ...], digest: str) -> None:
         """Take over the frame."""
         self._frame, self.objects, self.digest, self.size = frame, objects, digest, frame.size
-        self.files, self.memory = frame.files, 0 if frame.files else frame.size
 
     @property
     def available(self) -> int:
@@ -97,12 +94,11 @@ class LoadingGroup(ArrivingGroup):
 
     def __init__(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         """Start to read; see `Publication.open`."""
-        again = level.asked(group)
         self.objects, self.size, self.digest = level.objects(group), level.size(group), level.digest(group)
         self.memory = self.size
         self._frame: FrameReader | None = None
         self._error: AssetError | None = None
-        self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more, again=again))
+        self._task = asyncio.get_running_loop().create_task(self._load(level, group, on_more))
 
     @property
     def available(self) -> int:
@@ -118,9 +114,9 @@ class LoadingGroup(ArrivingGroup):
         """See `ArrivingGroup.close`; a thread that reads already finishes."""
         self._task.cancel()
 
-    async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None], *, again: bool) -> None:
+    async def _load(self, level: LevelPublication, group: int, on_more: Callable[[], None]) -> None:
         try:
-            self._frame = await asyncio.to_thread(level.load, group, again=again)
+            self._frame = await asyncio.to_thread(level.load, group)
         except AssetError as error:
             self._error = error
         on_more()
@@ -145,6 +141,14 @@ class Publication(ABC):
     def has(self, group: int) -> bool:
         """Return whether a group exists; one of a growing track may have been left out."""
         return 0 <= group < self.groups
+
+    def readable(self, grant: Grant) -> bool:
+        """Return whether a grant may read more of it: it may have been removed since it was found."""
+        del grant
+        return True
+
+    def asked(self, group: int) -> None:  # noqa: B027  # most need not know
+        """Note that a group is requested."""
 
     def loads(self, group: int) -> int:
         """Return the bytes that opening a group would fetch or load into memory; 0 if it is there, or on its way."""
@@ -206,26 +210,23 @@ class LevelPublication(CatalogLevel):
         objects = self.objects(group)
         if self.dear:
             return LoadingGroup(self, group, on_more)
-        if self.asked(group):
-            self._doubt(self.asset, group, self.name)
         return OpenedGroup(self.frame(group), objects, self.digest(group))
 
-    def asked(self, group: int) -> bool:
-        """Note that a group is asked for; return whether it is the second time."""
+    def asked(self, group: int) -> None:
         self._asked[group] = min(3, self._asked[group] + 1)
-        return self._asked[group] == 2
+        if self._asked[group] == 2 and not self.dear:
+            self._doubt(self.asset, group, self.name)
 
-    def load(self, group: int, *, again: bool) -> FrameReader:
-        """Fetch the frame of a group, and look at its bytes if it is asked for ``again``; raises as `open`."""
+    def load(self, group: int) -> FrameReader:
+        """Fetch the frame of a group, and look at its bytes if it is asked for again; raises as `open`."""
+        again, right = self._asked[group] == 2, False
         try:
             frame = self.frame(group)
-        except AssetError:
-            if again:
+            right = not again or has_digest(self.digest(group), frame.read(0, frame.size))
+            return frame
+        finally:
+            if again and not right:
                 self._doubt(self.asset, group, self.name)
-            raise
-        if again and not has_digest(self.digest(group), frame.read(0, frame.size)):
-            self._doubt(self.asset, group, self.name)
-        return frame
 
     def frame(self, group: int) -> FrameReader:
         """Open the frame of a group that exists; raises as `open`."""

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvabr.server.changes import ChangeLog, mark_of, position_in
 from kvabr.server.grants import EVERYTHING, Grant, Grants
-from kvabr.server.live_assets import FollowedAsset, LiveAssets, live_asset_of
+from kvabr.server.live_assets import FollowedAsset, LiveAssets
 from kvabr.server.publication import BytesPublication, LevelPublication, Publication
 from kvabr.store.asset import Asset
 from kvabr.store.asset_index import AssetIndex, AssetView
@@ -45,6 +45,15 @@ MAX_CACHED_BYTES = 256 << 20
 _NOTHING = AssetView()
 
 
+class _Reader(NamedTuple):
+    """What the holder of one token can read."""
+
+    grant: Grant
+    view: AssetView
+    log: ChangeLog
+    """What was taken back."""
+
+
 class PublishedAssets:
     """All assets of an origin. `find` may be called while another thread is in `refresh`."""
 
@@ -63,11 +72,9 @@ class PublishedAssets:
         """
         self._grants = grants
         self._lock = threading.Lock()
-        """Held while the index or the views change."""
-        self._views: dict[str, AssetView] = {}
-        """By the digest of a grant's token."""
-        self._logs: dict[str, ChangeLog] = {}
-        """What was taken back, by the digest of a grant's token."""
+        """Held while the index or the readers change."""
+        self._readers: dict[str, _Reader] = {}
+        """By the digest of a grant's token, as of the last look."""
         self._listeners: list[Callable[[], None]] = []
         self._levels: dict[Asset, dict[str, LevelPublication]] = {}
         self._doubted: deque[tuple[Asset, int, str]] = deque(maxlen=_MOST_LOOKS)
@@ -85,8 +92,6 @@ class PublishedAssets:
         """Those that are being prefilled, once somebody follows them; only folders can have such."""
         if stores.folder is not None:
             self.live = LiveAssets(stores, self._index.log, on_ended=self.refresh, on_gone=self._live_gone)
-        self._opened: dict[str, Grant] = {}
-        """The grants at the last look, by the digest of their token."""
         self._changed()
         self.refresh()
 
@@ -111,10 +116,8 @@ class PublishedAssets:
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
         """See `Source.holds`; catalogs and profiles, which are short, are sent to their end."""
-        if (live := live_asset_of(publication)) is not None:
-            return not live.gone and grant.may_read(live.name, live.namespace.model)
         if not isinstance(publication, LevelPublication):
-            return True
+            return publication.readable(grant)
         asset = publication.asset
         return self._view(grant).assets.get(asset.catalog.namespace) is asset
 
@@ -201,15 +204,15 @@ class PublishedAssets:
 
     def _live_gone(self, asset: FollowedAsset) -> None:
         """Tell relays that an asset which grew was removed."""
-        for name, grant in self._opened.items():
-            if name in self._logs and grant.may_read(asset.name, asset.namespace.model):
-                self._logs[name].add([mark_of(asset.namespace)])
+        for reader in self._readers.values():
+            if reader.grant.may_read(asset.name, asset.namespace.model):
+                reader.log.add([mark_of(asset.namespace)])
         self._tell()
 
     def _check_grant(self, grant: Grant, *, at_once: bool) -> None:
         if self.renewed(grant) is None:
             raise RequestError("the token is no longer accepted", reason=Reason.UNAUTHORIZED)
-        if grant.token_sha256 not in self._views:
+        if grant.token_sha256 not in self._readers:
             # A new token, while the assets that it opens are still being looked up.
             if at_once:
                 raise BlockingIOError(f"{grant.id}: is new")
@@ -217,7 +220,7 @@ class PublishedAssets:
 
     def _models(self, grant: Grant) -> Publication:
         growing = () if self.live is None else self.live.assets
-        live = [one.catalog.spec for one in growing if grant.may_read(one.name, one.namespace.model)]
+        live = [one.catalog.spec for one in growing if one.readable(grant)]
         known = {spec.digest(): spec for spec in (*live, *self._view(grant).models.values())}
         specs = sorted(known.values(), key=lambda spec: spec.model)
         return BytesPublication(json.dumps({"models": [spec.to_json() for spec in specs]}).encode())
@@ -225,10 +228,10 @@ class PublishedAssets:
     async def find_soon(self, grant: Grant, namespace: TrackNamespace, track: str) -> Publication | None:
         """See `Source.find_soon`: what takes long is done in a thread."""
         if namespace == MODELS_NAMESPACE and (position := position_in(track)) is not None:
-            if grant.token_sha256 not in self._logs and self.renewed(grant) is not None:
+            if grant.token_sha256 not in self._readers and self.renewed(grant) is not None:
                 await asyncio.to_thread(self._look_at_grants)
-            log = self._logs.get(grant.token_sha256)
-            return None if log is None else log.follow(position)
+            reader = self._readers.get(grant.token_sha256)
+            return None if reader is None else reader.log.follow(position)
         try:
             return self.find(grant, namespace, track, at_once=True)
         except BlockingIOError:
@@ -248,47 +251,40 @@ class PublishedAssets:
         return made
 
     def _view(self, grant: Grant) -> AssetView:
-        return self._views.get(grant.token_sha256, _NOTHING)  # withdrawn a moment ago
+        reader = self._readers.get(grant.token_sha256)
+        return _NOTHING if reader is None else reader.view  # withdrawn a moment ago
 
     def _changed(self) -> None:
         """Make publications and views anew, and say what changed; grants that may read the same share one view."""
-        assets = self._index.oldest_first
-        before = self._views
-        known = self._levels
+        assets, before, known = self._index.oldest_first, self._readers, self._levels
         self._levels = {
             asset: known.get(asset)
             or {name: LevelPublication(asset, name, self._doubt) for name in asset.catalog.published}
             for asset in assets
         }
         self._flipped.intersection_update(assets)
+        live = () if self.live is None else self.live.assets
         shared: dict[tuple[str, ...], AssetView] = {}
-        views: dict[str, AssetView] = {}
-        logs: dict[str, ChangeLog] = {}
-        grants = (EVERYTHING,) if self._grants is None else tuple(self._grants)
-        for grant in grants:
+        lost: dict[tuple[int, int], list[str]] = {}
+        readers, news = dict[str, _Reader](), list[tuple[ChangeLog, list[str]]]()
+        for grant in (EVERYTHING,) if self._grants is None else self._grants:
             seen = [asset for asset in assets if grant.may_read(asset.name, asset.catalog.namespace.model)]
             key = tuple(asset.name for asset in seen)
             if key not in shared:
                 shared[key] = AssetView.of(seen)
-            log = self._logs.get(grant.token_sha256)
-            views[grant.token_sha256] = shared[key]
-            logs[grant.token_sha256] = ChangeLog() if log is None else log
-        opened, self._opened = self._opened, {grant.token_sha256: grant for grant in grants}
-        self._views, self._logs = views, logs
-        self._forget_all_but({name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)})
-        lost: dict[tuple[int, int], list[str]] = {}
-        for name, new in views.items():
-            old = before.get(name, _NOTHING)
-            both = id(old), id(new)
+            old = before.get(grant.token_sha256) or _Reader(grant, _NOTHING, ChangeLog())
+            new = readers[grant.token_sha256] = _Reader(grant, shared[key], old.log)
+            both = id(old.view), id(new.view)
             if both not in lost:
-                spaces = (space for space, asset in old.assets.items() if new.assets.get(space) is not asset)
+                spaces = (space for space, asset in old.view.assets.items() if new.view.assets.get(space) is not asset)
                 lost[both] = list(map(mark_of, spaces))
-            logs[name].add(lost[both])
-        for asset in () if self.live is None else self.live.assets:
-            named = asset.name, asset.namespace.model
-            for name, grant in self._opened.items():
-                if name in opened and opened[name].may_read(*named) and not grant.may_read(*named):
-                    logs[name].add([mark_of(asset.namespace)])
+            named = ((one.namespace, one.name, one.namespace.model) for one in live)
+            closed = [space for space, *name in named if old.grant.may_read(*name) and not grant.may_read(*name)]
+            news.append((new.log, [*lost[both], *map(mark_of, closed)]))
+        self._readers = readers
+        self._forget_all_but({name for asset in assets for name in (asset.catalog_sha256, asset.catalog.profile)})
+        for log, marks in news:
+            log.add(marks)
         self._tell()
 
     def _forget_all_but(self, named: AbstractSet[str | None]) -> None:

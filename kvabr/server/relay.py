@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from kvabr.server.changes import MAX_CHANGES_BYTES, ChangeLog, Changes, changes_track, mark_of, position_in
@@ -18,7 +19,7 @@ from kvabr.server.metrics import Metrics
 from kvabr.server.publication import ArrivingGroup, CatalogLevel, Publication
 from kvabr.server.relay_catalogs import LEAST_BYTES, Answer, AssetFacts, Catalogs, is_small, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
-from kvabr.server.relay_live import LiveRelay, RelayedAsset, relayed_asset_of
+from kvabr.server.relay_live import LiveRelay, RelayedAsset
 from kvabr.server.seen_prompts import SeenPrompts
 from kvabr.store.group_cache import GroupCache, StoreTier
 from kvabr.store.locations import Location
@@ -146,10 +147,7 @@ class Relay:
         return EVERYTHING if self._grants is None else self._grants.renewed(grant)
 
     def holds(self, grant: Grant, publication: Publication) -> bool:
-        del grant
-        if (asset := relayed_asset_of(publication)) is not None:
-            return not asset.gone
-        return not (isinstance(publication, RelayedTrack) and publication.facts.withdrawn)
+        return publication.readable(grant)
 
     def listen(self, changed: Callable[[], None]) -> None:
         self._listeners.append(changed)
@@ -186,14 +184,11 @@ class Relay:
             answer = await self.catalogs.get(namespace, track if is_small(track) else CATALOG_TRACK)
             return self._track(answer, track)
         except NotFoundError:
-            return None if is_small(track) or track == EDGE_TRACK else await self._growing(namespace, track)
-
-    async def _growing(self, namespace: TrackNamespace, track: str) -> Publication | None:
-        """Return a level of an asset that has no ordinary catalog."""
-        try:
+            if is_small(track) or track == EDGE_TRACK:
+                return None
+        with suppress(NotFoundError):  # a level of an asset that has no ordinary catalog
             return (await self.live.begin(namespace)).track(track)
-        except NotFoundError:
-            return None
+        return None
 
     def _track(self, answer: Answer, track: str) -> Publication | None:
         if is_small(track):
@@ -211,7 +206,7 @@ class Relay:
 
     def _dropped(self, facts: AssetFacts) -> None:
         why = "the asset was removed or replaced; ask for its catalog again"
-        gone = facts.all_digests() - self.catalogs.named_besides(facts)
+        gone = facts.all_digests() - self.catalogs.named(facts.firsts())
         self._drop(gone, NotFoundError(why, reason=Reason.MISSING))
         self.prompts.take_back([facts.mark])
         self._changes.add([facts.mark])
@@ -297,6 +292,10 @@ class RelayedTrack(CatalogLevel):
     def __init__(self, relayed: RelayGroups, facts: AssetFacts, track: str) -> None:
         super().__init__(facts.spec, facts.tokens, track, facts.sizes[track])
         self._relayed, self.facts = relayed, facts
+
+    def readable(self, grant: Grant) -> bool:
+        del grant
+        return not self.facts.withdrawn
 
     def loads(self, group: int) -> int:
         size = self.size(group)

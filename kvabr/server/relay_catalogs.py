@@ -242,36 +242,27 @@ class Catalogs:
         """
         if (found := self.fresh(namespace, track)) is not None:
             return found
-        name = namespace, track
+        name, first_s = (namespace, track), 0.0 if is_live(track) else self.AWAY_S
         last = self._answers.get(name)
-        if last is None:
-            return await self._first(name)
-        task = self._asking.get(name) or self._ask(name)
-        # A doubted answer is not worth repeating while the origin may still answer.
-        away = self._away or self._upstream.trouble is not None
-        patience_s = None if last.doubted else 0 if away else self.PATIENCE_S
-        await asyncio.wait({task}, timeout=patience_s)
-        if not task.done() or _is_away(task.exception()):
-            self._missed(name, last)
-            return last
-        return await asyncio.shield(task)
-
-    async def _first(self, name: _Name) -> Answer:
-        """Return what the origin has not answered before; fail soon while the connection to it is lost.
-
-        Nothing grows then, so that live tracks fail at once; they ask only if nothing else does.
-        """
-        patience_s = 0.0 if is_live(name[1]) else self.AWAY_S
-        if not patience_s and self._upstream.trouble is not None and self._asking:
-            raise self._unknown(name)
+        if last is None and not first_s and self._upstream.trouble is not None and self._asking:
+            raise self._unknown(name)  # nothing grows meanwhile; live tracks ask only if nothing else does
         task = self._asking.get(name) or self._ask(name)
         while not task.done():
             lost = self._upstream.trouble is not None
-            await asyncio.wait({task}, timeout=patience_s if lost else self.PATIENCE_S)
-            if lost and not task.done() and self._upstream.trouble is not None:
-                raise self._unknown(name)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError):
+            if last is None:
+                patience_s = first_s if lost else self.PATIENCE_S
+            elif last.doubted:  # not worth repeating while the origin may still answer
+                patience_s = None
+            else:
+                patience_s = 0 if lost or self._away else self.PATIENCE_S
+            await asyncio.wait({task}, timeout=patience_s)
+            if not task.done() and (last is not None or (lost and self._upstream.trouble is not None)):
+                break
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if last is not None and (not task.done() or _is_away(error)):
+            self._missed(name, last)
+            return last
+        if not task.done() or (isinstance(error, ConnectionLostError) and not isinstance(error, UnauthorizedError)):
             raise self._unknown(name) from error
         return await asyncio.shield(task)
 
@@ -282,8 +273,8 @@ class Catalogs:
 
     def doubt(self, namespace: TrackNamespace) -> None:
         """Ask again for an asset whose groups are not what was said of it; until then it is the best there is."""
-        for _, answer in self._naming(namespace):
-            answer.doubted = True
+        for _, answer in self._entries():
+            answer.doubted |= answer.facts is not None and answer.facts.namespace == namespace
 
     def revoke(self) -> None:
         """Forget everything: it was fetched with a token that the origin no longer accepts."""
@@ -310,9 +301,8 @@ class Catalogs:
     def doubt_everything(self) -> None:
         """Ask again for everything before it is next used, as long as the origin answers."""
         self._withdrawals += 1
-        for name in self._answers:
-            if (answer := self._answers.peek(name)) is not None:
-                answer.doubted = True
+        for _, answer in self._entries():
+            answer.doubted = True
 
     def close(self) -> None:
         """Stop asking, and forget everything."""
@@ -409,37 +399,28 @@ class Catalogs:
         gone = [facts for facts in self._known if not facts.withdrawn and chosen(facts)]
         for facts in gone:
             facts.withdrawn = True
-        for name in list(self._answers) if gone else ():
-            answer = self._answers.peek(name)
-            if answer is not None and answer.facts is not None and answer.facts.withdrawn:
+        for name, answer in self._entries() if gone else ():
+            if answer.facts is not None and answer.facts.withdrawn:
                 del self._answers[name]
         for facts in gone:
             self._log.info(event, model=facts.namespace.model, prompt=facts.namespace.prompt[:16])
             self._on_dropped(facts)
 
     def _drop_live(self, chosen: Callable[[TrackNamespace], bool]) -> None:
-        for name in list(self._answers):
-            answer = self._answers.peek(name)
-            if answer is not None and answer.live is not None and chosen(answer.live):
+        for name, answer in self._entries():
+            if answer.live is not None and chosen(answer.live):
                 del self._answers[name]
 
-    def named_besides(self, gone: AssetFacts) -> set[str]:
-        """Return the digests of groups that other assets have, of those that share groups with this one."""
-        return self.named(gone.firsts(), gone)
-
-    def named(self, firsts: set[str], gone: AssetFacts | None = None) -> set[str]:
-        """Return the digests of groups of assets whose first group has one of these digests, besides one asset.
+    def named(self, firsts: set[str]) -> set[str]:
+        """Return the digests of groups of assets whose first group has one of these digests.
 
         Assets share groups only as parts of a common prefix, so those that share any have the same first group.
         """
-        others = [
-            one for one in self._known if one is not gone and not one.withdrawn and not firsts.isdisjoint(one.firsts())
-        ]
+        others = [one for one in self._known if not one.withdrawn and not firsts.isdisjoint(one.firsts())]
         return {digest for one in others for digest in one.all_digests()}
 
-    def _naming(self, namespace: TrackNamespace) -> list[tuple[_Name, Answer]]:
-        found = [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]
-        return [(name, one) for name, one in found if one.facts is not None and one.facts.namespace == namespace]
+    def _entries(self) -> list[tuple[_Name, Answer]]:
+        return [(name, answer) for name in self._answers if (answer := self._answers.peek(name)) is not None]
 
     def _missed(self, name: _Name, last: Answer | None) -> None:
         if not self._away:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from kvabr.codec.container import ObjectSpan
 from kvabr.server.publication import ArrivingGroup, PublishedGroup
@@ -52,10 +51,10 @@ class RelayTransfer(GroupTransfer):
 
     readers: list[TransferReader]  # type: ignore[assignment]
 
-    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str, number: int) -> None:
+    def __init__(self, groups: RelayGroups, request: GroupRequest, digest: str) -> None:
         """Begin without readers; ``request`` says under whose name it is fetched."""
         super().__init__(request)
-        self.digest, self.number = digest, number
+        self.digest = digest
         self.upstream: GroupReader | None = None
         """What comes from the origin."""
         self.task: asyncio.Task[None] | None = None
@@ -151,26 +150,6 @@ class TransferReader(ArrivingGroup, TransferListener):
         self.transfer.leave(self)
 
 
-class ExpectedGroup:
-    """A group that the origin has not published yet, and that comes by a subscription."""
-
-    def __init__(self, download: GroupReader, limit: int) -> None:
-        """Wait for the first bytes."""
-        self.download, self.limit = download, limit
-        self.first = asyncio.ensure_future(download.read())
-        self.first.add_done_callback(lambda done: done.cancelled() or done.exception())  # who takes it over looks
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended without a byte."""
-        return self.first.done() and (self.first.cancelled() or self.first.exception() is not None)
-
-    def cancel(self) -> None:
-        """Give it up."""
-        self.first.cancel()
-        self.download.cancel()
-
-
 class RelayGroups:
     """All groups on their way through a relay, and the store of those that have come."""
 
@@ -198,11 +177,9 @@ class RelayGroups:
         self._admitted: set[RelayTransfer] = set()
         """Those that count towards the bound: on their way, or complete and still read."""
         self._waiting: dict[RelayTransfer, asyncio.Future[None]] = {}
-        self._expected: dict[_Place, ExpectedGroup] = {}
-        self._expected_bytes = 0
-        """The most that these may come to."""
+        self._expected: dict[_Place, GroupReader] = {}
+        """Groups that the origin has not published yet, and that come by subscriptions."""
         self._looking: asyncio.TimerHandle | None = None
-        self._numbers = count()
         self.bytes = 0
         """Bytes of groups that are on their way or being read."""
 
@@ -231,7 +208,7 @@ class RelayGroups:
             return PublishedGroup(held, objects, digest)
         transfer = self._transfers.get((digest, request.limit))
         if transfer is None:
-            transfer = RelayTransfer(self, request, digest, next(self._numbers))
+            transfer = RelayTransfer(self, request, digest)
             self._transfers[transfer.key] = transfer
             transfer.task = asyncio.get_running_loop().create_task(self._bring(transfer))
         reader = TransferReader(transfer, request, objects, priority, on_more)
@@ -242,13 +219,12 @@ class RelayGroups:
         """Wait for a group of which neither size nor digest is known, if there is room."""
         place = _place(request)
         if (before := self._expected.get(place)) is not None:
-            if not before.failed:
+            if not _failed(before):
                 return
-            self._forget_expected(place)
-        room = int(_EXPECTED_SHARE * self._limit) - self._expected_bytes
-        if len(self._expected) < MOST_EXPECTED and request.limit <= room:
-            self._expected[place] = ExpectedGroup(self._upstream.request(request, _URGENT), request.limit)
-            self._expected_bytes += request.limit
+            self._unexpect(place)
+        taken = sum(one.transfer.request.limit for one in self._expected.values() if one.transfer is not None)
+        if len(self._expected) < MOST_EXPECTED and request.limit <= int(_EXPECTED_SHARE * self._limit) - taken:
+            self._expected[place] = self._upstream.request(request, _URGENT)
 
     def take_over(self, request: GroupRequest, digest: str, objects: tuple[ObjectSpan, ...]) -> None:
         """Take over a group that was expected and is published by now; arguments as of `open`.
@@ -354,20 +330,11 @@ class RelayGroups:
             TransportError: it failed, or is a wrong one.
             TimeoutError: the origin has fallen silent.
         """
-        request, size, result, received = transfer.request, transfer.size, "failed", 0
-        expected = self._forget_expected(_place(request))
-        first = None if expected is None or expected.failed else expected.first
-        if expected is not None and first is not None:
-            download = expected.download
-            download.prioritise(transfer.priority)
-        else:
-            download = self._upstream.fetch(
-                request.namespace, request.track, request.group, priority=transfer.priority, limit=size, exact=True
-            )
+        size, result, received = transfer.size, "failed", 0
+        download, expected = self._begin(transfer)
         transfer.upstream = download
         try:
-            while received < size and (part := await self._read(download, first)):
-                first = None
+            while received < size and (part := await self._read(download)):
                 received += len(part)
                 self.metrics.downloaded_bytes_total.inc(len(part))
                 # A download that began again is behind what was available already, and must not take that back.
@@ -381,7 +348,7 @@ class RelayGroups:
             result = "cancelled"
             raise
         except RequestError as error:
-            if first is None:
+            if not expected or received:
                 raise
             raise TimeoutError from error  # the subscription has ended, and it must be fetched
         finally:
@@ -393,15 +360,25 @@ class RelayGroups:
     @staticmethod
     async def _check(transfer: RelayTransfer, download: GroupReader) -> None:
         """Raise a `RequestError` unless a group is the one that was expected."""
-        loop = asyncio.get_running_loop()
-        right = len(download.data) == transfer.size
+        loop, right = asyncio.get_running_loop(), len(download.data) == transfer.size
         if not right or not await loop.run_in_executor(decoders(), download.has_digest, transfer.digest):
             why = "the origin sent a group whose digest is not the one in its catalog"
             raise RequestError(why, reason=Reason.WRONG)
 
-    async def _read(self, download: GroupReader, reading: asyncio.Future[memoryview] | None = None) -> memoryview:
+    def _begin(self, transfer: RelayTransfer) -> tuple[GroupReader, bool]:
+        """Return the download of a group, and whether a subscription brings it."""
+        request = transfer.request
+        if (expected := self._expected.pop(_place(request), None)) is not None:
+            if not _failed(expected):
+                expected.prioritise(transfer.priority)
+                return expected, True
+            expected.cancel()
+        name = request.namespace, request.track, request.group
+        return self._upstream.fetch(*name, priority=transfer.priority, limit=transfer.size, exact=True), False
+
+    async def _read(self, download: GroupReader) -> memoryview:
         """Read from a download; raise `TimeoutError` once nothing more comes on the whole connection."""
-        reading = asyncio.ensure_future(download.read()) if reading is None else reading
+        reading = asyncio.ensure_future(download.read())
         try:
             while True:
                 before = self._upstream.stats().bytes_received
@@ -440,7 +417,7 @@ class RelayGroups:
             self._admitted.remove(transfer)
             self.bytes -= transfer.size
         while self._waiting:
-            first = min(self._waiting, key=lambda one: (one.priority, one.number))
+            first = min(self._waiting, key=lambda one: one.priority)  # of equals the oldest
             if not self._take(first):
                 return
             self._waiting.pop(first).set_result(None)
@@ -466,14 +443,8 @@ class RelayGroups:
             asyncio.get_running_loop().call_soon(reader.close)
 
     def _unexpect(self, place: _Place) -> None:
-        if (expected := self._forget_expected(place)) is not None:
+        if (expected := self._expected.pop(place, None)) is not None:
             expected.cancel()
-
-    def _forget_expected(self, place: _Place) -> ExpectedGroup | None:
-        expected = self._expected.pop(place, None)
-        if expected is not None:
-            self._expected_bytes -= expected.limit
-        return expected
 
     def _forget(self, transfer: RelayTransfer) -> None:
         if self._transfers.get(transfer.key) is transfer:
@@ -482,3 +453,9 @@ class RelayGroups:
 
 def _place(request: GroupRequest) -> _Place:
     return request.namespace, request.track, request.group
+
+
+def _failed(expected: GroupReader) -> bool:
+    """Return whether a group that was expected has ended without a byte."""
+    transfer = expected.transfer
+    return transfer is None or (transfer.over and not transfer.received)

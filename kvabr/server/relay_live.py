@@ -12,8 +12,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvabr.server.live_tracks import EdgeTrack, GrowingAsset, LiveLevel, PublishedFrame
-from kvabr.server.publication import ArrivingGroup, BytesPublication, Publication
+from kvabr.server.live_tracks import GrowingAsset, LiveLevel, PublishedFrame
+from kvabr.server.publication import ArrivingGroup, BytesPublication
 from kvabr.server.relay_catalogs import Catalogs, is_unauthorized
 from kvabr.server.relay_groups import RelayGroups
 from kvabr.transfer.interface import Connection
@@ -223,10 +223,3 @@ class LiveRelay:
         now_s = asyncio.get_running_loop().time()
         for asset in [one for one in self._assets.values() if one.over and now_s - one.asked_s >= IDLE_S]:
             self._forget(asset)
-
-
-def relayed_asset_of(publication: Publication) -> RelayedAsset | None:
-    """Return the asset that a track belongs to, if it is one that grows."""
-    if isinstance(publication, LiveLevel | EdgeTrack) and isinstance(publication.asset, RelayedAsset):
-        return publication.asset
-    return None

@@ -10,7 +10,6 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvabr.server.changes import mark_of
 from kvabr.store.lru import ByteLru
@@ -25,20 +24,13 @@ _PARTS = 4
 """Prompts of which more parts may come have a fourth of the bytes of all; longer ones are not told."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SeenPrompt:
-    """An asset that was looked up, or may be."""
-
-    tokens: array[int]
-
-
 class SeenPrompts:
     """Prompts within a bound; all methods may be called in any thread."""
 
     def __init__(self, max_bytes: int = _MAX_TOKEN_BYTES) -> None:
         """Begin empty, and keep tokens of at most ``max_bytes``."""
         size = _OVERHEAD_BYTES
-        self._tokens: ByteLru[str, SeenPrompt] = ByteLru(max_bytes, lambda one: size + 4 * len(one.tokens))
+        self._tokens: ByteLru[str, array[int]] = ByteLru(max_bytes, lambda one: size + 4 * len(one))
         """By the digest of the prompt; digests name tokens, so this does not get old."""
         self._parts: ByteLru[str, tuple[object, array[int]]] = ByteLru(
             max_bytes // _PARTS, lambda one: size + 4 * len(one[1])
@@ -46,7 +38,7 @@ class SeenPrompts:
         """By the digest, the name of the last block that came of a prompt, and its tokens so far."""
         self._seen: OrderedDict[str, TrackNamespace] = OrderedDict()
         """Assets that were looked up and not taken back since, by their marks (`mark_of`); the oldest first."""
-        self._told: dict[str, tuple[TrackNamespace, SeenPrompt]] = {}
+        self._told: dict[str, ToldPrompt] = {}
         """What `assets` returned last, so that it returns the same again."""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -55,7 +47,7 @@ class SeenPrompts:
         """Call ``changed`` when there may be other prompts."""
         self._listeners.append(changed)
 
-    def assets(self) -> Mapping[str, tuple[TrackNamespace, SeenPrompt]]:
+    def assets(self) -> Mapping[str, ToldPrompt]:
         """Return what can be told, by the digest; the publisher's thread alone calls it."""
         with self._lock:
             seen = list(self._seen.values())
@@ -64,9 +56,10 @@ class SeenPrompts:
             with self._lock:  # for a moment each: the event loop wants it, too
                 tokens = self._tokens.peek(space.prompt)
             if tokens is not None:
-                known = before.get(space.prompt)
-                same = known is not None and known[1] is tokens and known[0] == space
-                self._told[space.prompt] = known if known is not None and same else (space, tokens)
+                told = before.get(space.prompt)
+                if told is None or told.tokens is not tokens or told.model != space.model:
+                    told = ToldPrompt(space.model, space.prompt, tokens)
+                self._told[space.prompt] = told
         return dict(self._told)
 
     def saw(self, namespace: TrackNamespace) -> None:
@@ -117,17 +110,11 @@ class SeenPrompts:
 
     def _learn(self, prompt: str, tokens: array[int]) -> bool:
         known = self._tokens.get(prompt)
-        new = known is None or len(known.tokens) < len(tokens)
+        new = known is None or len(known) < len(tokens)
         if new:
-            self._tokens.replace(prompt, SeenPrompt(tokens[:]))
+            self._tokens.replace(prompt, tokens[:])
         return new
 
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def seen_prompt(asset: tuple[TrackNamespace, SeenPrompt]) -> ToldPrompt:
-    """Return what is told of an asset."""
-    space, prompt = asset
-    return ToldPrompt(space.model, space.prompt, prompt.tokens)

@@ -49,8 +49,6 @@ class FrameReader(ABC):
 
     size: int
     """Bytes of the frame."""
-    files: int = 0
-    """Descriptors that this keeps open."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> memoryview:
@@ -73,8 +71,6 @@ class LoadedFrame(FrameReader):
 
 class FrameFile(FrameReader):
     """A frame in a file. It is not mapped into memory: then a file that is cut short would end the process (SIGBUS)."""
-
-    files = 1
 
     def __init__(self, path: str, file: BufferedReader, place: FramePlace) -> None:
         """Take over the open file."""

@@ -177,7 +177,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
 
     def produce():
         for _ in range(GROUPS):
-            while not over.wait(0.01) and not any(len(peer._pushing) for peer in served.peers):
+            while not over.wait(0.01) and not any(len(peer._subscriptions) for peer in served.peers):
                 pass
             writer.step()
         writer.folder.tell(LiveEnd(writer.key))

@@ -65,14 +65,14 @@ Lie = Callable[[Answer], None]
 class LyingPeer(Peer):
     """Answers one group, once or always, as its server's lie says."""
 
-    def _fetch(self, number, message, grant, found):
+    def _fetch(self, request, message):
         server = self._server
-        track, group = message.track.decode(), message.start.group
+        track, group = request.track, message.start.group
         if not level(track) or group != GOAL or (server.told and server.once):
-            super()._fetch(number, message, grant, found)
+            super()._fetch(request, message)
             return
         server.told += 1
-        server.lie(Answer(self, number, found, group))
+        server.lie(Answer(self, request.number, request.publication, group))
 
 
 class LyingServer(Server):

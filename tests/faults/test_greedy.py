@@ -18,7 +18,6 @@ from tests.faults.test_guests import ask, others_are_served, refusals, until
 pytestmark = pytest.mark.process
 
 LITTLE = {
-    "open_files_per_connection": 3, "open_files_per_address": 6, "open_files": 9,
     "memory_per_connection": 60_000, "memory_per_address": 100_000, "memory": 150_000,
     "in_flight_per_connection": 300_000, "in_flight_per_address": 400_000, "in_flight": 500_000,
 }  # fmt: skip
@@ -41,7 +40,7 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
 
         async def watch():
             while True:
-                seen.append((open_files(root), budgets.total.files, budgets.total.memory))
+                seen.append((open_files(root), budgets.total.memory))
                 await asyncio.sleep(0.001)
 
         watching = asyncio.create_task(watch())
@@ -57,13 +56,12 @@ async def test_clients_that_begin_everything_and_finish_nothing(root, tls, finge
         await others_are_served(served)
         watching.cancel()
         most = [max(column) for column in zip(*seen, strict=True)]
-        assert 0 < most[0] <= 6
-        assert most[1] <= 6
-        assert most[2] <= 100_000
+        assert 0 < most[0] <= len(ends) + 1  # of each connection one
+        assert most[1] <= 100_000
         for peer in list(served.server.peers):
             peer.say_goodbye()
         await served.empty()
-        assert budgets.total.files == budgets.total.memory == budgets.total.in_flight == len(budgets) == 0
+        assert budgets.total.memory == budgets.total.in_flight == len(budgets) == 0
         assert not budgets.addresses
         assert open_files(root) == 0
 

@@ -245,10 +245,10 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
 async def test_a_mistake_of_ours_ends_one_connection_and_says_so(root, tls, fingerprint, catalog, monkeypatch, caplog):
     right_way = Peer._fetch
 
-    def fetch(peer, number, message, grant, found):
+    def fetch(peer, request, message):
         if message.track == b"FP16":
             raise ZeroDivisionError("nobody thought of that")
-        right_way(peer, number, message, grant, found)
+        right_way(peer, request, message)
 
     monkeypatch.setattr(Peer, "_fetch", fetch)
     async with serving(root, tls, fingerprint) as served, served.connect() as guest:

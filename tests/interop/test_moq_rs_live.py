@@ -33,7 +33,7 @@ async def test_its_client_subscribes_to_our_growing_track(draft, tls):  # noqa: 
         async with moq.Client(url, tls_verify=False, bind="127.0.0.1:0") as client:
             broadcast = await routed(client, path_of(SPACE))
             consumer = await broadcast.subscribe_track("live")
-            await until(lambda: any(len(peer._pushing) for peer in server.peers))
+            await until(lambda: any(len(peer._subscriptions) for peer in server.peers))
             for group in range(1, 4):
                 track.append(data(group, 70_000))
                 got = await consumer.next_group()

@@ -167,7 +167,7 @@ async def test_a_client_that_reads_nothing_holds_nothing_up(asset, tls):
         downloads = [connection.fetch(asset.catalog.namespace, "FP16", n % 10, limit=1 << 20) for n in range(60)]
         assert await fetched(asset, server) == asset.frame(0, "FP16")
         for peer in server.peers:
-            assert peer._unsent() <= 3 << 20
+            assert peer.transport.unsent(()) <= 3 << 20
         for download in downloads:
             download.cancel()
 

@@ -1,18 +1,18 @@
 """Budgets of a server: who gives way, who waits, and that nothing is left of clients that have gone."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from kvabr.server import limits
 from kvabr.server.budgets import IDLE_READ_S, LEAST_IN_FLIGHT_BYTES, Budgets, site_of
 from kvabr.server.fetch_range import GroupRange
 from kvabr.server.limits import ServerLimits
-from kvabr.server.publication import LevelPublication, Publication
-from kvabr.server.send_queue import Sending, SendQueue
+from kvabr.server.publication import LevelPublication
+from kvabr.server.send_queue import SendQueue
 from kvabr.types.errors import UsageError
 from tests.assets import make_asset, open_files
-from tests.server.test_send_queue import Growing, Quic, Track, objects
+from tests.server.test_send_queue import Coming, Quic, objects, sending
 
 LARGE = 100_000
 """Bytes of a frame that is read from an open file."""
@@ -22,118 +22,92 @@ def budgets(**bounds):
     return Budgets(ServerLimits(**bounds), clock=lambda: 1000.0)
 
 
-def sending(number, publication, room, *, priority=128, group=0, first=None):
-    return Sending(
-        number, number, publication, [GroupRange(group, 0, None)], track="T", priority=priority,
-        dense=False, descending=False, room=room, first=first,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def asset(tmp_path_factory):
     """90 groups, of 4 tokens each."""
     return make_asset(tmp_path_factory.mktemp("budgets") / "one", range(360), levels=("FP16",), frame_bytes=LARGE)
 
 
-def test_a_client_that_changes_its_mind_keeps_few_files_open(asset):
+def test_a_client_that_changes_its_mind_keeps_one_file_open(asset):
     """Each of 90 answers is begun in turn by raising its priority; then all of them arrive whole."""
-    most, quics = [], [Quic() for _ in range(5)]
-    kept = budgets(open_files_per_connection=6, open_files_per_address=20, open_files=25)
+    most, quics, kept = [], [Quic() for _ in range(5)], budgets()
     rooms = [kept.enter("10.0.0.1") for _ in quics]
     level = LevelPublication(asset, "FP16")
-    queues = [
-        SendQueue(quic.send, lambda: 0, lambda: 1, allowance=lambda _: 1000) for quic in quics
-    ]  # a piece at a time
+    queues = [SendQueue(quic.send) for quic in quics]
     for queue, room in zip(queues, rooms, strict=True):
         for group in range(90):
-            queue.add(sending(group, level, room, group=group))
+            queue.add(sending(group, level, ranges=[GroupRange(group, 0, None)], room=room))
     for turn in range(2):
         for group in range(90):
             for queue in queues:
-                queue.prioritise(group, 89 - group if turn else 200 - group)
-                queue.feed()
+                queue.reprioritise(group, 89 - group if turn else 200 - group)
+                queue.feed(1, 64 << 10)  # a piece
             most.append(open_files(asset.store.folder))
-    assert 15 < max(most) <= 20
-    assert kept.total.files == most[-1]
+    assert max(most) == len(queues)
     for quic, queue in zip(quics, queues, strict=True):
         while len(queue):
-            assert queue.feed()[1] == []
+            assert queue.feed(1, 64 << 10)[1] == []
         for group in (0, 44, 89):
-            payload = b"".join(part for _, _, part in objects(quic.streams[group]))
+            payload = b"".join(part for _, _, part in objects(quic.streams[group + 1000]))
             assert payload == asset.frame(group, "FP16")
-    assert open_files(asset.store.folder) == kept.total.files == kept.total.memory == 0
+    assert open_files(asset.store.folder) == kept.total.memory == 0
 
 
-def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
+async def test_memory_of_open_groups_has_a_bound_per_connection_address_and_in_all():
     kept = budgets(memory_per_connection=70, memory_per_address=100, memory=130)
     rooms = [kept.enter(address) for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
     answers = []
     for room in rooms * 3:
-        answers.append(sending(len(answers), Track(30), room))
-        assert answers[-1].ready
+        answers.append(sending(len(answers), Coming(), room=room))
+        answers[-1].ready()
         own, address, total = room.accounts
         assert (own.memory <= 70, address.memory <= 100, total.memory <= 130) == (True, True, True)
     assert kept.total.memory == 120
     for answer in answers:
         pieces = b""
         while not answer.finished:
-            assert answer.ready
-            pieces += answer.piece(64 << 10)
+            if answer.ready():
+                pieces += answer.piece(64 << 10)
+            elif answer.request.publication.loaded:
+                answer.request.publication.loaded[0].come(30)
+            else:
+                await asyncio.sleep(0)  # until it is told that there is room
         assert len(b"".join(part for _, _, part in objects(pieces))) == 30
-        answer.close()
     assert kept.total.memory == len(kept.total.open) == 0
-
-
-class Slow(Publication):
-    """A track whose groups must be loaded; the test says when they are there."""
-
-    groups, dear = 1, True
-
-    def __init__(self):
-        self.loaded = []
-
-    def objects(self, group):
-        return Track(30).objects(group)
-
-    def open(self, group, priority=128, on_more=lambda: None):
-        self.loaded.append(Growing(self.objects(0)))
-        self.loaded[-1].memory = 30
-        return self.loaded[-1]
 
 
 async def test_what_must_be_loaded_waits_for_room_in_order():
     now = [1000.0]
     kept = Budgets(ServerLimits(memory_per_connection=70, memory=80), clock=lambda: now[0])
     room, told = kept.enter("10.0.0.1"), []
-    answers = [sending(number, Slow(), room) for number in range(5)]
-    for number, answer in enumerate(answers):
-        answer.on_more = lambda number=number: told.append(number)
-        assert answer.ready == (number < 2)  # whose headers can be sent
-    answers[1].piece(64 << 10)
-    assert [len(answer.publication.loaded) for answer in answers] == [1, 1, 0, 0, 0]
+    answers = [sending(number, Coming(), room=room, wake=partial(told.append, number)) for number in range(5)]
+    assert not any(answer.ready() for answer in answers)
+    assert [len(answer.request.publication.loaded) for answer in answers] == [1, 1, 0, 0, 0]
     assert len(kept) == 3
     answers[3].close()
     answers[0].close()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert told == [2, 4]
-    assert answers[2].ready
-    assert [len(answer.publication.loaded) for answer in answers] == [1, 1, 1, 0, 0]
+    assert not answers[2].ready()  # but it is being loaded
+    assert [len(answer.request.publication.loaded) for answer in answers] == [1, 1, 1, 0, 0]
     # What is there and has not been read for long gives way; what is still coming does not.
-    answers[1].publication.loaded[0].here = 30
+    answers[1].request.publication.loaded[0].here = 30
     now[0] += IDLE_READ_S - 1
-    assert not answers[4].ready
-    assert not answers[4].publication.loaded
+    assert not answers[4].ready()
+    assert not answers[4].request.publication.loaded
     now[0] += 2
-    assert answers[4].ready
-    assert len(answers[4].publication.loaded) == 1
-    assert not answers[1].publication.loaded[0].open
-    assert not answers[1].ready  # its turn to wait
-    assert len(answers[1].publication.loaded) == 1
+    answers[4].on_more()
+    answers[4].ready()
+    assert len(answers[4].request.publication.loaded) == 1
+    assert not answers[1].request.publication.loaded[0].open
+    answers[1].on_more()
+    assert not answers[1].ready()  # its turn to wait
+    assert len(answers[1].request.publication.loaded) == 1
     # Another connection never waits for its first one.
-    other = sending(9, Slow(), kept.enter("10.0.0.2"))
-    assert other.ready
-    assert len(other.publication.loaded) == 1
+    other = sending(9, Coming(), room=kept.enter("10.0.0.2"))
+    other.ready()
+    assert len(other.request.publication.loaded) == 1
     for answer in (*answers, other):
         answer.close()
     assert len(kept) == kept.total.memory == 0
@@ -181,17 +155,6 @@ def test_a_budget_of_nothing_is_refused(name):
     for value in (0, -1, float("nan")):
         with pytest.raises(UsageError, match=f"limit {name.replace('_', '-')}: .* is not positive"):
             ServerLimits(**{name: value})
-
-
-def test_no_more_files_than_the_process_may_open(monkeypatch):
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (1024, 4096))
-    assert (ServerLimits().open_files, ServerLimits().open_files_per_address) == (480, 240)
-    with pytest.raises(UsageError, match=r"limit open-files: 1024, but this process may open 1024; .*ulimit -n"):
-        ServerLimits(open_files=1024)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
-    assert ServerLimits().open_files == 8
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (limits.resource.RLIM_INFINITY,) * 2)
-    assert ServerLimits().open_files == 4096
 
 
 def test_addresses_of_one_site():

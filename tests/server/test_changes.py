@@ -96,7 +96,7 @@ def test_each_grant_is_told_of_what_it_opened_alone(tmp_path):
     ))  # fmt: skip
     library = PublishedAssets(tmp_path, Grants([a, b, both]))
     marks = {one.name.partition("/")[0]: mark_of(one.catalog.namespace) for one in library.assets}
-    logs = {grant.name: library._logs[grant.token_sha256] for grant in (a, b, both)}
+    logs = {grant.name: library._readers[grant.token_sha256].log for grant in (a, b, both)}
     begin = {name: log.since(0).position for name, log in logs.items()}
 
     def told():
@@ -132,12 +132,12 @@ def test_parts_of_a_long_prompt_are_joined_and_one_without_end_is_forgotten():
     prompts = SeenPrompts(max_bytes=1 << 16)
     prompts.saw(ASSET)
     prompts.hear("t", [part(0, [1] * 1000), part(1, [2] * 1000, parent=0)])
-    ((_, told),) = prompts.assets().values()
+    (told,) = prompts.assets().values()
     assert list(told.tokens) == [1] * 1000 + [2] * 1000
     prompts.hear("t", [part(at, [3] * 1000, parent=at - 1) for at in range(2, 40)])
     assert prompts._parts.currsize + prompts._tokens.currsize <= 5 << 14
     prompts.hear("t", [part(40, [3] * 1000, parent=39)])
-    ((_, told),) = prompts.assets().values()
+    (told,) = prompts.assets().values()
     assert len(told.tokens) == 5000  # it begins like that
 
 

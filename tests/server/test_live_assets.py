@@ -56,7 +56,7 @@ async def test_those_who_may_not_read_an_asset_do_not_learn_of_it(root, tls):
             assert LiveCatalog.loads((await player.lookups())[0]) == live(key)
             waiting = [player.wait(track, 1) for track in (EDGE_TRACK, "FP16")]
             (peer,) = server.peers
-            await until(lambda: len(peer._pushing) == 2)
+            await until(lambda: len(peer._subscriptions) == 2)
             server.source.regrant(grants("team-b/*"))
             for number in waiting:
                 refused = await player.answer(number)

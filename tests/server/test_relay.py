@@ -130,7 +130,7 @@ async def test_a_request_that_is_cancelled_before_anything_is_looked_up(small, t
 
         def find_and_cancel(number, message, grant):
             find(number, message, grant)
-            peer._waiting.stop(number)  # as if both had come in one packet
+            peer._forget(number)  # as if both had come in one packet
             cancelled.append(number)
 
         monkeypatch.setattr(peer, "_find", find_and_cancel)

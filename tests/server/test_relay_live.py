@@ -43,7 +43,8 @@ async def chain(root, tls, *, relays=1, token=None, grants=None):
 
 def subscriptions(server):
     """The tracks that each peer of a server subscribes to; those of changes are left out."""
-    found = [[one.track for one in peer._pushing if not one.track.startswith(CHANGES_TRACK)] for peer in server.peers]
+    all_of = [[one.track for one in peer._subscriptions] for peer in server.peers]
+    found = [[track for track in tracks if not track.startswith(CHANGES_TRACK)] for tracks in all_of]
     return [sorted(tracks) for tracks in found if tracks]
 
 

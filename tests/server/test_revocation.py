@@ -12,6 +12,7 @@ from kvabr.link.moqt.connect import connect
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
 from kvabr.server.grants import Grants
+from kvabr.server.peer import Peer
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.errors import (
@@ -53,12 +54,18 @@ MINE, OTHER = "the token of this test", "a token of somebody else"
 @pytest.fixture
 def stuck(monkeypatch):
     """Requests are accepted, and nothing is sent."""
-    monkeypatch.setattr("kvabr.link.quic.transport.MOST_AHEAD_BYTES", 0)
+    accept = Peer._may_send
+    monkeypatch.setattr(Peer, "_may_send", lambda peer, job: accept(peer, job) and False)
+
+
+def hold(peer):
+    """Have a connection accept requests and send nothing."""
+    peer._queue._may_send = lambda job: peer._may_send(job) and False
 
 
 def log_of(server, token=""):
     """The log of what an origin took back, for a token; who waits for it is counted."""
-    return server.source._logs[grant(token).token_sha256 if token else ""]
+    return server.source._readers[grant(token).token_sha256 if token else ""].log
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +132,7 @@ async def test_what_is_being_sent_of_an_asset_that_goes_breaks_off(asset, tmp_pa
         await dialled(server, token=MINE) as connection,
     ):
         downloads = [connection.fetch(one.catalog.namespace, "FP16", 0, limit=BIG) for one in (asset, other)]
-        await until(lambda: server.requests == 2)
+        await until(lambda: sum(job.stream is not None for peer in server.peers for job in peer._queue) == 2)
         if how == "not opened":
             server.source.regrant(Grants([replace(grant(MINE), assets=("other/*",))]))
         else:
@@ -151,12 +158,13 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
     ):
         await play(connection, asset)
         for peer in server.peers:
-            peer._queue._may_send = lambda _: False
+            hold(peer)
         download = connection.fetch(asset.catalog.namespace, "Int4", 0, limit=BIG)
         await until(lambda: server.requests == 2)  # with the relay's subscription to changes
         for peer in server.peers:
             for job in peer._queue:
-                peer.session.responder.break_off(job.request_id, 1)
+                await until(lambda: job.stream is not None)  # noqa: B023
+                peer.session.responder.break_off(job.request.number, 1)
             peer.settle_and_send()
         assert (await gone(download)).reason == Reason.INTERNAL
         assert not relay.source.catalogs.revoked
@@ -213,9 +221,9 @@ async def test_a_removed_asset_leaves_idle_relays_and_breaks_off_there(asset, tm
         await play(player, other)
         asked = sent(server)
         (peer,) = two.peers
-        peer._queue._may_send = lambda _: False  # to hold an answer
+        hold(peer)
         download = player.fetch(asset.catalog.namespace, "FP16", 0, limit=BIG)
-        await until(lambda: two.requests == 1)
+        await until(lambda: [job.stream is not None for job in peer._queue] == [True])
         shutil.rmtree(asset.store.folder)
         server.source.refresh()
         assert isinstance(await gone(download), RequestError)
@@ -225,7 +233,7 @@ async def test_a_removed_asset_leaves_idle_relays_and_breaks_off_there(asset, tm
             await until(lambda: len(relay.source.store) == len(kept))  # noqa: B023
         assert sent(server) == asked
         assert not player.closed
-        peer._queue._may_send = lambda _: True
+        peer._queue._may_send = peer._may_send
         with pytest.raises(NotFoundError):
             await get(player, asset.catalog.namespace, CATALOG_TRACK)
         assert await get(player, other.catalog.namespace, "FP16", 1) == other.frame(1, "FP16")

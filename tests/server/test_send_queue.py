@@ -3,13 +3,17 @@
 import pytest
 
 from kvabr.codec.container import ObjectSpan
+from kvabr.link.transport import MOST_AHEAD_BYTES
 from kvabr.moqt.messages import Fetch
 from kvabr.moqt.objects import ObjectHeader, ObjectParser
 from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import Location
+from kvabr.server.budgets import Budgets
 from kvabr.server.fetch_range import FetchRange, GroupRange, InvalidRangeError, last_object
+from kvabr.server.grants import EVERYTHING
+from kvabr.server.limits import ServerLimits
 from kvabr.server.publication import ArrivingGroup, Publication, PublishedGroup
-from kvabr.server.send_queue import MOST_AHEAD_BYTES, Sending, SendQueue
+from kvabr.server.send_queue import Sending, SendQueue, TrackRequest
 from kvabr.types.errors import AssetError
 
 
@@ -51,16 +55,17 @@ class Quic:
             self.ended.append(job.stream)
         return True
 
-    def send_queue(self):
-        return SendQueue(self.send, lambda: self.queued, lambda: MOST_AHEAD_BYTES)
+    def feed(self, box, most=64 << 10):
+        return box.feed(MOST_AHEAD_BYTES - self.queued, most)
 
 
 WHOLE = (GroupRange(0, 0, None),)
 
 
-def sending(number, track, *, ranges=WHOLE, priority=128, **more):
-    options = {"dense": False, "descending": False, **more}
-    return Sending(number, number + 1000, track, list(ranges), track="T", priority=priority, **options)
+def sending(number, track, *, ranges=WHOLE, priority=128, dense=False, descending=False, room=None, wake=lambda: None):
+    request = TrackRequest(number, track, EVERYTHING, "T", priority, descending, dense)
+    room = Budgets(ServerLimits()).enter("192.0.2.1") if room is None else room
+    return Sending(request, list(ranges), room, wake, stream=number + 1000)
 
 
 def objects(data, **options):
@@ -77,10 +82,10 @@ def objects(data, **options):
 def test_objects_have_the_ids_of_their_tokens_or_are_counted():
     for dense, ids in ((False, [0, 100, 200]), (True, [0, 1, 2])):
         quic = Quic()
-        box = quic.send_queue()
+        box = SendQueue(quic.send)
         box.add(sending(1, Track(), dense=dense))
-        done, broken = box.feed()
-        assert ([job.request_id for job in done], broken, len(box)) == ([1], [], 0)
+        done, broken = quic.feed(box)
+        assert ([job.request.number for job in done], broken, len(box)) == ([1], [], 0)
         assert objects(quic.streams[1001]) == [(0, each, b"\0" * 10) for each in ids]
         assert quic.ended == [1001]
 
@@ -89,10 +94,10 @@ def test_ranges_of_groups_either_way_and_of_objects():
     ranges = [GroupRange(0, 100, None), GroupRange(1, 0, None), GroupRange(2, 0, 200)]
     wanted = [(0, 100), (0, 200), (1, 0), (1, 100), (1, 200), (2, 0), (2, 100)]
     quic = Quic()
-    box = quic.send_queue()
+    box = SendQueue(quic.send)
     box.add(sending(1, Track(), ranges=ranges))
     box.add(sending(2, Track(), ranges=ranges[::-1], descending=True))
-    box.feed()
+    quic.feed(box)
     assert [each[:2] for each in objects(quic.streams[1001])] == wanted
     backwards = [each[:2] for each in objects(quic.streams[1002], descending=True)]
     assert backwards == [(2, 0), (2, 100), (1, 0), (1, 100), (1, 200), (0, 100), (0, 200)]
@@ -100,14 +105,14 @@ def test_ranges_of_groups_either_way_and_of_objects():
 
 def test_the_most_urgent_first_and_no_more_than_quic_can_use():
     quic = Quic()
-    box = quic.send_queue()
+    box = SendQueue(quic.send)
     size = 3 * MOST_AHEAD_BYTES
     for number, priority in ((1, 5), (2, 9), (3, 5)):
         box.add(sending(number, Track(size), priority=priority))
     order = []
     while len(box):
-        done, _ = box.feed()
-        order += [job.request_id for job in done]
+        done, _ = quic.feed(box)
+        order += [job.request.number for job in done]
         assert quic.queued < 2 * MOST_AHEAD_BYTES
         quic.queued = 0
     assert order == [1, 3, 2]
@@ -116,13 +121,13 @@ def test_the_most_urgent_first_and_no_more_than_quic_can_use():
 def test_what_breaks_does_not_hold_up_the_rest():
     quic = Quic()
     quic.dead = {1002}
-    box = quic.send_queue()
+    box = SendQueue(quic.send)
     box.add(sending(1, Track(broken=0)))
     box.add(sending(2, Track()))
     box.add(sending(3, Track()))
-    done, broken = box.feed()
-    assert [(job.request_id, str(error)) for job, error in broken] == [(1, "gone")]
-    assert [job.request_id for job in done] == [2, 3]
+    done, broken = quic.feed(box)
+    assert [(job.request.number, str(error)) for job, error in broken] == [(1, "gone")]
+    assert [job.request.number for job in done] == [2, 3]
     assert set(quic.streams) == {1003}
 
 
@@ -131,8 +136,13 @@ class Growing(ArrivingGroup):
 
     digest, size = "00" * 32, 30
 
-    def __init__(self, objects):
+    def __init__(self, objects, on_more=lambda: None):
         self.objects, self.here, self.priority, self.open, self.error = objects, 0, None, True, None
+        self.on_more = on_more
+
+    def come(self, here):
+        self.here = here
+        self.on_more()
 
     @property
     def available(self):
@@ -150,19 +160,38 @@ class Growing(ArrivingGroup):
         self.open = False
 
 
+class Coming(Publication):
+    """A track whose groups must be loaded; the test says when they are there."""
+
+    groups, dear = 1, True
+
+    def __init__(self):
+        self.loaded = []
+
+    def objects(self, group):
+        return Track(30).objects(group)
+
+    def open(self, group, priority=128, on_more=lambda: None):
+        self.loaded.append(Growing(self.objects(0), on_more))
+        self.loaded[-1].memory = 30
+        return self.loaded[-1]
+
+
 def test_a_group_is_sent_as_it_arrives_and_lets_others_pass_meanwhile():
     quic, track = Quic(), Track()
-    box, growing = quic.send_queue(), Growing(track.objects(0))
-    box.add(sending(1, track, priority=1, first=growing))
+    box, coming = SendQueue(quic.send), Coming()
+    box.add(sending(1, coming, priority=1))
     box.add(sending(2, track, priority=9))
-    growing.here = 13
-    done, broken = box.feed()
-    assert ([job.request_id for job in done], broken, len(box)) == ([2], [], 1)
+    box.of(1)[0].ready()
+    growing = coming.loaded[0]
+    growing.come(13)
+    done, broken = quic.feed(box)
+    assert ([job.request.number for job in done], broken, len(box)) == ([2], [], 1)
     assert b"".join(payload for _, _, payload in objects(quic.streams[1001])) == bytes(range(13))
     for here, ended in ((13, []), (14, []), (30, [1])):
-        growing.here = here
-        done, broken = box.feed()
-        assert ([job.request_id for job in done], broken) == (ended, [])
+        growing.come(here)
+        done, broken = quic.feed(box)
+        assert ([job.request.number for job in done], broken) == (ended, [])
     assert b"".join(payload for _, _, payload in objects(quic.streams[1001])) == bytes(range(30))
     assert quic.ended == [1002, 1001]
     assert not growing.open

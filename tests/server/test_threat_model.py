@@ -17,16 +17,15 @@ from kvabr.server import (
     budgets,
     changes,
     grants,
-    limits,
     live_assets,
     live_tracks,
     published_assets,
-    pushing,
     relay,
     relay_catalogs,
     relay_groups,
     relay_live,
     seen_prompts,
+    subscriptions,
 )
 from kvabr.server import server as servers
 from kvabr.server.limits import ServerLimits
@@ -73,13 +72,9 @@ ROWS = {
     "over TCP": [size(frames.MAX_FRAME_BYTES), f"{tcp.RECORD_BYTES:,} bytes"],
     "origin: assets that grow": [f"{live_assets.MOST_LIVE}; {live_assets.MOST_LIVE}, for {live_assets.LINGER_S:g} s"],
     "origin: news of one asset": [size(live_tracks.MAX_NEWS_BYTES), f"{live_assets.STALLED_S:g} s"],
-    "groups of one subscription": [f"{pushing.MOST_STREAMS}"],
+    "groups of one subscription": [f"{subscriptions.MOST_STREAMS}"],
     "streams of a subscription": [sizes(requester.MAX_EARLY_OBJECTS_BYTES), sizes(requester.MAX_PARTIAL_BYTES)],
     "`requests-per-s`": [f"{DEFAULTS.requests_per_s:,.0f}"],
-    "`open-files-per-connection`": [
-        f"{DEFAULTS.open_files_per_connection}, half of all, (RLIMIT_NOFILE - {limits._OTHER_FILES}) / 2",
-        f"at most {limits._MAX_FILES:,}",
-    ],
     "`memory-per-connection`": [
         sizes(DEFAULTS.memory_per_connection, DEFAULTS.memory_per_address, DEFAULTS.memory),
         f"not read for {budgets.IDLE_READ_S:g} s",

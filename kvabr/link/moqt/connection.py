@@ -151,7 +151,7 @@ class MoqtConnection(Endpoint, PeerConnection):
             self._next_soon()
         elif request.number is None:
             self._requests.leave(request)
-        elif self._requests.end(request.number) is not None and self.session is not None:
+        elif self._requests.asked.pop(request.number, None) is not None and self.session is not None:
             self.session.requester.cancel(request.number)
             self._next_soon()
 
@@ -189,7 +189,7 @@ class MoqtConnection(Endpoint, PeerConnection):
                 self._take(event)
             case Ended(stream=None):
                 self._finished(event.request_id, lambda request: request.finish(event.reset))
-            case Refused() if self._requests.find(event.request_id) is not None:
+            case Refused() if event.request_id in self._requests.asked:
                 self._finished(event.request_id, lambda request: request.refuse(event.message))
             case Answered() | Ended() | Refused() | SubscriptionEnding() | SubscriptionDone():
                 self._subscriber.happened(event)
@@ -222,7 +222,7 @@ class MoqtConnection(Endpoint, PeerConnection):
     def room(self, stream: int, most: int) -> list[memoryview]:
         """See `Endpoint.room`: the buffer of the transfer, so that payload is read to where it stays."""
         payload = None if self.session is None else self.session.requester.expected(stream)
-        request = None if payload is None else self._requests.find(payload.request)
+        request = None if payload is None else self._requests.asked.get(payload.request)
         if payload is None or request is None or request.transfer.over:
             return []
         return place(payload, request.transfer, most)
@@ -232,7 +232,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         session = self.session
         assert session is not None  # noqa: S101  # there was room
         payload = session.requester.expected(stream)
-        request = None if payload is None else self._requests.find(payload.request)
+        request = None if payload is None else self._requests.asked.get(payload.request)
         if payload is None or request is None:  # cancelled while a thread read
             return
         placed, others = session.requester.took(stream, list(filled(into, count)))
@@ -273,7 +273,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         parameters = Parameters(priority=request.transfer.priority)
         number = self._open_session().fetch(request.fields, wanted.track.encode(), first, last, parameters)
         request.number = number
-        self._requests.begin(number, request)
+        self._requests.asked[number] = request
         self._tell_watch()
 
     def _next_soon(self) -> None:
@@ -292,17 +292,15 @@ class MoqtConnection(Endpoint, PeerConnection):
 
     def _peer_goes_away(self) -> None:
         self.going_away = True
-        waiting = self._requests.waiting
-        self._requests.clear_waiting()
-        for request in waiting:
+        for request in self._requests.clear():
             self._lose(request.transfer, _GOING_AWAY)
 
     def _finished(self, number: int, tell: Callable[[MoqtRequest], None]) -> None:
-        request = self._requests.end(number)
+        request = self._requests.asked.pop(number, None)
         if request is not None:
             self._forget(request)
             tell(request)
-            if self._requests.waits:
+            if len(self._requests):
                 self._next_soon()
             self._tell_watch()
 
@@ -314,7 +312,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         if event.stream is not None:
             self._subscriber.take(event, self.watch.limit)
             self._tell_watch()
-        elif (request := self._requests.find(event.request_id)) is not None:
+        elif (request := self._requests.asked.get(event.request_id)) is not None:
             request.take(event.items, self.watch.limit)
         self._heard.set()
 
@@ -323,7 +321,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         self.watch.received(count)
 
     def _tell_watch(self) -> None:
-        self.watch.asked(self._requests.under_way + self._subscriber.coming)
+        self.watch.asked(len(self._requests.asked) + self._subscriber.coming)
 
     def _answer(self, event: Requested) -> None:
         """Answer a relay that subscribes to namespaces or publishes some: accept, and send nothing."""
@@ -352,8 +350,7 @@ class MoqtConnection(Endpoint, PeerConnection):
         if not self.ready.done():
             self.ready.set_exception(self._lost_kind(reason))
             self.ready.exception()  # retrieved, also if nobody waits for it
-        requests = [*self._requests, *self._subscriber]
-        self._requests.clear()
+        self._requests = RequestQueue()
         self._subscriber.clear()
-        for request in requests:
-            self._lose(request.transfer, reason)
+        for transfer in list(self._made):
+            self._lose(transfer, reason)

@@ -110,7 +110,7 @@ def why_refused(der: bytes | None, host: str) -> str:
         return str(error)
     if (why := _outdated(parsed)) is not None:
         return f"the peer's certificate {why}; check this machine's clock"
-    names = _names(parsed)
+    names = names_of(parsed)
     if not _fits(host, parsed):
         known = ", ".join(names[:4]) or "no host at all"
         return f"the peer's certificate is for another name: {known}, not {host}"
@@ -141,7 +141,7 @@ def _outdated(certificate: Certificate) -> str | None:
     return None
 
 
-def _names(certificate: Certificate) -> list[str]:
+def names_of(certificate: Certificate) -> list[str]:
     """Return the host names and addresses that a certificate is valid for."""
     from cryptography import x509  # noqa: PLC0415  # slow to load
 
@@ -153,7 +153,7 @@ def _names(certificate: Certificate) -> list[str]:
 
 
 def _fits(host: str, certificate: Certificate) -> bool:
-    return any(_matches(host.rstrip(".").lower(), name.lower()) for name in _names(certificate))
+    return any(_matches(host.rstrip(".").lower(), name.lower()) for name in names_of(certificate))
 
 
 def _matches(host: str, name: str) -> bool:

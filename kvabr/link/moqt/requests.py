@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from kvabr.moqt.codes import RequestCode, ResetCode, name_of, reason_of
@@ -100,33 +99,16 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[int, MoqtRequest] = {}
+        self.asked: dict[int, MoqtRequest] = {}
+        """Those under way, by the number under which the peer was asked."""
         self._places: dict[MoqtRequest, int] = {}
         """Requests that wait, and the numbers of their entries in the heap that count."""
         self._heap: list[tuple[int, int, MoqtRequest]] = []
         self._entries = 0
 
-    def __iter__(self) -> Iterator[MoqtRequest]:
-        return iter((*self._asked.values(), *self.waiting))
-
-    @property
-    def waiting(self) -> list[MoqtRequest]:
-        """Requests that wait, in the order in which they came."""
-        return list(self._places)
-
-    @property
-    def waits(self) -> bool:
-        """Whether any request waits."""
-        return bool(self._places)
-
-    @property
-    def under_way(self) -> int:
-        """How many the peer was asked for."""
-        return len(self._asked)
-
-    def find(self, number: int) -> MoqtRequest | None:
-        """Return a request by the number under which the peer was asked; None if it is over."""
-        return self._asked.get(number)
+    def __len__(self) -> int:
+        """Return how many requests wait."""
+        return len(self._places)
 
     def wait(self, request: MoqtRequest) -> None:
         """Let a request wait, or take in its new priority."""
@@ -134,31 +116,20 @@ class RequestQueue:
         self._places[request] = self._entries
         heappush(self._heap, (request.transfer.priority, self._entries, request))
 
-    def begin(self, number: int, request: MoqtRequest) -> None:
-        """Note under which number the peer was asked."""
-        self._asked[number] = request
-
-    def end(self, number: int) -> MoqtRequest | None:
-        """Remove a request under way, and return it; None if it is over."""
-        return self._asked.pop(number, None)
-
     def leave(self, request: MoqtRequest) -> None:
         """Remove a request that waits."""
         self._places.pop(request, None)
 
-    def clear_waiting(self) -> None:
-        """Remove all requests that wait."""
+    def clear(self) -> list[MoqtRequest]:
+        """Remove all requests that wait, and return them in the order in which they came."""
+        waiting = list(self._places)
         self._places.clear()
         self._heap.clear()
-
-    def clear(self) -> None:
-        """Remove all requests."""
-        self.clear_waiting()
-        self._asked.clear()
+        return waiting
 
     def has_room(self) -> bool:
         """Return whether a request may be sent now."""
-        return len(self._asked) < MAX_IN_FLIGHT
+        return len(self.asked) < MAX_IN_FLIGHT
 
     def next(self) -> MoqtRequest | None:
         """Take the request that waits and may be sent now; None if there is none."""

@@ -72,9 +72,6 @@ class Subscriber:
         self._by_number: dict[int, TrackSubscription] = {}
         self._of: dict[MoqtRequest, TrackSubscription] = {}
 
-    def __iter__(self) -> Iterator[MoqtRequest]:
-        return iter(list(self._of))
-
     def __contains__(self, request: MoqtRequest) -> bool:
         return request in self._of
 

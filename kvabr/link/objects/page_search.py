@@ -1,8 +1,9 @@
-"""Finds the longest prefix of a prompt among the pages of a store, in two rounds of requests. No I/O.
+"""Finds the longest prefix of a prompt among the pages of a store, in few rounds of requests. No I/O.
 
 A page is named by the chained digest of any of its groups. The first round asks for the pages of every 16th group, each
-of which should be whole, and of the last group; the second for the pages inside the first one that is absent. More than
-`_AT_ONCE` pages are searched for 17-ary first, so that a long prompt of which little is cached costs few requests.
+of which should be whole, and of the last group; the last one for the pages inside the first one that is absent. Of more
+than `_AT_ONCE` pages, those at the beginning are asked for first, and then four times as many as before in each round,
+so that a long prompt of which little is cached costs few requests.
 
 A page counts only as far as its chained digests are those of the prompt.
 """
@@ -23,9 +24,9 @@ from kvabr.types.naming import TrackNamespace
 from kvabr.types.records import fields_of
 from kvabr.types.units import hit, units_of
 
-_AT_ONCE = 31
-"""Whole pages that are all asked for in the first round: prompts of up to 511 groups."""
-_PROBES = 16
+_AT_ONCE, _GROWS = 31, 5
+"""Whole pages that are asked for in the first round: prompts of up to 511 groups. How many times as many are asked for
+once the next one is over."""
 
 
 class Ask(NamedTuple):
@@ -49,7 +50,8 @@ class PageSearch:
         self._full = len(digests) // PAGE_GROUPS
         self._pages: dict[int, Page] = {}
         """Whole pages that are there, by number."""
-        self._missing: set[int] = set()
+        self._reach = 0
+        """How many were asked for."""
         self._tails: list[Page] = []
         """Pages of which the prompt shares a part only, or that end their asset."""
         self._asked: set[Ask] = set()
@@ -68,11 +70,9 @@ class PageSearch:
             number = ask.group // PAGE_GROUPS
             shared = page.shared(self._digests) if page is not None and page.first == number * PAGE_GROUPS else 0
             whole = ask.kind == "page" and (ask.group + 1) % PAGE_GROUPS == 0
-            if whole and shared < PAGE_GROUPS:
-                self._missing.add(number)
-            elif whole and page is not None:
+            if whole and shared == PAGE_GROUPS and page is not None:
                 self._pages[number] = page
-            elif shared and page is not None and page not in self._tails:
+            elif not whole and shared and page is not None and page not in self._tails:
                 self._tails.append(page)
 
     @property
@@ -97,23 +97,12 @@ class PageSearch:
         return next((number for number in range(self._full) if number not in self._pages), self._full)
 
     def _next(self) -> list[Ask]:
-        if not self._asked:
-            return [*map(self._page, self._probes(0, self._full)), *self._last()]
-        absent = min(self._missing, default=self._full)
-        known = max((number for number in self._pages if number < absent), default=-1)
-        unknown = [number for number in range(absent) if number not in self._pages]
-        if unknown:  # the pages below what was found, and what lies between that and the first that is missing
-            below = [number for number in unknown if number < known]
-            return list(map(self._page, [*below, *self._probes(known + 1, absent)]))
-        return self._inside(self._run())
-
-    @staticmethod
-    def _probes(first: int, end: int) -> list[int]:
-        """Return the numbers of some pages of ``range(first, end)``: all, or evenly spaced ones with the last."""
-        count = end - first
-        if count <= _AT_ONCE:
-            return list(range(first, end))
-        return [first + (count * (probe + 1) + _PROBES - 1) // _PROBES - 1 for probe in range(_PROBES)]
+        run, begun = self._run(), self._reach
+        if self._asked and (run < begun or begun == self._full):
+            return self._inside(run)
+        self._reach = min(self._full, begun * _GROWS or _AT_ONCE)
+        asks = list(map(self._page, range(begun, self._reach)))
+        return asks if begun else [*asks, *self._last()]
 
     @staticmethod
     def _page(number: int) -> Ask:

@@ -1,22 +1,19 @@
 """One interface for two QUIC libraries: aioquic, and qh3, which has the same API and handles packets in Rust.
 
-Only this file knows where they differ. Packets are delivered in batches: asyncio's own UDP transport reads one per turn
-of its loop, and a QUIC connection then looks for something to send after each. Reading all queued packets first saves a
-fifth of the receiver's time with aioquic.
+Only this file and `kvabr.link.quic.transport` know where they differ. Packets come in batches: asyncio's own UDP
+transport reads one per turn of its loop, and a QUIC connection then looks for something to send after each. Reading all
+queued packets first saves a fifth of the receiver's time with aioquic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
-import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -141,29 +138,13 @@ REQUESTS_STREAM_WINDOW, REQUESTS_CONNECTION_WINDOW = 256 << 10, 1 << 20
 SOCKET_BUFFER = 4 << 20
 """Socket buffer to request from the kernel for each direction, bytes; it may grant less."""
 IDLE_S = 30.0
-STILL_S = 1.0
-"""Seconds for which nothing is sent, although something has not been delivered and there is room for it, before a
-connection is given up: its library has lost track of a stream."""
-RETRY_LIFETIME_S = 30.0
+RETRY_LIFETIME_S = 30
 """Lifetime of a Retry token; clients return theirs at once."""
-_DATAGRAM = 1500
-"""More bytes than any datagram has, unless the path's MTU is unusual."""
 _INSTALL = {"qh3": f"{extra('fast')} ({WHERE})", "aioquic": "pip install aioquic"}
 _INTERNAL_ERROR = 0x1
 """QUIC error code (RFC 9000, section 20.1)."""
-_MAC_BYTES = 16
 _PEER_CLOSED = "Native peer close"
 """How qh3's message about a peer that closed the connection begins; it warns of every one."""
-_TOO_LONG = "capacity exhausted"
-"""Part of qh3's message when a packet does not fit."""
-_GONE = "reserved stream is missing"
-"""Part of qh3's message when data that it had set aside to send again is of a stream that was acknowledged meanwhile,
-and is gone: after a loss, or where acknowledgements come late. qh3 2.1 then drops the packet, and never sends what
-other streams had set aside; nothing says so."""
-_LOST_PACKETS = 64
-"""Packets that may be lost so in a row."""
-_STUCK = "stream reservation is already active"
-"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,27 +171,6 @@ class QuicLibrary:
             **more,
         )
 
-    def peer_certificate(self, quic: Any) -> bytes | None:
-        """Return the peer's certificate, DER."""
-        if self.name == "qh3":
-            certificate = quic.get_peercert()
-            return None if certificate is None else bytes(certificate.public_bytes())
-        from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415  # slow to load
-
-        certificate = quic.tls._peer_certificate  # noqa: SLF001  # aioquic has no public way
-        return None if certificate is None else bytes(certificate.public_bytes(Encoding.DER))
-
-    def unsent(self, quic: Any, streams: Iterable[int]) -> int:
-        """Return the bytes of our streams that have not been sent yet."""
-        if self.name == "qh3":
-            return int(quic.get_send_buffer_size())
-        known = quic._streams  # noqa: SLF001  # aioquic has no public way
-        total = 0
-        for stream in streams:
-            if (found := known.get(stream)) is not None:
-                total += found.sender._buffer_stop - found.sender.highest_offset  # noqa: SLF001
-        return total
-
     def demand_proof(self, server: Any, tokens: RetryTokens | None) -> None:
         """Require new clients to prove their address by a Retry, in one more round trip; None: no longer."""
         server._retry = tokens  # noqa: SLF001  # both libraries only let it be set when the server is made
@@ -218,108 +178,6 @@ class QuicLibrary:
     def replace_configuration(self, server: Any, configuration: Any) -> None:
         """Use another configuration for new connections."""
         server._configuration = configuration  # noqa: SLF001  # as above
-
-    def closing(self, quic: Any) -> Any:
-        """Return the ``ConnectionTerminated`` event of a closed connection, else None.
-
-        The libraries report it only after draining for three probe timeouts, which is seconds behind a long queue.
-        """
-        return quic._close_event  # noqa: SLF001  # neither has a public way
-
-    def may_open(self, quic: Any, stream: int) -> bool:
-        """Return whether a stream of ours is within the peer's limit, beyond which neither library behaves."""
-        one_way = bool(stream & 2)
-        if self.name == "qh3":
-            return stream // 4 < quic._core.stream_limits[one_way]  # type: ignore[no-any-return]  # noqa: SLF001
-        limit = quic._remote_max_streams_uni if one_way else quic._remote_max_streams_bidi  # noqa: SLF001
-        return bool(stream // 4 < limit)
-
-    def delivered(self, quic: Any, stream: int) -> bool:
-        """Return whether the peer has acknowledged all of a finished stream of ours, or has given it up."""
-        if self.name == "qh3":
-            return stream not in quic._created_local_stream_ids  # noqa: SLF001  # qh3 has no public way
-        found = quic._streams.get(stream)  # noqa: SLF001  # nor has aioquic
-        return found is None or bool(found.sender.is_finished)
-
-    def backlog(self, quic: Any, stream: int) -> int:
-        """Return the bytes of a stream of ours that the peer has not acknowledged yet."""
-        if self.name == "qh3":
-            return int(quic.get_send_buffer_size(stream))
-        found = quic._streams.get(stream)  # noqa: SLF001  # no public way
-        return 0 if found is None else found.sender._buffer_stop - found.sender._buffer_start  # noqa: SLF001
-
-    def hurry(self, quic: Any, stream: int) -> None:
-        """Send a stream's RESET_STREAM or STOP_SENDING before the data of other streams.
-
-        aioquic fills a packet with data first, finds no room for the frame, and then stops sending until there is room.
-        """
-        if self.name == "aioquic" and (found := quic._streams.get(stream)) is not None:  # noqa: SLF001  # no public way
-            queue = quic._streams_queue  # noqa: SLF001
-            if found in queue:
-                queue.remove(found)
-                queue.insert(0, found)
-
-    def window(self, quic: Any) -> int:
-        """Return the congestion window, bytes."""
-        source = quic._core if self.name == "qh3" else quic._loss  # noqa: SLF001  # neither has a public way
-        return int(source.congestion_window)
-
-    def in_flight(self, quic: Any) -> int:
-        """Return the bytes that were sent, and neither acknowledged nor lost."""
-        source = quic._core if self.name == "qh3" else quic._loss  # noqa: SLF001  # neither has a public way
-        return 0 if source is None else int(source.bytes_in_flight)
-
-    def address(self, quic: Any) -> str:
-        """Return the address of a peer that we have received from."""
-        if self.name == "qh3":
-            return str(quic._remote_addr[0])  # noqa: SLF001  # qh3 has no public way
-        return str(quic._network_paths[0].addr[0])  # noqa: SLF001  # nor has aioquic
-
-    def round_trip(self, quic: Any) -> float | None:
-        """Return the smoothed round trip, seconds, if it is known."""
-        if self.name == "qh3":
-            return None if quic._core is None else quic._core.smoothed_rtt  # noqa: SLF001
-        loss = quic._loss  # noqa: SLF001
-        return float(loss._rtt_smoothed) if loss._rtt_initialized else None  # noqa: SLF001
-
-    def prepare(self, quic: Any) -> None:
-        """Patch a new connection where the library needs it."""
-        if self.name == "qh3":
-            quic.datagrams_to_send = partial(_packets_there_is_room_for, quic)
-
-    def stuck(self, quic: Any, underway: Collection[int]) -> bool:
-        """Return whether a connection can never send again, or not all of it, by a fault of the library.
-
-        ``underway``: streams that the library has been given completely, and that the peer has not acknowledged.
-        """
-        if getattr(quic, "kvabr_stuck", False):
-            return True
-        core = quic._core if self.name == "qh3" else None  # noqa: SLF001  # as above
-        doubtful = getattr(quic, "kvabr_doubtful", False)
-        if core is None or not (underway or doubtful):
-            return False
-        flying, still = core.bytes_in_flight, None
-        if flying and not doubtful:  # as nearly always: this is asked at every transmission
-            quic.kvabr_still = None
-            return False
-        unsent = quic.get_send_buffer_size()
-        if unsent and doubtful and core.congestion_window - flying >= _DATAGRAM:
-            still = unsent, 0  # there is room, and a deaf peer is no loss
-        elif underway and not unsent and not flying:
-            still = 0, min(underway)  # what was lost is not sent again
-        before, now_s = getattr(quic, "kvabr_still", None), time.monotonic()
-        if still is None or before is None or before[0] != still:
-            quic.kvabr_still = None if still is None else (still, now_s)
-            return False
-        return bool(now_s - before[1] >= STILL_S)
-
-    def suspect(self, quic: Any) -> bool:
-        """Return whether `stuck` should be asked again after `STILL_S`."""
-        return getattr(quic, "kvabr_still", None) is not None
-
-    def lost(self, quic: Any) -> int | None:
-        """Return how many packets of ours were lost, where the library counts them."""
-        return None if self.name == "aioquic" or quic._core is None else int(quic._core.loss_total)  # noqa: SLF001
 
     async def open_socket(
         self, sock: socket.socket, protocol: Callable[[], Any], *, server: bool = False
@@ -344,34 +202,6 @@ class QuicLibrary:
         """Serve on a bound socket, with one ``protocol`` per connection."""
         make = partial(self.server, configuration=configuration, create_protocol=protocol)
         return await self.open_socket(sock, make, server=True)
-
-
-def _packets_there_is_room_for(quic: Any, now: float) -> list[tuple[bytes, Any]]:
-    """Return the packets that a qh3 connection has to send, without the rest where qh3 2.1 raises and loses them.
-
-    It does so when a packet exceeds what may be sent before a peer's address is validated (RFC 9000, section 8.1),
-    whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after losses.
-    """
-    core = quic._core  # noqa: SLF001  # as its own method, but for the errors
-    made: list[tuple[bytes, Any]] = []
-    lost = 0
-    while core is not None and lost < _LOST_PACKETS:
-        try:
-            packet = core.poll_transmit(now)
-        except (RuntimeError, ValueError) as error:
-            said = str(error)
-            if _GONE in said:
-                quic.kvabr_doubtful = True
-                lost += 1
-                continue
-            quic.kvabr_stuck = _STUCK in said
-            if not quic.kvabr_stuck and _TOO_LONG not in said:
-                raise
-            break
-        if packet is None:
-            break
-        made.append((packet[0], packet[1]))
-    return made
 
 
 def _quiet_goodbye(record: logging.LogRecord) -> bool:
@@ -450,11 +280,13 @@ class RetryTokens:
     """Tokens of QUIC's Retry: proof that a client receives what is sent to its address (RFC 9000, section 8.1.2).
 
     qh3's own decrypt RSA for every packet that claims to carry one, and raise errors that nobody catches. These are
-    bound to address and time by an HMAC. The methods accept the arguments of qh3 and of all versions of aioquic.
+    bound to address and time. The methods accept the arguments of qh3 and of all versions of aioquic.
     """
 
     def __init__(self) -> None:
-        self._key = os.urandom(32)
+        from cryptography.fernet import Fernet  # noqa: PLC0415  # slow to load
+
+        self._fernet = Fernet(Fernet.generate_key())
 
     def create_token(
         self,
@@ -466,10 +298,8 @@ class RetryTokens:
         **_: Any,
     ) -> bytes:
         """Return a token for a client at an address (``addr`` or ``address``), with the connection IDs of the Retry."""
-        body = int(time.monotonic() * 1000).to_bytes(8, "big")
-        for part in (original_destination_connection_id, retry_source_connection_id):
-            body += bytes([len(part)]) + part
-        return body + self._mac(addr or address, body)
+        ids = original_destination_connection_id.hex(), retry_source_connection_id.hex()
+        return self._fernet.encrypt(",".join((_at(addr or address), *ids)).encode())
 
     def validate_token(
         self,
@@ -484,22 +314,20 @@ class RetryTokens:
 
         Raise ValueError if the token is not ours, is for another address or connection, or has expired.
         """
-        body, mac = token[:-_MAC_BYTES], token[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(addr or address, body)):
-            raise ValueError("not one of our tokens")
-        if time.monotonic() - int.from_bytes(body[:8], "big") / 1000 > RETRY_LIFETIME_S:
-            raise ValueError("an expired token")
-        original = body[9 : 9 + body[8]]
-        source = body[10 + len(original) :]
-        if destination_cid is None:
-            return original, source
-        if source != destination_cid:
-            raise ValueError("the token of another connection")
-        return original
+        from cryptography.fernet import InvalidToken  # noqa: PLC0415  # as above
 
-    def _mac(self, address: Any, body: bytes) -> bytes:
-        where = f"{address[0]} {address[1]} ".encode()
-        return hmac.new(self._key, where + body, hashlib.sha256).digest()[:_MAC_BYTES]
+        try:
+            where, original, source = self._fernet.decrypt(token, ttl=RETRY_LIFETIME_S).decode().split(",")
+        except InvalidToken as error:
+            raise ValueError("not one of our tokens, or an expired one") from error
+        if where != _at(addr or address) or destination_cid not in (None, bytes.fromhex(source)):
+            raise ValueError("the token of another connection")
+        ids = bytes.fromhex(original), bytes.fromhex(source)
+        return ids if destination_cid is None else ids[0]
+
+
+def _at(address: Any) -> str:
+    return f"{address[0]} {address[1]}"
 
 
 class NoTokens(RetryTokens):

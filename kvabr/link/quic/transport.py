@@ -1,14 +1,18 @@
 """QUIC as a `StreamTransport`: calls of a library's connection, and its events for an `Endpoint`."""
 
+# ruff: noqa: SLF001  # neither library has a public way to most of this
+
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvabr.link.moqt.endpoint import Endpoint
-from kvabr.link.quic.backend import STILL_S, QuicLibrary
+from kvabr.link.quic.backend import QuicLibrary
 from kvabr.link.transport import LEAST_AHEAD_BYTES, MOST_AHEAD_BYTES, StreamTransport
 from kvabr.moqt.codes import SessionCode, name_of
 
@@ -17,7 +21,22 @@ _CRYPTO_ERROR = 0x100
 _INVALID_TOKEN = 0xB
 """QUIC error code (RFC 9000, section 20.1). Our Retry tokens are valid, so it means that the server admits nobody."""
 _NO_APPLICATION_PROTOCOL = _CRYPTO_ERROR + 120
-_STUCK = "the QUIC library cannot send any more on this connection"
+_NEVER_SENDS = "the QUIC library cannot send any more on this connection"
+STILL_S = 1.0
+"""Seconds for which nothing is sent, although something has not been delivered and there is room for it, before a
+connection is given up: its library has lost track of a stream."""
+_DATAGRAM = 1500
+"""More bytes than any datagram has, unless the path's MTU is unusual."""
+_TOO_LONG = "capacity exhausted"
+"""Part of qh3's message when a packet does not fit."""
+_NO_STREAM = "reserved stream is missing"
+"""Part of qh3's message when data that it had set aside to send again is of a stream that was acknowledged meanwhile,
+and is gone: after a loss, or where acknowledgements come late. qh3 2.1 then drops the packet, and never sends what
+other streams had set aside; nothing says so."""
+_LOST_PACKETS = 64
+"""Packets that may be lost so in a row."""
+_STUCK = "stream reservation is already active"
+"""Part of qh3's message on every attempt to send after it has lost track of a packet: the connection is of no use."""
 _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 """Errors of the libraries on a stream that is over, which a peer can cause at any time."""
 
@@ -25,20 +44,15 @@ _GONE = (ValueError, AssertionError, RuntimeError, KeyError)
 class QuicTransport(StreamTransport):
     """One connection of a QUIC library."""
 
+    broken: tuple[type[Exception], ...] = _GONE
+
     def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
         """Take the library's protocol object and its connection."""
-        self.lib, self.driver, self.quic, self._endpoint = library, driver, quic, endpoint
+        self.driver, self.quic, self._endpoint = driver, quic, endpoint
         self.name = library.name
         self.socket: asyncio.DatagramTransport | None = None
         """Of a client, which has one for each connection."""
         self._kinds = library.events
-        self._given_up = False
-        self._looking_again: asyncio.TimerHandle | None = None
-        self.broken = _GONE
-        if library.name == "qh3":
-            from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
-
-            self.broken = (*_GONE, QuicConnectionError)
 
     def write(self, stream: int, data: bytes | memoryview, *, fin: bool = False) -> None:
         """See `StreamTransport.write`."""
@@ -47,12 +61,10 @@ class QuicTransport(StreamTransport):
     def reset(self, stream: int, code: int) -> None:
         """See `StreamTransport.reset`."""
         self.quic.reset_stream(stream, code)
-        self.lib.hurry(self.quic, stream)
 
     def stop(self, stream: int, code: int) -> None:
         """See `StreamTransport.stop`."""
         self.quic.stop_stream(stream, code)
-        self.lib.hurry(self.quic, stream)
 
     def close(self, code: int, reason: str) -> None:
         """See `StreamTransport.close`."""
@@ -66,10 +78,6 @@ class QuicTransport(StreamTransport):
         """See `StreamTransport.flush`."""
         self.driver.transmit()
 
-    def flush_soon(self) -> None:
-        """See `StreamTransport.flush_soon`."""
-        self.driver._transmit_soon() if self.lib.name == "aioquic" else self.driver.transmit()  # noqa: SLF001
-
     async def wait_closed(self) -> None:
         """See `StreamTransport.wait_closed`."""
         await self.driver.wait_closed()
@@ -79,46 +87,18 @@ class QuicTransport(StreamTransport):
         if self.socket is not None:
             self.socket.close()
 
-    def may_open(self, stream: int) -> bool:
-        """See `StreamTransport.may_open`."""
-        return self.lib.may_open(self.quic, stream)
-
-    def backlog(self, stream: int) -> int:
-        """See `StreamTransport.backlog`."""
-        return self.lib.backlog(self.quic, stream)
-
-    def unsent(self, streams: Iterable[int]) -> int:
-        """See `StreamTransport.unsent`."""
-        return self.lib.unsent(self.quic, streams)
+    @property
+    @abstractmethod
+    def _path(self) -> Any:
+        """What counts the bytes on the way; None once there is no path."""
 
     def ahead(self) -> int:
         """Return one congestion window, within bounds: all that the library can send before it asks again."""
-        return min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, self.lib.window(self.quic)))
+        return min(MOST_AHEAD_BYTES, max(LEAST_AHEAD_BYTES, int(self._path.congestion_window)))
 
     def in_flight(self) -> int:
         """See `StreamTransport.in_flight`."""
-        return self.lib.in_flight(self.quic)
-
-    def delivered(self, stream: int) -> bool:
-        """See `StreamTransport.delivered`."""
-        return self.lib.delivered(self.quic, stream)
-
-    def round_trip(self) -> float | None:
-        """See `StreamTransport.round_trip`."""
-        return self.lib.round_trip(self.quic)
-
-    def lost(self) -> int | None:
-        """See `StreamTransport.lost`."""
-        return self.lib.lost(self.quic)
-
-    @property
-    def address(self) -> str:
-        """See `StreamTransport.address`."""
-        return self.lib.address(self.quic)
-
-    def peer_certificate(self) -> bytes | None:
-        """See `StreamTransport.peer_certificate`."""
-        return self.lib.peer_certificate(self.quic)
+        return 0 if self._path is None else int(self._path.bytes_in_flight)
 
     # ------------------------------------------------------------------ from the library
 
@@ -142,26 +122,194 @@ class QuicTransport(StreamTransport):
         elif kind is kinds.StopSendingReceived:
             endpoint.was_stopped(event.stream_id, event.error_code)
 
+    @property
+    def closing(self) -> Any:
+        """The ``ConnectionTerminated`` event of a closed connection, else None.
+
+        The libraries report it only after draining for three probe timeouts, which is seconds behind a long queue.
+        """
+        return self.quic._close_event
+
+    def sent(self) -> None:  # only qh3 gets stuck
+        """Note that the library has sent what it could."""
+
+
+class AioquicTransport(QuicTransport):
+    """One connection of aioquic, which has no public way to most of this."""
+
+    def reset(self, stream: int, code: int) -> None:
+        super().reset(stream, code)
+        self._hurry(stream)
+
+    def stop(self, stream: int, code: int) -> None:
+        super().stop(stream, code)
+        self._hurry(stream)
+
+    def _hurry(self, stream: int) -> None:
+        """Send a stream's RESET_STREAM or STOP_SENDING before the data of other streams.
+
+        aioquic fills a packet with data first, finds no room for the frame, and then stops sending until there is room.
+        """
+        queue = self.quic._streams_queue
+        if (found := self.quic._streams.get(stream)) in queue:
+            queue.remove(found)
+            queue.insert(0, found)
+
+    def flush_soon(self) -> None:
+        self.driver._transmit_soon()
+
+    def may_open(self, stream: int) -> bool:
+        quic = self.quic
+        return bool(stream // 4 < (quic._remote_max_streams_uni if stream & 2 else quic._remote_max_streams_bidi))
+
+    def backlog(self, stream: int) -> int:
+        found = self.quic._streams.get(stream)
+        return 0 if found is None else int(found.sender._buffer_stop - found.sender._buffer_start)
+
+    def unsent(self, streams: Iterable[int]) -> int:
+        known = self.quic._streams
+        senders = [known[stream].sender for stream in streams if stream in known]
+        return sum(sender._buffer_stop - sender.highest_offset for sender in senders)
+
+    def delivered(self, stream: int) -> bool:
+        found = self.quic._streams.get(stream)
+        return found is None or bool(found.sender.is_finished)
+
+    @property
+    def _path(self) -> Any:
+        return self.quic._loss
+
+    def round_trip(self) -> float | None:
+        return float(self._path._rtt_smoothed) if self._path._rtt_initialized else None
+
+    def lost(self) -> int | None:
+        return None
+
+    @property
+    def address(self) -> str:
+        return str(self.quic._network_paths[0].addr[0])
+
+    def peer_certificate(self) -> bytes | None:
+        from cryptography.hazmat.primitives.serialization import Encoding  # noqa: PLC0415  # slow to load
+
+        certificate = self.quic.tls._peer_certificate
+        return None if certificate is None else bytes(certificate.public_bytes(Encoding.DER))
+
+
+class Qh3Transport(QuicTransport):
+    """One connection of qh3, and what it takes to get along with the faults of qh3 2.1."""
+
+    def __init__(self, library: QuicLibrary, driver: Any, quic: Any, endpoint: Endpoint) -> None:
+        super().__init__(library, driver, quic, endpoint)
+        from qh3.quic.connection import QuicConnectionError  # noqa: PLC0415  # only where it is installed
+
+        self.broken = (*_GONE, QuicConnectionError)
+        quic.datagrams_to_send = self._packets_there_is_room_for
+        self._given_up = self._stuck = self._doubtful = False
+        self._still: tuple[tuple[int, int], float] | None = None
+        """What has not been delivered although there is room for it, and since when."""
+        self._looking_again: asyncio.TimerHandle | None = None
+
+    def may_open(self, stream: int) -> bool:
+        return bool(stream // 4 < self._path.stream_limits[bool(stream & 2)])
+
+    def backlog(self, stream: int) -> int:
+        return int(self.quic.get_send_buffer_size(stream))
+
+    def unsent(self, streams: Iterable[int]) -> int:
+        del streams
+        return int(self.quic.get_send_buffer_size())
+
+    def delivered(self, stream: int) -> bool:
+        return stream not in self.quic._created_local_stream_ids
+
+    @property
+    def _path(self) -> Any:
+        return self.quic._core
+
+    def round_trip(self) -> float | None:
+        return None if self._path is None else self._path.smoothed_rtt
+
+    def lost(self) -> int | None:
+        return None if self._path is None else int(self._path.loss_total)
+
+    @property
+    def address(self) -> str:
+        return str(self.quic._remote_addr[0])
+
+    def peer_certificate(self) -> bytes | None:
+        certificate = self.quic.get_peercert()
+        return None if certificate is None else bytes(certificate.public_bytes())
+
     def sent(self) -> None:
         """End the connection, once this turn of the event loop is over, if the library can never send on it again."""
         if self._given_up:
             return
         loop = asyncio.get_running_loop()
-        if self.lib.stuck(self.quic, self._endpoint.underway):
+        if self._is_stuck():
             self._given_up = True
             loop.call_soon(self._endpoint.safely, self._give_up)
-        elif self._looking_again is None and self.lib.suspect(self.quic):
+        elif self._looking_again is None and self._still is not None:
             self._looking_again = loop.call_later(STILL_S, self._look_again)
 
     def _look_again(self) -> None:
         self._looking_again = None
-        if self.lib.closing(self.quic) is None:
+        if self.closing is None:
             self.sent()
 
     def _give_up(self) -> None:
         with contextlib.suppress(*self.broken):
-            self.close(SessionCode.INTERNAL_ERROR, _STUCK)
-        self._endpoint.ended(_STUCK, SessionCode.INTERNAL_ERROR)
+            self.close(SessionCode.INTERNAL_ERROR, _NEVER_SENDS)
+        self._endpoint.ended(_NEVER_SENDS, SessionCode.INTERNAL_ERROR)
+
+    def _is_stuck(self) -> bool:
+        """Return whether the connection can never send again, or not all of it."""
+        core, underway = self._path, self._endpoint.underway
+        if self._stuck or core is None or not (underway or self._doubtful):
+            return self._stuck
+        flying, still = core.bytes_in_flight, None
+        if flying and not self._doubtful:  # as nearly always: this is asked at every transmission
+            self._still = None
+            return False
+        unsent = self.quic.get_send_buffer_size()
+        if unsent and self._doubtful and core.congestion_window - flying >= _DATAGRAM:
+            still = unsent, 0  # there is room, and a deaf peer is no loss
+        elif underway and not unsent and not flying:
+            still = 0, min(underway)  # what was lost is not sent again
+        now_s = time.monotonic()
+        if still is None or self._still is None or self._still[0] != still:
+            self._still = None if still is None else (still, now_s)
+            return False
+        return now_s - self._still[1] >= STILL_S
+
+    def _packets_there_is_room_for(self, now: float) -> list[tuple[bytes, Any]]:
+        """Return the packets that there are to send, without the rest where qh3 2.1 raises and loses them.
+
+        It does so when a packet exceeds what may be sent before a peer's address is validated (RFC 9000, section 8.1),
+        whereupon connecting takes a second, and when a stream that it wanted to send on is gone, as after losses.
+        """
+        core, lost = self._path, 0
+        made: list[tuple[bytes, Any]] = []
+        while core is not None and lost < _LOST_PACKETS:
+            try:
+                packet = core.poll_transmit(now)
+            except (RuntimeError, ValueError) as error:
+                said = str(error)
+                if _NO_STREAM in said:
+                    self._doubtful = True
+                    lost += 1
+                    continue
+                self._stuck = _STUCK in said
+                if not self._stuck and _TOO_LONG not in said:
+                    raise
+                break
+            if packet is None:
+                break
+            made.append((packet[0], packet[1]))
+        return made
+
+
+_KINDS = {"aioquic": AioquicTransport, "qh3": Qh3Transport}
 
 
 def explain(code: int, frame_type: int | None, reason: str) -> str:
@@ -185,9 +333,9 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
     class EndpointProtocol(base):  # type: ignore[misc]  # the library decides what it is
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            library.prepare(self._quic)
             self.endpoint = attach(self)
-            self.streams = self.endpoint.transport = QuicTransport(library, self, self._quic, self.endpoint)
+            kind = _KINDS[library.name]
+            self.streams = self.endpoint.transport = kind(library, self, self._quic, self.endpoint)
 
         def quic_event_received(self, event: Any) -> None:
             self.endpoint.safely(self.streams.event, event)
@@ -196,7 +344,7 @@ def protocol_class(library: QuicLibrary, attach: Callable[[Any], Endpoint]) -> A
             # Deliver the events of many packets at once: delivering costs more than receiving.
             super()._process_events()
             self.endpoint.safely(self.endpoint.settle)
-            if (closing := library.closing(self._quic)) is not None:
+            if (closing := self.streams.closing) is not None:
                 self.streams.event(closing)
 
         def datagrams_received(self, datagrams: list[bytes], address: Any) -> None:

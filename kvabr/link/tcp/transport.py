@@ -331,21 +331,14 @@ class QmuxTransport(StreamTransport):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            self._end(_why(error), SessionCode.INTERNAL_ERROR, error)
+            self.failure = error
+            self._finish(_why(error), SessionCode.INTERNAL_ERROR)
             return False
         self._watch_room(bool(self._channel.unsent))
         if done:
-            self._begin()
+            self._conn = QmuxConnection(client=self._client, parameters=self._parameters)
+            self.flush()
         return done
-
-    def _begin(self) -> None:
-        self._conn = QmuxConnection(client=self._client, parameters=self._parameters)
-        self.flush()
-
-    def _protocol(self) -> str | None:
-        """Return the MoQT draft that both ends have agreed on."""
-        chosen = self._channel.protocol
-        return None if chosen is None else chosen.removeprefix(PREFIX)
 
     # ------------------------------------------------------------------ reading
 
@@ -507,7 +500,7 @@ class QmuxTransport(StreamTransport):
                 endpoint.was_stopped(event.stream, event.code)
             case ParametersReceived(parameters):
                 self._idle_s = min(self._idle_s, parameters.max_idle_timeout / 1000 or self._idle_s)
-                endpoint.handshake_done(self._protocol())
+                endpoint.handshake_done((self._channel.protocol or "").removeprefix(PREFIX))
             case Ponged():
                 endpoint.alive()
             case Terminated():
@@ -610,14 +603,8 @@ class QmuxTransport(StreamTransport):
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str, code: int = 0) -> None:
         """The connection is over, and the socket of no more use."""
-        self._tell_end(reason, 0)
-        self.drop()
-
-    def _end(self, reason: str, code: int, error: Exception | None = None) -> None:
-        """End before QMux has begun."""
-        self.failure = error
         self._tell_end(reason, code)
         self.drop()
 

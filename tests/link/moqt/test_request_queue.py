@@ -55,20 +55,17 @@ def test_it_does_what_looking_at_every_request_would_do(steps):
             plain.waiting.append((which, len(made), one))
         elif kind == 4 and plain.asked:
             number = list(plain.asked)[which % len(plain.asked)]
-            assert queue.end(number) is plain.asked.pop(number)
+            assert queue.asked.pop(number) is plain.asked.pop(number)
         while (found := queue.next()) is not None:
             assert found is plain.next()
             numbers += 1
-            queue.begin(numbers, found)
+            queue.asked[numbers] = found
             plain.asked[numbers] = found
         assert plain.next() is None
-        assert queue.waits == bool(plain.waiting)
-        assert queue.under_way == len(plain.asked)
-        assert list(queue) == [*plain.asked.values(), *queue.waiting]
-    assert all(queue.find(number) is one for number, one in plain.asked.items())
-    queue.clear()
-    assert not list(queue)
-    assert not queue.waits
+        assert len(queue) == len(plain.waiting)
+        assert queue.asked == plain.asked
+    assert queue.clear() == [entry[2] for entry in sorted(plain.waiting, key=lambda entry: entry[1])]
+    assert len(queue) == 0
 
 
 def all_of(count):
@@ -84,11 +81,11 @@ def all_of(count):
     while True:
         while (found := queue.next()) is not None:
             begun += 1
-            queue.begin(begun, found)
+            queue.asked[begun] = found
         if ended == begun:
             return begun
         ended += 1
-        queue.end(ended)
+        del queue.asked[ended]
 
 
 def test_many_requests_cost_no_more_each():

@@ -8,7 +8,7 @@ from kvabr.moqt.messages import TrackStatus
 from kvabr.moqt.parameters import Filter
 from kvabr.moqt.wire import DRAFT_20, Location
 from kvabr.server.growing import GrowingBytes
-from kvabr.server.pushing import MOST_STREAMS
+from kvabr.server.subscriptions import MOST_STREAMS
 from tests.faults.test_guests import until
 from tests.server.tracks import SPACE, Wide, data, every, growing, serving
 
@@ -107,7 +107,7 @@ async def test_a_subscription_that_pauses(tls):
         number = served.subscribe(forward=0)
         await served.soon(Answered)
         (peer,) = served.server.peers
-        (subscription,) = peer._pushing
+        (subscription,) = peer._subscriptions
         track.append(data(0))
         await until(lambda: subscription.next == 1)
         served.update(number, forward=1, priority=3)
@@ -132,7 +132,7 @@ async def test_a_subscription_that_is_cancelled(tls):
         await served.soon(Received)
         served.cancel(number)
         await until(lambda: served.requests == 0)
-        assert len(peer._pushing) == len(peer._queue) == 0
+        assert len(peer._subscriptions) == len(peer._queue) == 0
         assert track._watchers == {}
         track.append(data(1))
         assert not served.end.over.done()
