@@ -130,7 +130,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
-    """An asset encoded by the command itself, once for all test processes; losses are measured on two short answers."""
+    """An asset encoded by the command itself, once for all test processes; losses are measured on a short answer."""
     from kvabr.cli.main import main
     from kvabr.publish import tails
     from kvabr.publish.texts import measuring_texts
@@ -144,10 +144,10 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
             (folder / "text.txt").write_text(measuring_texts()["manual"][:4000])
-            words = ["encode", "--text", folder / "text.txt", "--tokens", ASSET_TOKENS, "--continuation", 32]
+            words = ["encode", "--text", folder / "text.txt", "--tokens", ASSET_TOKENS, "--continuation", 24]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:3])
-                patch.setattr(tails, "ANSWER_TOKENS", 12)
+                patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:2])
+                patch.setattr(tails, "ANSWER_TOKENS", 8)
                 assert main([*map(str, words), "--out", str(out), "--json", str(folder / "encode.json")]) == 0
     return open_asset(out)
 
