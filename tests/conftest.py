@@ -31,6 +31,8 @@ ASSET_TOKENS = 300
 """Three groups, the last one short."""
 _MODEL_FIXTURES = {"loaded", "encoded"}
 _LONG = {"model", "process", "browser", "slow"}
+_EARLY = {"test_wrong_command_lines.py"}
+"""Files that take long, although their tests belong to the quick run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,7 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
     # Whichever process is done first takes the next file, so that short ones at the end make all end together.
-    long = {item.path for item in items if _LONG & {mark.name for mark in item.iter_markers()}}
+    long = {
+        item.path for item in items if item.path.name in _EARLY or _LONG & {mark.name for mark in item.iter_markers()}
+    }
     items.sort(key=lambda item: item.path not in long)
 
 

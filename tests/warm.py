@@ -46,6 +46,6 @@ def _run(words: Sequence[str], folder: Path, into: "multiprocessing.reduction.Du
     os.dup2(end, 1)
     os.dup2(end, 2)
     os.close(end)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: PTH123, SIM115
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     sys.argv = ["kvabr", *words]
     runpy.run_module("kvabr", run_name="__main__")

@@ -22,8 +22,8 @@ SPECS = {**ALONE, "usual": KVSpec.uniform("m", "t", 2, 2, 64, "bfloat16")}
 SMALL = KVSpec.uniform("m", "t", 2, 1, 16, "bfloat16")
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 INTERPRETED = DEVICE.type == "cpu"
-# The interpreter is slow. Every class has a cast and an integer level, and every level several classes; where a level is
-# read is independent of where it is written.
+# The interpreter is slow. Every class has a cast and an integer level, and every level has several classes; where a
+# level is read is independent of where it is written.
 PAIRS = [
     (name, level)
     for at, name in enumerate(SPECS)
