@@ -31,6 +31,8 @@ ASSET_TOKENS = 300
 """Three groups, the last one short."""
 _MODEL_FIXTURES = {"loaded", "encoded"}
 _LONG = {"model", "process", "browser", "slow"}
+_EARLY = {"test_wrong_command_lines.py"}
+"""Files that take long, although their tests belong to the quick run."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,7 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
     # Whichever process is done first takes the next file, so that short ones at the end make all end together.
-    long = {item.path for item in items if _LONG & {mark.name for mark in item.iter_markers()}}
+    long = {
+        item.path for item in items if item.path.name in _EARLY or _LONG & {mark.name for mark in item.iter_markers()}
+    }
     items.sort(key=lambda item: item.path not in long)
 
 
@@ -130,7 +134,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
-    """An asset encoded by the command itself, once for all test processes; losses are measured on two short answers."""
+    """An asset encoded by the command itself, once for all test processes; losses are measured on a short answer."""
     from kvabr.cli.main import main
     from kvabr.publish import tails
     from kvabr.publish.texts import measuring_texts
@@ -144,10 +148,10 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
             (folder / "text.txt").write_text(measuring_texts()["manual"][:4000])
-            words = ["encode", "--text", folder / "text.txt", "--tokens", ASSET_TOKENS, "--continuation", 32]
+            words = ["encode", "--text", folder / "text.txt", "--tokens", ASSET_TOKENS, "--continuation", 24]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:3])
-                patch.setattr(tails, "ANSWER_TOKENS", 12)
+                patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:2])
+                patch.setattr(tails, "ANSWER_TOKENS", 8)
                 assert main([*map(str, words), "--out", str(out), "--json", str(folder / "encode.json")]) == 0
     return open_asset(out)
 

@@ -18,6 +18,7 @@ import pytest
 from tests import tinymodels
 from tests.processes import LIMIT_S, cpu_s, gone, workers_of
 from tests.toymodel import toy_asset
+from tests.warm import WarmCommand
 
 pytestmark = pytest.mark.process
 
@@ -110,10 +111,11 @@ SERVERS = {"serve", "relay"}
 class Command:
     """A command that runs in a folder, in a process group of its own."""
 
-    def __init__(self, words, folder: Path) -> None:
+    def __init__(self, words, folder: Path, *, warm: bool = False) -> None:
+        words = [*map(str, words)]
         self.said: list[str] = []
-        self.process = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "kvabr", *map(str, words)],
+        self.process = WarmCommand(words, folder) if warm else subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "kvabr", *words],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TRACES.parent), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
@@ -187,7 +189,7 @@ def test_ctrl_c_ends_a_command_in_order(name, folder, request):
         model = request.getfixturevalue("model")
         words = [model if word == MODEL else word for word in words]
     before = set(folder.iterdir())
-    command = Command(words, folder)
+    command = Command(words, folder, warm=MODEL in COMMANDS[name][0])
     if at_work is None:
         command.until_busy()
     else:

@@ -42,11 +42,24 @@ def line(start: str) -> list[str]:
     return shlex.split(found)
 
 
+def test_every_command_of_the_page_is_run_here():
+    starts = ("replay traces --policy ./cautious.py", "replay traces --policy ./patient.py", "traces synth")
+    starts += ("replay leased.csv", "lab traces", "report")
+    assert len({tuple(line(start)) for start in starts}) == len(re.findall(r"^kvabr .*", TEXT, re.MULTILINE))
+
+
 def replayed(words: list[str]) -> dict[str, Any]:
     """Run a replay and return its summary by policy."""
     assert main([*words, "--json", "x.json"]) == 0
     summary: dict[str, Any] = json.loads(Path("x.json").read_text())["summary"]
     return {name.rpartition(":")[2]: row for name, row in summary.items()}
+
+
+def test_the_first_policy(folder):
+    """The page says nothing of how it plays: two traces are enough."""
+    command, _, *options = line("replay traces --policy ./cautious.py")
+    assert main([command, "traces/lte.csv", "traces/wan-far.csv", *options]) == 0
+    assert Path("page.html").stat().st_size
 
 
 def test_layers(folder):
@@ -88,6 +101,7 @@ def test_plays_that_cannot_be_told_apart(folder, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"anytime leads with [^;]*; \./patient\.py:Patient(, cheapfirst)? cannot be told from it", out)
     assert "a hundred plays cannot tell the two apart" in SAID
+    assert main(line("report")) == 0
 
 
 def test_the_table_of_the_laboratory(folder, capsys):

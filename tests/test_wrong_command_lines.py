@@ -8,6 +8,8 @@ All that is said stands in `data/messages.txt`, for people to read. ``KVABR_MESS
 
 import argparse
 import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import re
@@ -219,7 +221,9 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     before = Path.cwd()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+    with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        # Each line reads the entry points of all that is installed, which never change here.
+        patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
         taken.bind(("127.0.0.1", 0))
         made = Place(tmp_path_factory.mktemp("commands"), taken.getsockname()[1])
         os.chdir(made.work)  # what a wrong word names is made there

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -83,15 +84,11 @@ class OptionError(UsageError):
         self.name, self.value, self.why = name, shown, why
 
 
-_KNOWN: dict[type, dict[str, OptionField]] = {}
-
-
+@functools.cache
 def option_fields(kind: type) -> dict[str, OptionField]:
     """Return the fields of a dataclass of options, by name."""
-    if kind not in _KNOWN:
-        hints = get_type_hints(kind, include_extras=True)
-        _KNOWN[kind] = {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
-    return _KNOWN[kind]
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
 
 
 def check_fields(options: Any) -> None:
@@ -126,6 +123,7 @@ def _described(field: dataclasses.Field[Any], hint: Any) -> OptionField:
     return OptionField(field.name, hint, choices, default, tuple(bounds), shown)
 
 
+@functools.cache
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a class's attributes, by name; Python does not keep them, so its source is read."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}

@@ -1,5 +1,6 @@
 """Run the kernels in Triton's interpreter where there is no GPU, without affecting the rest of the suite."""
 
+import functools
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -22,6 +23,33 @@ if find_spec("triton") is not None and DEVICE.type == "cpu":
         import kvabr.codec.gpu.writer_kernels  # noqa: F401
 
 
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the interpreter what it does again for every operation, and for every function that a kernel calls."""
+    from triton.language import dtype
+    from triton.runtime import interpreter
+
+    translate, patch_lang = interpreter._get_np_dtype, interpreter._patch_lang
+    known = functools.cache(translate)
+    patched: set[str] = set()
+    """Packages of the kernel that runs, and of the functions that it has called."""
+
+    def once(fn):
+        kernel, own = not patched, fn.__module__.partition(".")[0]  # a package sees Triton's language by one name
+        if own in patched:
+            return interpreter._LangPatchScope()
+        patched.add(own)
+        scope = patch_lang(fn)
+        if kernel:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", once)
+    monkeypatch.setattr(
+        interpreter, "_get_np_dtype", lambda of: known(of.scalar) if type(of.scalar) is dtype else translate(of)
+    )
+
+
 def on_device(device: torch.device) -> bool:
     """Stand in for `gpu.runs_on`: kernels run where these tests do."""
     return device.type == DEVICE.type
@@ -32,6 +60,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorde
     """Interpret, if there is nothing to compile for; the processor must not step in for the kernels."""
     if DEVICE.type == "cpu":
         monkeypatch.setenv(INTERPRET, "1")
+        hasten(monkeypatch)
     batches._warn.cache_clear()  # or only the first test would notice
     yield
     assert not [str(each.message) for each in recwarn if "on the processor" in str(each.message)]

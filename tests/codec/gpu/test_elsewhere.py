@@ -1,4 +1,4 @@
-"""Tests that need their own process: compiling the kernels, and the tool that measures them."""
+"""The kernels compiled for a GPU, in a process of its own, and the tool that measures them."""
 
 import os
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_tool
 
 pytest.importorskip("triton", reason="Triton is not installed: tools/setup-venv")
 
@@ -32,7 +34,6 @@ def test_the_kernels_compile_for_a_gpu_without_fusing_what_is_rounded_twice(tmp_
 
 
 def test_the_tool_that_measures_runs_and_compares():
-    tool = ROOT / "tools" / "bench-gpu"
-    done = run(tool, "--shape", "tiny", "--groups", "1", "--rounds", "1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    done = run_tool("bench-gpu", "--shape", "tiny", "--groups", "1", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all bits equal the processor's" in done.stdout

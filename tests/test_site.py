@@ -1,4 +1,4 @@
-"""Pages of the documentation in a real browser, on a telephone."""
+"""The documentation as a site: it builds, and its pages fit a telephone, in a real browser."""
 
 import os
 import subprocess
@@ -12,23 +12,22 @@ from tests.replay.test_report_browser import CHROMIUM, REQUIRED, Browser
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 390
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="there is no Chromium: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
+shown = pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="there is no Chromium: apt-get install chromium")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    """Strict: every page is in the navigation, every link and every name of the reference leads somewhere."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: tools/setup-venv")
     folder = tmp_path_factory.mktemp("site")
     path = f"{ROOT}{os.pathsep}{ROOT / 'tools' / 'lab'}"
-    subprocess.run(  # noqa: S603
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        check=True,
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": path},
-    )
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -44,6 +43,16 @@ def browser(tmp_path_factory):
     browser.close()
 
 
+def test_it_builds(site):
+    troubles = (site / "guides" / "troubleshooting" / "index.html").read_text()
+    assert troubles.count("<dd>") == troubles.count("<dt>") > 10
+    assert (site / "reference" / "glossary" / "index.html").read_text().count("<dd>") > 20
+    assert "--load" in (site / "reference" / "cli" / "index.html").read_text()
+    assert "Request a missing group" in (site / "reference" / "api" / "index.html").read_text()
+
+
+@shown
+@pytest.mark.browser
 def test_the_calculator_fits_a_telephone(site, browser):
     browser.open(site / "guides" / "is-it-for-me" / "index.html")
     end_s = time.monotonic() + 300.0
@@ -61,6 +70,8 @@ def test_the_calculator_fits_a_telephone(site, browser):
     assert browser.js("document.querySelector('details.note').open") is False
 
 
+@shown
+@pytest.mark.browser
 def test_definitions_have_terms_of_their_own(site, browser):
     browser.open(site / "guides" / "troubleshooting" / "index.html")
     assert browser.js("document.querySelectorAll('dl > dd').length") > 10
