@@ -62,8 +62,6 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
     return exact.round_()
 
 
-_BEYOND = 1e6
-"""Clamp for indices: no table has symbols for larger ones, and integers must not overflow."""
 _ROWS_AT_ONCE = 512
 """Rows whose symbols are counted together."""
 _ROUNDS = 10

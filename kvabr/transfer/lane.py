@@ -202,7 +202,7 @@ class PeerLane(Carrier):
             TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
             ConnectionLostError: this was closed.
         """
-        if self.connection is None:
+        while self.connection is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
             # A caller that is cancelled must not end the dial of the others.
@@ -425,11 +425,7 @@ class PeerLane(Carrier):
             self._redial()  # a request came as the last dial ended
 
     async def _dial_once(self) -> None:
-        try:
-            self._adopt(await self._dialler.dial())
-        except TransportError:
-            self.unreachable = True
-            raise
+        self._adopt(await self._dialler.dial())
 
     async def _dial_until_there(self) -> None:
         loop, old = asyncio.get_running_loop(), self.connection
