@@ -140,8 +140,8 @@ class Grants:
     def loads(cls, text: str | bytes) -> Grants:
         """Read the JSON of the file; raise `FormatError` if it is not such JSON."""
         data = text.encode() if isinstance(text, str) else text
-        read_schema(data, "grants", SCHEMA)
-        return cls(map(_grant, decode(data, _File, "grants").grants))
+        read_schema(data, "grants file", SCHEMA)
+        return cls(map(_grant, decode(data, _File, "grants file").grants))
 
 
 def new_token(name: str = "name-me", days: float | None = None) -> tuple[str, dict[str, object]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from kvabr.moqt.objects import FetchWriter, SubgroupHeader, SubgroupWriter
 from kvabr.moqt.wire import KeyValue
@@ -220,7 +221,7 @@ class SendQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Sending]:
-        return iter([job for jobs in self._jobs.values() for job in jobs])
+        return chain.from_iterable(self._jobs.values())
 
     def of(self, number: int) -> list[Sending]:
         """Return the answers to a request."""

@@ -198,6 +198,25 @@ def test_a_group_is_sent_as_it_arrives_and_lets_others_pass_meanwhile():
     assert track.opened == [0]  # only the other answer had to be opened
 
 
+def test_an_answer_asks_for_each_of_its_groups_once_however_often_it_is_interrupted():
+    class Counting(Track):
+        def asked(self, group):
+            counted.append(group)
+
+    counted, quic, track = [], Quic(), Counting(3000)
+    box = SendQueue(quic.send)
+    box.add(sending(1, track, ranges=[GroupRange(0, 0, None), GroupRange(1, 0, None)]))
+    for number in range(2, 6):
+        box.feed(1, 1000)
+        box.add(sending(number, Track(), priority=0))
+        box.feed(1, 1000)
+    while len(box):
+        box.feed(1, 1000)
+    assert counted == [0, 1]
+    assert len(track.opened) > 2  # its file is closed while others are sent
+    assert b"".join(payload for _, _, payload in objects(quic.streams[1001])) == b"\0" * 3000 + b"\1" * 3000
+
+
 GROUPS = 4
 FINAL = 200
 """ID of the last object of each group."""
