@@ -240,11 +240,14 @@ class PlaySources(Connection):
         return self._first.request(request, priority)
 
     def identify(self, namespace: TrackNamespace, track: str, digests: Sequence[str]) -> None:
-        """See `Connection.identify`."""
+        """Tell the digests of a track's groups, so that those in the client's store are not fetched again.
+
+        The digest of a group that is never requested may be empty.
+        """
         self._digests[namespace, track] = digests
 
     def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """See `Connection.cached_groups`; all sources have the client's store."""
+        """Return the groups of an identified track that are in the client's store."""
         digests = self._digests.get((namespace, track), ())
         here = self._first.downloads.store.present(digests)
         return [group for group, digest in enumerate(digests) if digest in here] if here else ()

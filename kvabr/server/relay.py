@@ -238,6 +238,8 @@ class Relay:
                 pause_s = pauses.longer()
                 if is_unauthorized(error):
                     self.catalogs.revoke()
+                elif position:
+                    pass  # it told of some before, so it has restarted, or is about to
                 elif isinstance(error, FormatError | NotFoundError) or getattr(error, "reason", None) in _NOT_TOLD:
                     pause_s = _NO_CHANGES_S
                     self._log.debug("the origin tells of no changes", why=str(error), again_s=pause_s)

@@ -31,9 +31,9 @@ from kvabr.link.tcp.transport import QmuxTransport, address_of
 from kvabr.moqt.wire import DRAFTS, Draft
 from kvabr.server.budgets import Host, site_of
 from kvabr.server.certificates import ServerTls
+from kvabr.server.client_connection import ClientConnection
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.peer import Peer
 from kvabr.server.publication import Source
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.types.errors import KvabrError, TransportError
@@ -63,7 +63,7 @@ INTERRUPTED = 130
 """Exit status after a second signal."""
 
 
-class Server(Host[Peer]):
+class Server(Host[ClientConnection]):
     """Serves a source; use it as an async context manager, or `start` and `close` it."""
 
     def __init__(
@@ -198,13 +198,13 @@ class Server(Host[Peer]):
         for peer in list(self.peers):
             peer.safely(peer.reconsider, now_s)
 
-    def left(self, peer: Peer) -> None:
+    def left(self, peer: ClientConnection) -> None:
         super().left(peer)
         self._guard()
 
-    def make_peer(self) -> Peer:
+    def make_peer(self) -> ClientConnection:
         """Return the endpoint of a new connection."""
-        return Peer(self)
+        return ClientConnection(self)
 
     def _configured(self) -> Any:
         alpn = [draft.alpn for draft in self._drafts]
@@ -228,7 +228,7 @@ class Server(Host[Peer]):
                 peer.safely(peer.reconsider, now_s)
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
-    def _admit(self) -> Peer:
+    def _admit(self) -> ClientConnection:
         """Take a connection; if there are too many, in the place of the oldest over TCP that has only begun."""
         if len(self.peers) >= self.limits.connections and (begun := self._begun()):
             begun[0].abandon("another connection takes its place")

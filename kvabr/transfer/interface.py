@@ -13,7 +13,7 @@ Rules for every transport:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -141,19 +141,6 @@ class Connection(ABC):
     @abstractmethod
     def request(self, request: GroupRequest, priority: int) -> GroupReader:
         """Request one group of one track, at a priority from 0 (most urgent) to 255."""
-
-    def identify(  # noqa: B027  # most need not
-        self, namespace: TrackNamespace, track: str, digests: Sequence[str]
-    ) -> None:
-        """Tell the digests of a track's groups: a connection with a store need not fetch them again.
-
-        The digest of a group that is never requested may be empty.
-        """
-
-    def cached_groups(self, namespace: TrackNamespace, track: str) -> Collection[int]:
-        """Return the groups of an identified track that need not cross the network."""
-        del namespace, track
-        return ()
 
     def relieve(self) -> None:  # noqa: B027  # most hold nothing
         """Let go of what is not in use and can be had again: the process has run out of descriptors or memory."""

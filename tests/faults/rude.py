@@ -13,9 +13,9 @@ from kvabr.link.quic.transport import protocol_class
 from kvabr.moqt.objects import FetchWriter
 from kvabr.moqt.session import MoqtSession
 from kvabr.moqt.wire import DRAFTS, Location
+from kvabr.server.client_connection import ClientConnection
 from kvabr.server.limits import ServerLimits
 from kvabr.server.metrics import Metrics
-from kvabr.server.peer import Peer
 from kvabr.server.publication import Publication
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.server.server import Server
@@ -62,7 +62,7 @@ class Answer:
 Lie = Callable[[Answer], None]
 
 
-class LyingPeer(Peer):
+class LyingPeer(ClientConnection):
     """Answers one group, once or always, as its server's lie says."""
 
     def _fetch(self, request, message):

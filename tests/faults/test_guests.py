@@ -17,7 +17,7 @@ from kvabr.moqt.parameters import Parameters
 from kvabr.moqt.wire import DRAFTS, Location, write_varint
 from kvabr.server import limits
 from kvabr.server import server as quicserver
-from kvabr.server.peer import Peer
+from kvabr.server.client_connection import ClientConnection
 from kvabr.store.asset import Asset
 from kvabr.transfer.interface import read_all
 from kvabr.types.errors import ConnectionLostError, TransportError
@@ -222,7 +222,7 @@ def raw_fetch(number, namespace, track):
 
 async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
     """Each change of a request has one, on the request's stream. (What qh3 has sent once it no longer counts.)"""
-    monkeypatch.setattr(Peer, "most_unread", 1000)
+    monkeypatch.setattr(ClientConnection, "most_unread", 1000)
     async with serving(root, tls, fingerprint) as served:
         async with rude_client(served.address) as end:
             await until(lambda: any(isinstance(event, Ready) for event in end.events))
@@ -243,14 +243,14 @@ async def test_answers_that_nobody_reads(root, tls, fingerprint, monkeypatch):
 
 
 async def test_a_mistake_of_ours_ends_one_connection_and_says_so(root, tls, fingerprint, catalog, monkeypatch, caplog):
-    right_way = Peer._fetch
+    right_way = ClientConnection._fetch
 
     def fetch(peer, request, message):
         if message.track == b"FP16":
             raise ZeroDivisionError("nobody thought of that")
         right_way(peer, request, message)
 
-    monkeypatch.setattr(Peer, "_fetch", fetch)
+    monkeypatch.setattr(ClientConnection, "_fetch", fetch)
     async with serving(root, tls, fingerprint) as served, served.connect() as guest:
         assert await read_all(guest.fetch(catalog.namespace, "Int4", limit=1 << 20))
         async with served.connect() as connection:

@@ -11,8 +11,8 @@ import pytest
 from kvabr.link.moqt.connect import connect
 from kvabr.server import server as server_module
 from kvabr.server.changes import Changes, changes_track
+from kvabr.server.client_connection import ClientConnection
 from kvabr.server.grants import Grants
-from kvabr.server.peer import Peer
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.transfer import GroupRequest
 from kvabr.types.errors import (
@@ -54,8 +54,8 @@ MINE, OTHER = "the token of this test", "a token of somebody else"
 @pytest.fixture
 def stuck(monkeypatch):
     """Requests are accepted, and nothing is sent."""
-    accept = Peer._may_send
-    monkeypatch.setattr(Peer, "_may_send", lambda peer, job: accept(peer, job) and False)
+    accept = ClientConnection._may_send
+    monkeypatch.setattr(ClientConnection, "_may_send", lambda peer, job: accept(peer, job) and False)
 
 
 def hold(peer):

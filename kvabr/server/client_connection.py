@@ -39,13 +39,13 @@ _OfTrack = Fetch | Subscribe | TrackStatus
 """Requests that name a track."""
 
 
-class Peer(Endpoint):
+class ClientConnection(Endpoint):
     """One connection of a server."""
 
     starts_at_once = False
     """SETUP goes only to peers that are let in, so that others learn of their refusal while they connect."""
 
-    def __init__(self, server: Host[Peer]) -> None:
+    def __init__(self, server: Host[ClientConnection]) -> None:
         super().__init__()
         self._server = server
         self.log = server.log
