@@ -31,7 +31,7 @@ PAGES = {
 """Pages that one reader follows in one folder: what the first says as well is not run again."""
 TRACES = ("lte.csv", "wan-far.csv")
 INSTALLS = ("git clone", "python3 -m venv", "pip install", "tools/test")
-BLOCK = re.compile(r"^```sh\n(.*?)^```|^((?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```|^((?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"kvabr fetch '(moqt://\S+/)#kvcache:(\S+)' .*--fingerprint (\w+)")
 
 
@@ -108,8 +108,8 @@ def model(tmp_path_factory):
 def test_a_page_works_as_it_is_written(pages, tmp_path, model):
     reader, done = Reader(tmp_path / "clone", model), set[str]()
     try:
-        for code, indented in BLOCK.findall("".join((ROOT / page).read_text() for page in pages)):
-            for commented in (code or indented).splitlines():
+        for kind, code, indented in BLOCK.findall("".join((ROOT / page).read_text() for page in pages)):
+            for commented in ("" if kind == "python" else code or indented).splitlines():
                 line = re.sub(r"  +#.*", "", commented.strip())
                 if line and not line.startswith(INSTALLS) and line not in done:
                     assert line.startswith("kvabr "), f"{pages}: what is {line!r}?"
