@@ -28,10 +28,13 @@ PAGES = {
     "README.md and quickstart.md": ("README.md", "docs/quickstart.md"),
     "two-processes.md": ("docs/tutorials/two-processes.md",),
 }
-"""Pages that one reader follows in one folder: what the first says as well is not run again."""
+"""Pages that one reader follows in one folder: what the first says as well is not run again.
+
+`test_tutorial` runs those of the tutorial on policies.
+"""
 TRACES = ("lte.csv", "wan-far.csv")
 INSTALLS = ("git clone", "python3 -m venv", "pip install", "tools/test")
-BLOCK = re.compile(r"^```sh\n(.*?)^```|^((?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r'^```(sh|python)(?: title="([^"]+)")?\n(.*?)^```|^((?:    \S[^\n]*\n)+)', re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"kvabr fetch '(moqt://\S+/)#kvcache:(\S+)' .*--fingerprint (\w+)")
 
 
@@ -108,7 +111,11 @@ def model(tmp_path_factory):
 def test_a_page_works_as_it_is_written(pages, tmp_path, model):
     reader, done = Reader(tmp_path / "clone", model), set[str]()
     try:
-        for code, indented in BLOCK.findall("".join((ROOT / page).read_text() for page in pages)):
+        for kind, title, code, indented in BLOCK.findall("".join((ROOT / page).read_text() for page in pages)):
+            if kind == "python":
+                if found := re.search(r"^class (\w+)\((?:Policy|Anytime)\)", code, re.MULTILINE):
+                    (reader.home / (title or f"{found[1].lower()}.py")).write_text(code)
+                continue
             for commented in (code or indented).splitlines():
                 line = re.sub(r"  +#.*", "", commented.strip())
                 if line and not line.startswith(INSTALLS) and line not in done:

@@ -44,7 +44,7 @@ def line(start: str) -> list[str]:
 
 def test_every_command_of_the_page_is_run_here():
     starts = ("replay traces --policy ./cautious.py", "replay traces --policy ./patient.py", "traces synth")
-    starts += ("replay leased.csv", "lab traces", "report")
+    starts += ("replay leased.csv", "lab traces", "report", "tune")
     assert len({tuple(line(start)) for start in starts}) == len(re.findall(r"^kvabr .*", TEXT, re.MULTILINE))
 
 
@@ -55,11 +55,15 @@ def replayed(words: list[str]) -> dict[str, Any]:
     return {name.rpartition(":")[2]: row for name, row in summary.items()}
 
 
-def test_the_first_policy(folder):
-    """The page says nothing of how it plays: two traces are enough."""
-    command, _, *options = line("replay traces --policy ./cautious.py")
-    assert main([command, "traces/lte.csv", "traces/wan-far.csv", *options]) == 0
-    assert Path("page.html").stat().st_size
+@pytest.mark.parametrize(
+    ("start", "written"), [("replay traces --policy ./cautious.py", "page.html"), ("tune", "tuned")]
+)
+def test_what_the_page_says_nothing_of(start, written, folder):
+    """Two traces are enough."""
+    words = line(start)
+    at = words.index("traces")
+    assert main([*words[:at], "traces/lte.csv", "traces/wan-far.csv", *words[at + 1 :]]) == 0
+    assert Path(written).exists()
 
 
 def test_layers(folder):

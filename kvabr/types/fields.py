@@ -84,11 +84,15 @@ class OptionError(UsageError):
         self.name, self.value, self.why = name, shown, why
 
 
-@functools.cache
+_KNOWN: dict[type, dict[str, OptionField]] = {}
+
+
 def option_fields(kind: type) -> dict[str, OptionField]:
     """Return the fields of a dataclass of options, by name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
+    if kind not in _KNOWN:
+        hints = get_type_hints(kind, include_extras=True)
+        _KNOWN[kind] = {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
+    return _KNOWN[kind]
 
 
 def check_fields(options: Any) -> None:
