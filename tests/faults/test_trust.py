@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from kvabr.client.result import NothingCached
 from kvabr.link.moqt.connect import connect
-from kvabr.server.certificates import ServerTls, facts_of
+from kvabr.server.certificates import ServerTls
 from kvabr.server.grants import Grant, Grants
 from kvabr.types.errors import NotFoundError, PlayError, TransportError
 from kvabr.types.peer import PeerOptions
@@ -44,7 +44,7 @@ class Authority:
         tls.certfile.write_bytes(made.public_bytes(serialization.Encoding.PEM))
         encoding, plain = serialization.Encoding.PEM, serialization.NoEncryption()
         tls.keyfile.write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
-        return tls, facts_of(made).fingerprint
+        return tls, made.fingerprint(hashes.SHA256()).hex()
 
     def _made(self, subject, key, names, begin, end, *, ca):
         now = dt.datetime.now(dt.UTC)
