@@ -43,7 +43,7 @@ def read_fields(args: argparse.Namespace, kind: type[T], prefix: str = "", **mor
         UsageError: a value is out of bounds; the message names the option.
     """
     given, flags = {}, {}
-    for name, field in option_fields(kind).items():  # type: ignore[arg-type]  # as in `check_fields`
+    for name, field in option_fields(kind).items():
         flags[name] = flag = _flags(field, prefix)[0][-1]
         dest = flag.removeprefix("--").replace("-", "_")
         if field.shown is not None and hasattr(args, dest):

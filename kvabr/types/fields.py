@@ -97,7 +97,7 @@ def option_fields(kind: type) -> dict[str, OptionField]:
 
 def check_fields(options: Any) -> None:
     """Raise `OptionError` unless all fields of a dataclass are within their bounds; text for a path becomes a path."""
-    for name, field in option_fields(type(options)).items():  # type: ignore[arg-type]  # types are hashable
+    for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
         if field.kind is Path and value is not None and not isinstance(value, Path):
             object.__setattr__(options, name, Path(value))
