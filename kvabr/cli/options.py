@@ -10,11 +10,15 @@ import math
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from kvabr.types.digests import KINDS, SHA256
+from annotated_types import Gt, Lt
+
+from kvabr.types.digests import KINDS
 from kvabr.types.errors import UsageError, did_you_mean
+from kvabr.types.fields import Shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,12 +70,6 @@ def seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write {number}") from error
 
 
-def add_deadline_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--deadline``."""
-    what = "TTFT deadline, seconds (default: 2)"
-    parser.add_argument("-d", "--deadline", type=seconds, default=2.0, metavar="S", help=what)
-
-
 def parse_address(text: str, option: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
 
@@ -104,12 +102,6 @@ def moqt_url(host: str, port: int) -> str:
     return f"moqt://[{host}]:{port}/" if ":" in host else f"moqt://{host}:{port}/"
 
 
-def add_text_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--text``, the file of a prompt; `prompt_text` reads it."""
-    what = "text to take the prompt from (UTF-8)"
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help=what)
-
-
 def prompt_text(path: Path) -> str:
     """Return the text that ``--text`` names.
 
@@ -123,36 +115,46 @@ def prompt_text(path: Path) -> str:
     return text
 
 
-def add_model_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--model``; `load` loads it."""
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR",
-        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
-    )
-
-
-def add_salt_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--salt-file``; `kvabr.store.files.read_salt` reads its value."""
-    parser.add_argument(
-        "--salt-file",
-        type=Path,
-        metavar="F",
-        help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
-        "make one with: head -c 32 /dev/urandom > F",
-    )
-
-
-def add_digest_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--digest``; `kvabr.types.digests.check_kind` checks its value."""
-    parser.add_argument(
+Deadline = Annotated[
+    float, Gt(0), Lt(math.inf), Shown("-d --deadline S", "TTFT deadline, seconds (default: 2)", parse=seconds)
+]
+DiskGib = Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N", "size of that folder in GiB (default: 16)")]
+Model = Annotated[
+    str,
+    Shown(
+        "--model smollm2|DIR",
+        "the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
+    ),
+]
+"""`load` loads it."""
+SaltFile = Annotated[
+    Path | None,
+    Shown(
+        "--salt-file F",
+        "mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; make one "
+        "with: head -c 32 /dev/urandom > F",
+    ),
+]
+"""`kvabr.store.files.read_salt` reads it."""
+Digest = Annotated[
+    str,
+    Shown(
         "--digest",
+        "how readers check the groups: blake3 takes them less than half of the processor's time, but they need the "
+        "extra fast (default: sha256)",
         choices=KINDS,
-        default=SHA256,
-        help="how readers check the groups: blake3 takes them less than half of the processor's time, but they need "
-        "the extra fast (default: sha256)",
-    )
+    ),
+]
+"""`kvabr.types.digests.check_kind` checks it."""
+TextFile = Annotated[Path, Shown("--text FILE", "text to take the prompt from (UTF-8)")]
+"""`prompt_text` reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOption:
+    """The option of commands that take a model."""
+
+    model: Model = "smollm2"
 
 
 def yield_processors() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
 from kvabr.cli.options import check_writable
+from kvabr.cli.store import CopyCommand, ListCommand, RemoveCommand, UsageCommand, VerifyCommand
 from kvabr.store.admin import (
     REPAIR,
     Damage,
@@ -40,7 +40,7 @@ _STAGES = {
 }
 
 
-def ls(args: argparse.Namespace) -> int:
+def ls(args: ListCommand) -> int:
     """List the assets."""
     check_writable(args.json)
     tree, found = _inventory(args)
@@ -76,7 +76,7 @@ def ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def du(args: argparse.Namespace) -> int:
+def du(args: UsageCommand) -> int:
     """Show how many bytes models and tracks take."""
     check_writable(args.json)
     tree, found = _inventory(args)
@@ -112,7 +112,7 @@ def du(args: argparse.Namespace) -> int:
     return 0
 
 
-def rm(args: argparse.Namespace) -> int:
+def rm(args: RemoveCommand) -> int:
     """Remove assets."""
     check_writable(args.json)
     if not (args.names or args.model or args.unreferenced):
@@ -130,7 +130,7 @@ def rm(args: argparse.Namespace) -> int:
     return 0
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(args: VerifyCommand) -> int:
     """Check everything."""
     check_writable(args.json)
     tree = StoreTree(args.store)
@@ -179,7 +179,7 @@ def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[Damag
     return found
 
 
-def copy(args: argparse.Namespace) -> int:
+def copy(args: CopyCommand) -> int:
     """Copy assets."""
     check_writable(args.json)
     source, target = StoreTree(args.store), open_store(args.target, create=True)
@@ -206,7 +206,7 @@ def copy(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inventory(args: argparse.Namespace) -> tuple[StoreTree, Inventory]:
+def _inventory(args: ListCommand | UsageCommand) -> tuple[StoreTree, Inventory]:
     tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
         return tree, inventory(tree, bar)
