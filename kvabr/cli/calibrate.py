@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from kvabr.cli.commands import part
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.options import Model, check_writable, load, yield_processors
 from kvabr.types.errors import UsageError
 from kvabr.types.fields import Shown
@@ -107,11 +106,6 @@ class CalibrateCommand:
     """With --blend: how passages are computed (default: mean)."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, CalibrateCommand, run)
-
-
 def run(args: CalibrateCommand) -> int:
     """Calibrate the model and write its profile, or its fusion losses."""
     if args.blend:
@@ -170,6 +164,9 @@ def run(args: CalibrateCommand) -> int:
                 f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded as they are"
             )
     return 0
+
+
+add = command(CalibrateCommand, run)
 
 
 def _texts(paths: Sequence[Path]) -> dict[str, str]:

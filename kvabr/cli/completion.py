@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.types.errors import KvabrError
 from kvabr.types.fields import Shown
 
@@ -28,17 +28,15 @@ class CompletionCommand:
     """The shell to complete in: bash or zsh."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, CompletionCommand, run)
-
-
 def run(args: CompletionCommand) -> int:
     """Print the script."""
     import shtab
 
     print(shtab.complete(_parser(), args.shell, root_prefix="kvabr"))
     return 0
+
+
+add = command(CompletionCommand, run)
 
 
 def _parser() -> argparse.ArgumentParser:

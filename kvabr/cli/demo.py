@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvabr.abr.policies import DEFAULT
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.options import seconds
 from kvabr.types.fields import Shown
 from kvabr.types.words import counted
@@ -48,11 +47,6 @@ class DemoCommand:
     """Do not open the page in a browser."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `kvabr demo`."""
-    declare_command(parser, DemoCommand, run)
-
-
 def run(args: DemoCommand) -> int:
     """Replay, write the page, and print the verdict."""
     from kvabr.cli.display import PlayBar, output, say
@@ -86,6 +80,9 @@ def run(args: DemoCommand) -> int:
 
         webbrowser.open(args.html.resolve().as_uri())
     return 0
+
+
+add = command(DemoCommand, run)
 
 
 def _matrix(deadline_s: float) -> Matrix:

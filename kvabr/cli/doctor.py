@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import platform
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvabr import __version__
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.network import Connecting, checked
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
@@ -60,11 +59,6 @@ class DoctorCommand:
     peer: Connecting
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `kvabr doctor`."""
-    declare_command(parser, DoctorCommand, run)
-
-
 def run(args: DoctorCommand) -> int:
     """Look at everything, print it, and end with 1 if something fails."""
     from rich.markup import escape
@@ -87,6 +81,9 @@ def run(args: DoctorCommand) -> int:
     say(out, f"\n{_summary([finding.state for finding in findings])}", highlight=False)
     write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
+
+
+add = command(DoctorCommand, run)
 
 
 def _summary(states: list[State]) -> str:

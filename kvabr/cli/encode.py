@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from annotated_types import Ge, Le
 
 from kvabr.cli import encode_passage
 from kvabr.cli.encode_passage import PassageOptions
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.options import (
     Digest,
     Model,
@@ -115,11 +114,6 @@ class EncodeCommand:
     passages: Annotated[PassageOptions, Part("passages")]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, EncodeCommand, run)
-
-
 def run(args: EncodeCommand) -> int:
     """Encode the text's cache and print its tracks."""
     yield_processors()
@@ -192,6 +186,9 @@ def run(args: EncodeCommand) -> int:
         writer.commit(catalog)
     _report(args, catalog, writer.location, time.perf_counter() - start, unusual)
     return 0
+
+
+add = command(EncodeCommand, run)
 
 
 def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvabr.cli import network
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.network import Connecting
 from kvabr.cli.options import Deadline, DiskGib, SaltFile, check_writable, load, prompt_text, read_tokens
@@ -57,7 +56,7 @@ def _after(text: str) -> float:
     except ValueError:
         after_s = math.nan
     if not after_s > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
+        raise UsageError(f"{text!r} is not a positive number of seconds, nor 'done'")
     return after_s
 
 
@@ -136,11 +135,6 @@ class FetchCommand:
         return [url.partition("#")[0] for url in (self.url, *self.source)]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, FetchCommand, run)
-
-
 def run(args: FetchCommand) -> int:
     """Run the command."""
     from rich.console import Console
@@ -184,6 +178,9 @@ def run(args: FetchCommand) -> int:
         why = _why_nothing(result["limited_by"], args.play.wait_for_producer_s)
         raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
     return _UNKEPT if result["unkept"] else 0
+
+
+add = command(FetchCommand, run)
 
 
 def _check_wait(args: FetchCommand, *, named: bool) -> None:

@@ -15,19 +15,25 @@ T = TypeVar("T")
 _WHOLE = Part()
 
 
-def declare_command(parser: argparse.ArgumentParser, kind: type[T], run: Callable[[T], int]) -> None:
-    """Declare a command: its options are the fields of a dataclass, and its help is the docstring of that.
+def command(
+    kind: type[T], run: Callable[[T], int], more: Callable[[], str] = str
+) -> Callable[[argparse.ArgumentParser], None]:
+    """Return the function that declares a command.
 
     Args:
-        parser: takes the options, and ``run`` for the parsed arguments.
-        kind: the dataclass.
+        kind: a dataclass: its fields are the options, and its docstring is the help.
         run: runs the command, and returns the exit status.
+        more: returns the end of its help.
     """
-    description, _, more = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
-    parser.description, parser.epilog = description, f"{more}\n" if more else None
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_fields(parser, kind)
-    parser.set_defaults(run=lambda args: run(read_fields(args, kind)))
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.description, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+        parser.epilog = "\n\n".join(filter(None, (text, more())))
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_fields(parser, kind)
+        parser.set_defaults(run=lambda args: run(read_fields(args, kind)))
+
+    return add
 
 
 def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHOLE) -> None:
@@ -90,9 +96,11 @@ def _add(parser: argparse._ActionsContainer, field: OptionField, said: str, pref
         how["choices"] = field.choices
     required = default is dataclasses.MISSING
     if not required:
-        how["default"] = list(default) if isinstance(default, tuple) else default
-        if default not in (None, ()) and "default" not in said:
-            shown = " ".join(default) if isinstance(default, tuple) else default
+        shown = default
+        if field.count != 1 and default is not None:
+            default, shown = list(default), " ".join(default)
+        how["default"] = default
+        if shown not in (None, "") and "default" not in said:
             said += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
     if field.count is None and field.shown.repeated:
         how["action"] = "append"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.network import Connecting, checked
 from kvabr.types.catalog import Catalog
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 _MOST_ENDS = 8
 """Prefixes with a snapshot that are listed."""
+_SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
+"""Fields of a catalog in the JSON."""
 _MOST_ASKED = 3
 """Groups that questions are about that are listed."""
 
@@ -54,50 +55,30 @@ class InspectCommand:
     peer: Connecting
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, InspectCommand, run)
-
-
 def run(args: InspectCommand) -> int:
     """Print the tables, and check the groups if asked to."""
-    from kvabr.cli.display import (
-        group_tables,
-        mix_rows,
-        mix_table,
-        output,
-        plain,
-        tail_table,
-        track_rows,
-        track_table,
-        write_result,
-    )
+    from kvabr.cli import display
 
     catalog, asset = _open(args)
-    out = output()
+    out = display.output()
     _head(catalog)
-    out.print(track_table(catalog))
-    plain(*_what_losses_are(catalog))
-    if (tails := tail_table(catalog)) is not None:
+    out.print(display.track_table(catalog))
+    display.plain(*_what_losses_are(catalog))
+    if (tails := display.tail_table(catalog)) is not None:
         out.print(tails)
-    plain(*_how_sure_losses_are(catalog))
+    display.plain(*_how_sure_losses_are(catalog))
     if args.groups:
-        out.print(*group_tables(catalog))
+        out.print(*display.group_tables(catalog))
     if catalog.mixes:
-        out.print(mix_table(catalog))
+        out.print(display.mix_table(catalog))
     bad = _check(asset) if args.check and asset is not None else None
     result: dict[str, Any] = {
         "model": catalog.spec.model,
-        "source": catalog.source,
-        "tokens": catalog.tokens,
-        "groups": catalog.groups,
-        "fp16_bytes": catalog.fp16_bytes,
-        "profile_bytes": catalog.profile_bytes,
+        **{name: getattr(catalog, name) for name in _SHOWN},
         "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
-        "loss_method": catalog.loss_method,
-        "tracks": track_rows(catalog),
+        "tracks": display.track_rows(catalog),
         "asked": list(catalog.asked),
-        "mixes": mix_rows(catalog),
+        "mixes": display.mix_rows(catalog),
     }
     if catalog.passage is not None:
         result["passage"] = catalog.passage.to_json()
@@ -109,12 +90,15 @@ def run(args: InspectCommand) -> int:
             row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
     if bad is not None:
         result["bad"] = bad
-    write_result(args.json, "inspect", result)
+    display.write_result(args.json, "inspect", result)
     if bad:
         raise FormatError(
             f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"
         )
     return 0
+
+
+add = command(InspectCommand, run)
 
 
 def _open(args: InspectCommand) -> tuple[Catalog, Asset | None]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.types.fields import Shown
 
 if TYPE_CHECKING:
@@ -91,26 +90,6 @@ class EnginesCommand:
     """Write the list as JSON."""
 
 
-def add_policies(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr policies`."""
-    declare_command(parser, PoliciesCommand, _policies)
-
-
-def add_estimators(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr estimators`."""
-    declare_command(parser, EstimatorsCommand, _estimators)
-
-
-def add_selectors(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr selectors`."""
-    declare_command(parser, SelectorsCommand, _selectors)
-
-
-def add_engines(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr engines`."""
-    declare_command(parser, EnginesCommand, _engines)
-
-
 def _policies(_args: PoliciesCommand) -> int:
     from kvabr.abr.plugins import policies
     from kvabr.abr.policies import DEFAULT
@@ -124,12 +103,18 @@ def _policies(_args: PoliciesCommand) -> int:
     return 0
 
 
+add_policies = command(PoliciesCommand, _policies)
+
+
 def _estimators(_args: EstimatorsCommand) -> int:
     from kvabr.abr.plugins import estimators
 
     rows = [(name, _first_line(cls), cls.__module__) for name, cls in sorted(estimators().items())]
     _print("bandwidth estimators", ("name", "what it does", "from"), rows, ("from",))
     return 0
+
+
+add_estimators = command(EstimatorsCommand, _estimators)
 
 
 def _selectors(_args: SelectorsCommand) -> int:
@@ -148,6 +133,9 @@ def _selectors(_args: SelectorsCommand) -> int:
     return 0
 
 
+add_selectors = command(SelectorsCommand, _selectors)
+
+
 def _engines(args: EnginesCommand) -> int:
     from kvabr.cli.display import write_json
     from kvabr.engines.adapters import adapters
@@ -164,6 +152,9 @@ def _engines(args: EnginesCommand) -> int:
     )
     write_json(args.json, [_engine_row(adapter) for adapter in found])
     return 0
+
+
+add_engines = command(EnginesCommand, _engines)
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:

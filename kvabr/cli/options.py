@@ -12,7 +12,7 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 from annotated_types import Gt, Lt
 
@@ -50,27 +50,36 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Convert a word as its option says; no option takes a number that is none (NaN)."""
-        value: object = super()._get_value(action, arg_string)
+        try:
+            value: object = super()._get_value(action, arg_string)
+        except UsageError as error:
+            raise argparse.ArgumentError(action, str(error)) from error
         if isinstance(value, float) and math.isnan(value):
             raise argparse.ArgumentError(action, f"{arg_string}: must be a number")
         return value
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds, the type of an option such as ``--deadline``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is something else.
-    """
+    """Parse a number of seconds, as of ``--deadline``; `UsageError` if it is something else."""
     try:
         return float(text)
     except ValueError as error:
         bare = _WITH_UNIT.fullmatch(text)
         number = "2 or 0.5" if bare is None else f"{float(bare[1]) / _PER_SECOND[bare[2]]:g}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write {number}") from error
+        raise UsageError(f"{text!r} is not a number of seconds; write {number}") from error
 
 
-def parse_address(text: str, option: str) -> tuple[str, int]:
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
     """Return host and port of ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
 
     Raises:
@@ -78,8 +87,8 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
-        raise UsageError(f"{option} {text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
-    return found["six"] or found["host"] or "0.0.0.0", int(found["port"])  # noqa: S104 - what the user asked for
+        raise UsageError(f"{text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
+    return Address(found["six"] or found["host"] or "0.0.0.0", int(found["port"]))  # noqa: S104 - what the user asked for
 
 
 def is_wildcard(host: str) -> bool:
@@ -99,7 +108,7 @@ def moqt_url(host: str, port: int) -> str:
     """Return the URL under which another machine reaches a server bound to ``host`` and ``port``."""
     if is_wildcard(host):
         host = socket.gethostname()
-    return f"moqt://[{host}]:{port}/" if ":" in host else f"moqt://{host}:{port}/"
+    return f"moqt://{Address(host, port)}/"
 
 
 def prompt_text(path: Path) -> str:

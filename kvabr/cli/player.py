@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -14,12 +13,11 @@ from typing import Annotated
 
 from annotated_types import Gt, Lt
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import parse_address
-from kvabr.cli.serving import LogJson, Verbose, captured, keep_memory_flat, logger
+from kvabr.cli.serving import SeenOptions, keep_memory_flat, observed
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Shown
+from kvabr.types.fields import Part, Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +36,7 @@ class PlayerCommand:
     """Where to listen, in a folder that is yours alone (default: where engines look for it)."""
     idle: Annotated[float | None, Gt(0), Lt(1 << 30), Shown("--idle S")] = None
     """End after this many seconds without an engine (default: never)."""
-    metrics: Annotated[str | None, Shown("--metrics HOST:PORT")] = None
-    """Serve Prometheus metrics of all plays."""
-    log_json: LogJson = False
-    verbose: Verbose = False
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, PlayerCommand, run)
+    seen: Annotated[SeenOptions, Part()]
 
 
 def run(args: PlayerCommand) -> int:
@@ -58,7 +48,7 @@ def run(args: PlayerCommand) -> int:
         taken = listening(path)
     except OSError as error:
         raise UsageError(f"--socket {path}: {error.strerror or error}") from error
-    if taken is None and args.metrics is not None:
+    if taken is None and args.seen.metrics is not None:
         raise UsageError(f"a player process serves {path} already, without --metrics: end it, or give another --socket")
     if taken is None:
         print(f"a player process serves {path} already")
@@ -73,21 +63,19 @@ def run(args: PlayerCommand) -> int:
         os.close(lock)
 
 
+add = command(PlayerCommand, run)
+
+
 async def _serve(args: PlayerCommand, path: Path, listener: socket.socket) -> int:
     from kvabr.engines.player_process.process import PlayerProcess
     from kvabr.telemetry.client_metrics import ClientMetrics
-    from kvabr.telemetry.prometheus import ScrapeServer
     from kvabr.transfer.work import cancel_all
 
-    metrics, log = ClientMetrics(), logger(json=args.log_json or None, verbose=args.verbose)
-    process = PlayerProcess(listener, log, metrics)
-    serving = asyncio.create_task(process.serve(args.idle))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(captured(log))
-        if args.metrics is not None:
-            scrape = stack.enter_context(ScrapeServer(metrics, *parse_address(args.metrics, "--metrics")))
-            log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
+    metrics = ClientMetrics()
+    with observed(args.seen, metrics) as log:
+        process = PlayerProcess(listener, log, metrics)
+        serving = asyncio.create_task(process.serve(args.idle))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
         log.info("playing for engines", socket=str(path), idle_s=args.idle)
         keep_memory_flat()
         try:

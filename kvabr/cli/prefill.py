@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.options import (
     Digest,
     Model,
@@ -83,11 +82,6 @@ class PrefillCommand:
     """Write what happened, as JSON."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, PrefillCommand, run)
-
-
 def run(args: PrefillCommand) -> int:
     """Compute and publish."""
     yield_processors()
@@ -147,6 +141,9 @@ def run(args: PrefillCommand) -> int:
         )
     plain(f"asset: {args.out / name} ({counted(len(ids), 'token')}, prefill {prefill_s:.1f} s, all {seconds:.1f} s)")
     return 0
+
+
+add = command(PrefillCommand, run)
 
 
 def _checked_text(args: PrefillCommand) -> str:

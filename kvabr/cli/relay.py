@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 
 from kvabr.cli import kv_events, network, serving
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.fields import Part, Shown
@@ -25,6 +24,14 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"(\d{1,12})([kmgt]i?b?)?", re.IGNORECASE)
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_size(text: str) -> int:
+    """Return bytes, from a number with or without a unit; `UsageError` if the text is something else."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"{text}: give bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +63,8 @@ class RelayCommand:
     """The origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with the #kvcache:MODEL/DIGEST of an
     asset the relay prints how to fetch that."""
     serving: Annotated[serving.ServingOptions, Part()]
-    memory: Annotated[str, Shown("--memory BYTES")] = "1GiB"
-    """Groups kept in memory, as 800MiB or 4GiB."""
+    memory: Annotated[int, Ge(1 << 26), Shown("--memory BYTES", parse=parse_size)] = 1 << 30
+    """Groups kept in memory, at least 64MiB, as 800MiB or 4GiB (default: 1GiB)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
     """Also keep groups in this folder, which survives a restart, or in an object store, which relays can share."""
     disk_gib: Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N")] = 16.0
@@ -70,33 +77,15 @@ class RelayCommand:
     peer: Annotated[PeerOptions, Part("the origin", prefix="upstream-")]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, RelayCommand, run)
-    parser.epilog = f"{parser.epilog}\n{serving.limits_help()}"
-
-
 def run(args: RelayCommand) -> int:
     """Relay until a signal comes."""
-    return run_async(_relay(args, parse_size(args.memory)))
+    return run_async(_relay(args))
 
 
-def parse_size(text: str) -> int:
-    """Return bytes, from a number with or without a unit.
-
-    Raises:
-        UsageError: this is not a size, or too small for a relay.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"--memory {text}: give bytes, or a number with KiB, MiB, GiB or TiB")
-    size = int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
-    if size < 1 << 26:
-        raise UsageError(f"--memory {text}: a relay needs at least 64MiB, room for a few groups")
-    return size
+add = command(RelayCommand, run, serving.limits_help)
 
 
-async def _relay(args: RelayCommand, memory: int) -> int:
+async def _relay(args: RelayCommand) -> int:
     from kvabr.client.origins import asset_of, dialling
     from kvabr.server.relay import Relay
     from kvabr.server.server import Server, run_until_signal
@@ -118,7 +107,7 @@ async def _relay(args: RelayCommand, memory: int) -> int:
             disk_bytes = int(args.disk_gib * (1 << 30))
             async with Relay(
                 upstream, log, metrics,
-                memory_bytes=memory, disk=args.disk, disk_bytes=disk_bytes, token=token, prompts=prompts,
+                memory_bytes=args.memory, disk=args.disk, disk_bytes=disk_bytes, token=token, prompts=prompts,
             ) as relay:  # fmt: skip
                 server = Server(
                     relay, setup.host, setup.port, setup.tls, limits, log, metrics,
@@ -132,7 +121,7 @@ async def _relay(args: RelayCommand, memory: int) -> int:
 
                 def started() -> None:
                     everyone = "who can reach this address may read what the relay may; see --player-token-file"
-                    url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=memory)
+                    url = setup.announce(server, "relaying", None if token else everyone, memory_bytes=args.memory)
                     if asset is None:
                         # The origin does not list its assets; `kvabr serve` prints one, in the fragment of a URL.
                         entry = "" if token is None else "KVABR_TOKEN=... "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from annotated_types import Ge, Lt
 from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.commands import part
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.options import Deadline, check_writable, load
 from kvabr.player.play_choices import PlayChoices
 from kvabr.player.session_types import BlendGoal, PlayerConfig
@@ -168,11 +167,6 @@ class ReplayCommand:
     """Plays that keep a timeline; -1: all."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, ReplayCommand, run)
-
-
 def run(args: ReplayCommand) -> int:
     """Replay the matrix, then write and print the results."""
     from rich.console import Console
@@ -191,6 +185,9 @@ def run(args: ReplayCommand) -> int:
     _write(args, report)
     _show(args, report.result)
     return 0
+
+
+add = command(ReplayCommand, run)
 
 
 def _write(args: ReplayCommand, report: Report) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Le
 
 from kvabr.cli import kv_events, serving
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import parse_address
 from kvabr.cli.serve_processes import MOST_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
 from kvabr.types.fields import Part, Shown
@@ -78,12 +76,6 @@ class ServeCommand:
     kv_events: Annotated[kv_events.KVEventOptions, Part()]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    declare_command(parser, ServeCommand, run)
-    parser.epilog = f"{parser.epilog}\n{serving.limits_help()}"
-
-
 def run(args: ServeCommand) -> int:
     """Serve until a signal comes."""
     if args.new_token:
@@ -96,8 +88,11 @@ def run(args: ServeCommand) -> int:
     _check_processes(args)
     from kvabr.server.server import claimed
 
-    with claimed(*parse_address(args.serving.bind, "--bind"), tcp=args.serving.tcp != "off"):
+    with claimed(*args.serving.bind, tcp=args.serving.tcp != "off"):
         return run_processes(args.processes, partial(_process, args, args.root, limits))
+
+
+add = command(ServeCommand, run, serving.limits_help)
 
 
 def _check_processes(args: ServeCommand) -> None:
@@ -105,22 +100,20 @@ def _check_processes(args: ServeCommand) -> None:
         raise UsageError("--processes: give --cert and --key, as all of them need the same certificate")
     if args.kv_events.to is not None:
         raise UsageError("--processes: --kv-events is for one process")
-    for what, address in (("--bind", args.serving.bind), ("--metrics", args.serving.metrics)):
-        if address is not None and parse_address(address, what)[1] == 0:
+    for what, address in (("--bind", args.serving.bind), ("--metrics", args.serving.seen.metrics)):
+        if address is not None and address.port == 0:
             raise UsageError(f"--processes: give a port with {what}, which they share or count from")
-    if args.serving.metrics is not None:
-        port = parse_address(args.serving.metrics, "--metrics")[1]
-        if port + args.processes - 1 > _MAX_PORT:
-            raise UsageError(f"--metrics: {args.processes} processes count from port {port} on, past {_MAX_PORT}")
+    metrics = args.serving.seen.metrics
+    if metrics is not None and metrics.port + args.processes - 1 > _MAX_PORT:
+        raise UsageError(f"--metrics: {args.processes} processes count from port {metrics.port} on, past {_MAX_PORT}")
 
 
 def _process(args: ServeCommand, root: str, limits: ServerLimits, number: int) -> int:
     """Serve as one of several processes."""
-    if args.serving.metrics is not None:
-        host, port = parse_address(args.serving.metrics, "--metrics")
-        metrics = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
-        args = replace(args, serving=replace(args.serving, metrics=metrics))
-    return run_async(_serve(args, root, limits))
+    if (metrics := args.serving.seen.metrics) is not None:
+        metrics = metrics._replace(port=metrics.port + number)
+    mine = replace(args.serving, seen=replace(args.serving.seen, metrics=metrics))
+    return run_async(_serve(replace(args, serving=mine), root, limits))
 
 
 def _new_token(days: float | None, file: Path | None) -> int:

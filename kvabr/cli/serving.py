@@ -8,8 +8,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
@@ -18,10 +18,10 @@ from urllib.parse import quote
 from annotated_types import Ge, Le
 
 from kvabr.cli.fields import first_sentence
-from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
+from kvabr.cli.options import Address, is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import Shown, docstrings
+from kvabr.types.fields import Part, Shown, docstrings
 from kvabr.types.naming import TrackNamespace
 from kvabr.types.peer import Quic
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kvabr.server.metrics import Metrics
     from kvabr.server.reload import Reloads
     from kvabr.server.server import Server
+    from kvabr.telemetry.prometheus import MetricSet
 
 
-LogJson = Annotated[bool, Shown(doc="log JSON lines (default where no terminal is)")]
-Verbose = Annotated[bool, Shown("-v --verbose", "log more")]
+_BIND = Address("127.0.0.1", 4443)
 _NO_BOUND = "off"
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
@@ -43,10 +43,22 @@ _MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeenOptions:
+    """How a process that runs for long can be watched."""
+
+    metrics: Annotated[Address | None, Shown("--metrics HOST:PORT", parse=parse_address)] = None
+    """Serve /metrics (Prometheus) and /healthz over HTTP."""
+    log_json: Annotated[bool, Shown()] = False
+    """Log JSON lines (default where no terminal is)."""
+    verbose: Annotated[bool, Shown("-v --verbose")] = False
+    """Log more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
     """The options of `kvabr serve` and `kvabr relay`."""
 
-    bind: Annotated[str, Shown("--bind HOST:PORT")] = "127.0.0.1:4443"
+    bind: Annotated[Address, Shown("--bind HOST:PORT", parse=parse_address)] = _BIND
     """UDP and TCP address."""
     cert: Annotated[Path | None, Shown("--cert F")] = None
     """Certificate chain, PEM, this server's own first."""
@@ -58,14 +70,11 @@ class ServingOptions:
     """QUIC library; ``auto`` takes qh3 if it is installed."""
     tcp: Annotated[Literal["tls", "off"], Shown()] = "tls"
     """Accept connections over TCP with TLS, or none."""
-    metrics: Annotated[str | None, Shown("--metrics HOST:PORT")] = None
-    """Serve /metrics (Prometheus) and /healthz over HTTP."""
     drain: Annotated[float, Ge(0), Le(3600), Shown("--drain S")] = 10.0
     """Seconds to finish what is under way after SIGTERM; Ctrl-C waits half a second."""
     limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()
     """See below."""
-    log_json: LogJson = False
-    verbose: Verbose = False
+    seen: Annotated[SeenOptions, Part()]
 
 
 def limits_help() -> str:
@@ -161,17 +170,11 @@ def prepared(args: ServingOptions) -> Iterator[ServerSetup]:
         UsageError: An option is wrong.
         TransportError: The certificate cannot be used, or the address of the metrics is taken.
     """
-    from contextlib import ExitStack
-
     from kvabr.server import certificates
     from kvabr.server.metrics import Metrics
-    from kvabr.telemetry.prometheus import ScrapeServer
 
-    host, port = parse_address(args.bind, "--bind")
-    metrics_at = None if args.metrics is None else parse_address(args.metrics, "--metrics")
-    log, metrics = logger(json=args.log_json or None, verbose=args.verbose), Metrics()
-    with ExitStack() as stack:
-        stack.enter_context(captured(log))
+    (host, port), metrics = args.bind, Metrics()
+    with observed(args.seen, metrics, lambda: not metrics.value("kvabr_draining")) as log:
         match args.dev, args.cert, args.key:
             case True, None, None:
                 tls = certificates.development(socket.gethostname() if is_wildcard(host) else host)
@@ -180,11 +183,22 @@ def prepared(args: ServingOptions) -> Iterator[ServerSetup]:
             case _:
                 raise UsageError("give both --cert and --key, or --dev alone for a development certificate")
         facts = certificates.check(tls)
-        if metrics_at is not None:
-            scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
-            stack.enter_context(scrape)
-            log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
         yield ServerSetup(host, port, tls, facts, args.dev, log, metrics)
+
+
+@contextmanager
+def observed(
+    args: SeenOptions, metrics: MetricSet, healthy: Callable[[], bool] = lambda: True
+) -> Iterator[FilteringBoundLogger]:
+    """Yield the log that the options ask for, which takes what libraries log, too; meanwhile serve the metrics."""
+    from kvabr.telemetry.prometheus import ScrapeServer
+
+    log = logger(json=args.log_json or None, verbose=args.verbose)
+    with captured(log), ExitStack() as stack:
+        if args.metrics is not None:
+            scrape = stack.enter_context(ScrapeServer(metrics, *args.metrics, healthy=healthy))
+            log.info("metrics", url=f"http://{Address(*scrape.address)}/metrics")
+        yield log
 
 
 def keep_memory_flat() -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvabr.cli.fields import declare_command
+from kvabr.cli.fields import command
 from kvabr.types.fields import Shown
 
 StoreArgument = Annotated[str, Shown("STORE", "a folder, or a bucket: s3://BUCKET/PREFIX")]
@@ -128,7 +128,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Manage the assets of a store, a folder or a bucket."
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
     for name, (kind, line) in _ACTIONS.items():
-        declare_command(actions.add_parser(name, help=line), kind, _lazily(name))
+        command(kind, _lazily(name))(actions.add_parser(name, help=line))
 
 
 def _lazily(name: str) -> Callable[[Any], int]:

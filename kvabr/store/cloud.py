@@ -338,9 +338,7 @@ class CloudStore(Store):
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
             told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
             raise RequestError(told, reason=Reason.WRONG)
-        if last - first > limit:
-            told = f"{self.where(key)}: {last - first} bytes, more than the {limit} that this may have"
-            raise RequestError(told, reason=Reason.WRONG)
+        self.check_size(key, last - first, limit)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range

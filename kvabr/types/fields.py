@@ -53,7 +53,7 @@ class Shown:
     repeated: bool = False
     """Whether an option of several values has one each time that it is given, rather than all at once."""
     parse: Callable[[str], Any] | None = None
-    """Makes the value of a word, or raises `argparse.ArgumentTypeError`; by default the field's type."""
+    """Makes the value of a word, or raises `UsageError`; by default the field's type."""
     choices: tuple[str, ...] = ()
     """Values, where no `Literal` lists them."""
 
