@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 
 from kvabr.cli.commands import part
 from kvabr.cli.fields import command
-from kvabr.cli.options import Model, check_writable, load, yield_processors
+from kvabr.cli.options import Model, load, yield_processors
 from kvabr.types.errors import UsageError
 from kvabr.types.fields import Shown
 from kvabr.types.naming import LAYERS
@@ -77,7 +77,7 @@ class CalibrateCommand:
     take more than half of the memory)."""
     text: Annotated[tuple[Path, ...], Shown("--text FILE")] = ()
     """Texts, the more diverse the better (default: half of Python's manual, and made-up records)."""
-    out: Annotated[Path, Shown("-o --out FILE")]
+    out: Annotated[Path, Shown("-o --out FILE", written=True)]
     """The profile to write."""
     contexts: Annotated[int | None, Shown("--contexts N")] = None
     """Contexts to cut from the texts (default: 24)."""
@@ -125,9 +125,6 @@ def run(args: CalibrateCommand) -> int:
 
     # Check the arguments before minutes of work.
     config = _config(args)
-    if args.out.is_dir() or not args.out.parent.is_dir():
-        raise UsageError(f"--out {args.out}: give a file in an existing folder")
-    check_writable(args.out)
     texts = _texts(args.text) if args.text else calibration_texts()
     console = Console(stderr=True)
     start = time.perf_counter()

@@ -41,7 +41,7 @@ class DemoCommand:
 
     deadline: Annotated[float, Shown("-d --deadline S", parse=seconds)] = 4.0
     """TTFT deadline, seconds."""
-    html: Annotated[Path, Shown("--html F")] = Path("kvabr-demo.html")
+    html: Annotated[Path, Shown("--html F", written=True)] = Path("kvabr-demo.html")
     """The page."""
     no_open: Annotated[bool, Shown()] = False
     """Do not open the page in a browser."""
@@ -50,11 +50,9 @@ class DemoCommand:
 def run(args: DemoCommand) -> int:
     """Replay, write the page, and print the verdict."""
     from kvabr.cli.display import PlayBar, output, say
-    from kvabr.cli.options import check_writable
     from kvabr.replay.report import write_page
     from kvabr.replay.run import replay
 
-    check_writable(args.html)
     matrix = _matrix(args.deadline)
     plays = len(matrix.traces) * matrix.starts
     out = output()

@@ -54,7 +54,7 @@ class DoctorCommand:
 
     url: Annotated[str | None, Shown("URL")] = None
     """moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store."""
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the report as JSON."""
     peer: Connecting
 

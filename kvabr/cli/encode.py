@@ -19,7 +19,6 @@ from kvabr.cli.options import (
     SaltFile,
     TextFile,
     check_text,
-    check_writable,
     load,
     prompt_text,
     yield_processors,
@@ -109,7 +108,7 @@ class EncodeCommand:
     """With --quick: asset or catalog of the model that they are taken from (default: one of smollm2)."""
     force: Annotated[bool, Shown()] = False
     """Replace an existing asset."""
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the measurements as JSON."""
     passages: Annotated[PassageOptions, Part("passages")]
 
@@ -141,7 +140,6 @@ def run(args: EncodeCommand) -> int:
         raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
     prior = _prior(args)
     salt = read_salt(args.salt_file)
-    check_writable(args.json)
     store = open_store(args.out)
     writer = store.writer(force=args.force)
 

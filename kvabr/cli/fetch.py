@@ -18,7 +18,7 @@ from kvabr.cli import network
 from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
 from kvabr.cli.network import Connecting
-from kvabr.cli.options import Deadline, DiskGib, SaltFile, check_writable, load, prompt_text, read_tokens
+from kvabr.cli.options import Deadline, DiskGib, SaltFile, load, prompt_text, read_tokens
 from kvabr.player.play_choices import PlayChoices
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
@@ -118,15 +118,15 @@ class FetchCommand:
     peer: Connecting
 
     results: ClassVar = Heading("what comes out")
-    out: Annotated[Path | None, Shown("-o --out F.safetensors")] = None
+    out: Annotated[Path | None, Shown("-o --out F.safetensors", written=True)] = None
     """Write the cache."""
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write what happened, as JSON."""
-    log: Annotated[Path | None, Shown("--log F.jsonl")] = None
+    log: Annotated[Path | None, Shown("--log F.jsonl", written=True)] = None
     """Write every decision and event."""
-    telemetry: Annotated[Path | None, Shown("--telemetry F.jsonl")] = None
+    telemetry: Annotated[Path | None, Shown("--telemetry F.jsonl", written=True)] = None
     """Append the play's events, with CMCD names where one fits."""
-    metrics_file: Annotated[Path | None, Shown("--metrics-file F.prom")] = None
+    metrics_file: Annotated[Path | None, Shown("--metrics-file F.prom", written=True)] = None
     """Write Prometheus metrics of the play."""
 
     @property
@@ -155,7 +155,6 @@ def run(args: FetchCommand) -> int:
     if args.recompute is not None and args.prompt is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --prompt or --text")
     _check_wait(args, named=namespace is not None)
-    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics_file)
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)

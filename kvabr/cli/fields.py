@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvabr.cli.options import check_writable
 from kvabr.types.errors import UsageError
 from kvabr.types.fields import OptionError, OptionField, Part, check_fields, docstrings, option_fields
 
@@ -60,7 +61,8 @@ def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) ->
     """Return the dataclass with the values of the options that were declared.
 
     Raises:
-        UsageError: a value is out of bounds, or has no use without another; the message names the options.
+        UsageError: a value is out of bounds, or has no use without another; the message names the options. Or a file
+            cannot be written.
     """
     fields: dict[str, OptionField] = option_fields(kind)  # type: ignore[arg-type]  # as in `check_fields`
     given: dict[str, Any] = {}
@@ -78,6 +80,8 @@ def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) ->
         raise UsageError(f"{_title(fields[error.name], part.prefix)} {error.value}: {error.why}") from None
     for name, value in given.items():
         shown = fields[name].shown
+        if shown is not None and shown.written:
+            check_writable(value)
         if shown is not None and shown.needs and value != fields[name].default and not given[shown.needs]:
             title, needed = (_title(fields[each], part.prefix) for each in (name, shown.needs))
             raise UsageError(f"{title} has no use without {needed}: give both, or neither")

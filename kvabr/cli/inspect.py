@@ -50,7 +50,7 @@ class InspectCommand:
     """Also show every group."""
     check: Annotated[bool, Shown()] = False
     """Read every part; exit 1 if any is damaged."""
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the tables as JSON."""
     peer: Connecting
 

@@ -86,7 +86,7 @@ class EnginesCommand:
     An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
     """
 
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write the list as JSON."""
 
 

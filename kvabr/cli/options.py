@@ -217,7 +217,8 @@ def check_writable(*paths: Path | None) -> None:
             raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another path")
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the path of a file")
-        if not os.access(path.parent, os.W_OK):
+        device = path.exists() and not path.is_file()
+        if not os.access(path if device else path.parent, os.W_OK):
             raise UsageError(f"{path}: this user may not write to {path.parent}")
 
 

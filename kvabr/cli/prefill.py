@@ -17,7 +17,6 @@ from kvabr.cli.options import (
     SaltFile,
     TextFile,
     check_text,
-    check_writable,
     load,
     prompt_text,
     yield_processors,
@@ -78,7 +77,7 @@ class PrefillCommand:
     """Tokens computed at a time."""
     digest: Digest = SHA256
     salt_file: SaltFile = None
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """Write what happened, as JSON."""
 
 
@@ -154,7 +153,6 @@ def _checked_text(args: PrefillCommand) -> str:
     text = prompt_text(args.text)
     for tracks in (args.tracks, args.edge):
         ordered_tracks(tracks)
-    check_writable(args.json)
     check_makeable(args.out)
     return text
 

@@ -14,7 +14,7 @@ from kvabr.abr.policies import DEFAULT
 from kvabr.abr.tail import MOST_TAIL
 from kvabr.cli.commands import part
 from kvabr.cli.fields import command
-from kvabr.cli.options import Deadline, check_writable, load
+from kvabr.cli.options import Deadline, load
 from kvabr.player.play_choices import PlayChoices
 from kvabr.player.session_types import BlendGoal, PlayerConfig
 from kvabr.types.catalog import Catalog
@@ -153,15 +153,15 @@ class ReplayCommand:
     output: ClassVar = Heading("output, besides the table")
     verify: Annotated[bool, Shown()] = False
     """Repeat every play with the real model and score it."""
-    json: Annotated[Path | None, Shown("--json F")] = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
     """The report, schema kvabr.replay/1."""
-    html: Annotated[Path | None, Shown("--html F")] = None
+    html: Annotated[Path | None, Shown("--html F", written=True)] = None
     """A self-contained page with timelines."""
-    svg: Annotated[Path | None, Shown("--svg F")] = None
+    svg: Annotated[Path | None, Shown("--svg F", written=True)] = None
     """A picture of the first play."""
-    log: Annotated[Path | None, Shown("--log F.jsonl")] = None
+    log: Annotated[Path | None, Shown("--log F.jsonl", written=True)] = None
     """Every decision and event of the plays with timelines."""
-    perfetto: Annotated[Path | None, Shown("--perfetto F")] = None
+    perfetto: Annotated[Path | None, Shown("--perfetto F", written=True)] = None
     """Timelines for ui.perfetto.dev."""
     timelines: Annotated[int, Shown("--timelines N")] = 24
     """Plays that keep a timeline; -1: all."""
@@ -175,7 +175,6 @@ def run(args: ReplayCommand) -> int:
     _check(args)
     catalog, asset = _asset(args.asset) if not args.passages else (_joined(args, console), None)
     matrix = _matrix(args, catalog)
-    check_writable(args.json, args.html, args.svg, args.log, args.perfetto)
     if args.verify and asset is None:
         raise UsageError("--verify needs an asset with its groups: `kvabr encode` makes one, --asset names it")
     report = _replay(args, matrix, asset)

@@ -71,7 +71,7 @@ class ServeCommand:
     """Print a new token and its entry, and exit."""
     expires: Annotated[float | None, Gt(0), Le(_MAX_DAYS), Shown("--expires DAYS", needs="new_token")] = None
     """Days until that token expires (default: never)."""
-    json: Annotated[Path | None, Shown("--json F", needs="new_token")] = None
+    json: Annotated[Path | None, Shown("--json F", needs="new_token", written=True)] = None
     """Write that token and its entry as JSON."""
     kv_events: Annotated[kv_events.KVEventOptions, Part()]
 

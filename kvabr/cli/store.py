@@ -13,7 +13,7 @@ from kvabr.cli.fields import command
 from kvabr.types.fields import Shown
 
 StoreArgument = Annotated[str, Shown("STORE", "a folder, or a bucket: s3://BUCKET/PREFIX")]
-Json = Annotated[Path | None, Shown("--json F", "write the result as JSON")]
+Json = Annotated[Path | None, Shown("--json F", "write the result as JSON", written=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
-from kvabr.cli.options import check_writable
 from kvabr.cli.store import CopyCommand, ListCommand, RemoveCommand, UsageCommand, VerifyCommand
 from kvabr.store.admin import (
     REPAIR,
@@ -42,7 +41,6 @@ _STAGES = {
 
 def ls(args: ListCommand) -> int:
     """List the assets."""
-    check_writable(args.json)
     tree, found = _inventory(args)
     held = [each for each in found.holdings if args.model in (None, each.model)]
     shared, now_s = _shared(found.holdings), time.time()
@@ -78,7 +76,6 @@ def ls(args: ListCommand) -> int:
 
 def du(args: UsageCommand) -> int:
     """Show how many bytes models and tracks take."""
-    check_writable(args.json)
     tree, found = _inventory(args)
     models: dict[str, list[Holding]] = defaultdict(list)
     for each in found.holdings:
@@ -114,7 +111,6 @@ def du(args: UsageCommand) -> int:
 
 def rm(args: RemoveCommand) -> int:
     """Remove assets."""
-    check_writable(args.json)
     if not (args.names or args.model or args.unreferenced):
         raise UsageError("say what to remove: names of assets, --model M or --unreferenced")
     tree = StoreTree(args.store)
@@ -132,7 +128,6 @@ def rm(args: RemoveCommand) -> int:
 
 def verify(args: VerifyCommand) -> int:
     """Check everything."""
-    check_writable(args.json)
     tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
         bad = find_damage(tree, deep=args.deep, progress=bar)
@@ -181,7 +176,6 @@ def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[Damag
 
 def copy(args: CopyCommand) -> int:
     """Copy assets."""
-    check_writable(args.json)
     source, target = StoreTree(args.store), open_store(args.target, create=True)
     names = [full_name(names_in(source), name) for name in args.name]
     with StageBar(_STAGES) as bar:

@@ -13,9 +13,11 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
+import linecache
 import math
 import operator
-import textwrap
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,8 @@ class Shown:
     """Whether an option of several values has one each time that it is given, rather than all at once."""
     parse: Callable[[str], Any] | None = None
     """Makes the value of a word, or raises `UsageError`; by default the field's type."""
+    written: bool = False
+    """Whether it is a file that the command writes: that must be possible when it starts."""
     choices: tuple[str, ...] = ()
     """Values, where no `Literal` lists them."""
 
@@ -182,14 +186,15 @@ def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a class's attributes, by name; Python does not keep them, so its source is read."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except OSError:  # there is no source
-        return found
-    assert isinstance(body, ast.ClassDef)  # noqa: S101  # of a class
-    for first, second in zip(body.body, body.body[1:], strict=False):
-        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
+    # Not `inspect.getsource`, which parses the whole file: that takes longer than all the rest of a command's start.
+    lines = linecache.getlines(inspect.getfile(kind))
+    first = next((at for at, line in enumerate(lines) if re.match(rf"class {kind.__name__}\b", line)), len(lines))
+    rest = itertools.takewhile(lambda line: line[:1].isspace(), lines[first + 1 :])
+    body = ast.parse("".join([*lines[first : first + 1], *rest])).body
+    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []  # empty if there is no source
+    for member, second in itertools.pairwise(members):
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             match second:
                 case ast.Expr(ast.Constant(str(text))):
-                    found[first.target.id] = " ".join(text.split())
+                    found[member.target.id] = " ".join(text.split())
     return found

@@ -6,7 +6,7 @@ import json
 import time
 
 from kvabr.cli.calibrate import CalibrateCommand
-from kvabr.cli.options import check_writable, load
+from kvabr.cli.options import load
 from kvabr.types.errors import UsageError
 
 _OF_PROFILES = ("text", "contexts", "context_tokens", "stack_layers", "kept", "sinks", "target_kl", "target_track")
@@ -29,7 +29,6 @@ def run(args: CalibrateCommand) -> int:
         )
     if args.load == "layers":
         raise UsageError("--load layers is for profiles: --blend needs the whole model in memory")
-    check_writable(args.out)
     console, start = Console(stderr=True), time.perf_counter()
     loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=False)
     with StageBar(STAGES, console) as bar:
