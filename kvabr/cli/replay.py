@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvabr.replay.experiment import LinkSharing
-    from kvabr.replay.live_bound import Producer
     from kvabr.replay.run import Matrix, Report
     from kvabr.store.asset import Asset
 
@@ -262,6 +261,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
     from kvabr.data import traces_folder
     from kvabr.replay.engines import engine_cost, parse_cost
     from kvabr.replay.experiment import ReplayOptions
+    from kvabr.replay.live_bound import Producer
     from kvabr.replay.readers import find, read
     from kvabr.replay.run import Matrix
 
@@ -297,7 +297,7 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         ),
         sharing=_sharing(args),
         blend=_blend(args),
-        producer=_producer(args),
+        producer=None if args.producer is None else Producer(args.producer),
         question=question,
         tail=MOST_TAIL if args.tail is None else args.tail,
         links=tuple(trace for each in args.link for path in find([each]) for trace in read(path)),
@@ -314,14 +314,6 @@ def _matrix(args: ReplayCommand, catalog: Catalog) -> Matrix:
         timelines=args.timelines if wants_timelines else 0,
         detail=wants_timelines or args.json is not None or args.verify,
     )
-
-
-def _producer(args: ReplayCommand) -> Producer | None:
-    if args.producer is None:
-        return None
-    from kvabr.replay.live_bound import Producer
-
-    return Producer(args.producer)
 
 
 def _queue_bytes(args: ReplayCommand) -> int | None:
