@@ -7,7 +7,7 @@ import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -248,7 +248,9 @@ async def _ask(url: str, how: PeerOptions) -> list[Finding]:
             listed = ", ".join(models) or "none that this token opens"
             return [*found, Finding("models", "ok" if models else "missing", listed)]
     except KvabrError as error:
-        return [Finding("origin", "failed", f"{url}: {error}", _hint(str(error)))]
+        refused = "token" in str(error) or "UNAUTHORIZED" in str(error)
+        hint = "give a token: --token-file F, or KVABR_TOKEN" if refused else ""
+        return [Finding("origin", "failed", f"{url}: {error}", hint)]
 
 
 async def _transports(url: str, how: PeerOptions) -> list[Finding]:
@@ -286,12 +288,3 @@ def _certificate(how: PeerOptions) -> Finding:
     if how.fingerprint is not None:
         return Finding("certificate", "ok", "has the given fingerprint")
     return Finding("certificate", "ok", f"verified by {'the system' if how.ca is None else how.ca}")
-
-
-_HINTS: tuple[tuple[Callable[[str], bool], str], ...] = (
-    (lambda text: "token" in text or "UNAUTHORIZED" in text, "give a token: --token-file F, or KVABR_TOKEN"),
-)
-
-
-def _hint(error: str) -> str:
-    return next((hint for applies, hint in _HINTS if applies(error)), "")

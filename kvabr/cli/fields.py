@@ -44,7 +44,7 @@ def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHO
     for name in part.only or fields:
         field = fields[name]
         if field.heading is not None and field.heading not in made:
-            made[field.heading] = parser.add_argument_group(field.heading.title, field.heading.text)
+            made[field.heading] = parser.add_argument_group(field.heading.title, field.heading.text or None)
         into = made[field.heading]
         if field.part is not None:
             inner = parser.add_argument_group(field.part.title) if field.part.title else into

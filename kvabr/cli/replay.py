@@ -194,14 +194,14 @@ def _write(args: ReplayCommand, report: Report) -> None:
 
     result, timelines = report.result, report.timelines
     write_json(args.json, result)
-    if args.log is not None:
-        views.write_log(args.log, result, timelines)
-    if args.perfetto is not None:
-        views.write_perfetto(args.perfetto, result, timelines)
-    if args.svg is not None:
-        views.write_picture(args.svg, result, timelines)
-    if args.html is not None:
-        views.write_page(args.html, result, timelines)
+    for path, write in (
+        (args.log, views.write_log),
+        (args.perfetto, views.write_perfetto),
+        (args.svg, views.write_picture),
+        (args.html, views.write_page),
+    ):
+        if path is not None:
+            write(path, result, timelines)
 
 
 def _show(args: ReplayCommand, result: dict[str, Any]) -> None:
