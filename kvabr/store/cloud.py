@@ -57,34 +57,24 @@ class Listing:
         self._stream: Any = None
 
     async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last."""
+        """Return the next page, empty behind the last; an object whose date cannot be one is left out."""
         while True:
             try:
-                return self._came(await anext(aiter(self._open()), None))
-            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
-                self._failed(error)
-
-    def _open(self) -> Any:
-        if self._stream is None:
-            self._stream = self._begin(self._after, self._at_once)
-        return self._stream
-
-    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
-        if page:
-            self._after = page[-1]["path"]
-        return page or ()
-
-    def _failed(self, error: Exception) -> None:
-        """Leave out an object whose date cannot be one, which fails its whole page; raise anything else again."""
-        if isinstance(error, UNREADABLE) and self._at_once == 1:
-            LOG.warning("a store lists an object whose date is out of range; it is left out")
-            return
-        unreadable = isinstance(error, UNREADABLE)
-        if unreadable:
-            self._at_once = 1
-        self._stream = None
-        if not unreadable:
-            raise error
+                if self._stream is None:
+                    self._stream = self._begin(self._after, self._at_once)
+                page: Sequence[ObjectMeta] = await anext(aiter(self._stream), None) or ()
+                if page:
+                    self._after = page[-1]["path"]
+            except UNREADABLE:
+                if self._at_once == 1:
+                    LOG.warning("a store lists an object whose date is out of range; it is left out")
+                else:  # it fails its whole page, so look at each alone
+                    self._at_once, self._stream = 1, None
+            except Exception:
+                self._stream = None
+                raise
+            else:
+                return page
 
 
 T = TypeVar("T")
