@@ -71,7 +71,7 @@ def test_examples_in_help_parse():
     """Examples are indented by two spaces in the epilogs."""
     count = 0
     for text in helps().values():
-        for line in re.findall(r"^  kvabr ([a-z]+ [^\[\n]*?)(?:  +.*| && .*)?$", text, re.MULTILINE):
+        for line in re.findall(r"^(?:  |      )kvabr ([a-z]+ [^\[\n]*?)(?:  +.*| && .*)?$", text, re.MULTILINE):
             parse(shlex.split(line))
             count += 1
     assert count > 25

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from kvabr.cli.commands import part
-from kvabr.cli.options import add_model_option, check_writable, load, yield_processors
+from kvabr.cli.fields import command
+from kvabr.cli.options import Model, load, yield_processors
 from kvabr.types.errors import UsageError
-from kvabr.types.installing import LAB, WHERE
+from kvabr.types.fields import Shown
 from kvabr.types.naming import LAYERS
 
 if TYPE_CHECKING:
@@ -26,127 +28,88 @@ AC_TRACKS = (*LAYERS, "AC-5x")
 """Tracks that steps can be chosen for."""
 
 _LOAD = {"auto": None, "whole": False, "layers": True}
-_EPILOG = f"""\
-examples:
-  kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
-  kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
-  kvabr calibrate --model ./my-gemma --target-kl 0.002 --out my-gemma.safetensors
-  kvabr calibrate --model ./llama-8b --load layers --out llama-8b.safetensors
-  kvabr calibrate --model ./llama-8b --device cuda --dtype bfloat16 --out llama-8b.safetensors
-  kvabr calibrate --blend --model ./my-llama --out my-llama.fusion.json
-
-The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels and
-layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its prompts, and
-every player fetches them once. More layers per stack and more components per layer make smaller caches and a larger
-profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost some models more
-than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with AC-5x, or with the
---target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough. A coarse step leaves
-decoded values a little too small; --gain measures by how much, and decoders make up for it at no cost.
-
-The model runs forwards over every context, and backwards through the last eighth of it, to find the channels in which
-errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder (TMPDIR).
-With --load layers, all contexts go through one layer before the next is read, so memory holds the embedding, the head,
-one layer and little more; what enters each layer at the scored tokens is in the temporary folder, too. This works with
-models whose layers only follow one another, such as Llama, Mistral, Qwen and Gemma; others are refused. Weights or
-caches that are NaN are refused with their name. The fit itself runs on the CPU.
-A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks,
-latents, states.
-
-With --blend no profile is made. Instead a dozen prompts are joined from passages, as `kvabr bench blend` joins them,
-and --out gets what that costs for several shares of tokens that are computed again. `kvabr encode --passage --fusion`
-writes it into the catalogs of this model's passages; a player computes passages whose catalogs do not say it. It holds
-for passages that are computed alike: means over 4 contexts, or, with --base, behind one text, or alone, as vLLM's are.
-This needs the laboratory: {LAB} ({WHERE}).
-"""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = "Run a model over texts and write the statistics that its AC tracks are coded with."
-    parser.epilog = _EPILOG
-    add_model_option(parser)
-    parser.add_argument(
-        "--device", default="cpu", metavar="NAME", help="where the model computes: cpu, cuda, cuda:1 (default: cpu)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="element type in which it computes (default: float32 on a CPU, else the one that it was saved in)",
-    )
-    parser.add_argument(
-        "--load",
-        choices=tuple(_LOAD),
-        default="auto",
-        help="hold the whole model in memory, or only one of its layers, read from disk (default: auto, layers if the "
-        "weights take more than half of the memory)",
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="texts, the more diverse the better (default: half of Python's manual, and made-up records)",
-    )
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the profile to write")
-    parser.add_argument("--contexts", type=int, metavar="N", help="contexts to cut from the texts (default: 24)")
-    parser.add_argument(
-        "--context-tokens",
-        type=int,
-        metavar="N",
-        help="tokens per context (default: 1024, or the model's whole context if that is shorter)",
-    )
-    parser.add_argument(
-        "--stack-layers", type=int, metavar="N", help="largest number of layers transformed together (default: 15)"
-    )
-    parser.add_argument(
-        "--kept",
-        type=int,
-        nargs=2,
-        metavar=("K", "V"),
-        help="components of each layer's keys and values that take part in it (per 512 channels if a layer has more); "
-        "0 0 leaves only the transform within a layer (default: 76 76)",
-    )
-    parser.add_argument(
-        "--sinks",
-        type=int,
-        metavar="N",
-        help="first tokens of a prompt that are coded separately, at most 64 (default: 1)",
-    )
-    parser.add_argument(
-        "--step-scale", type=float, default=1.0, metavar="X", help="scale every quantiser step (default: 1)"
-    )
-    parser.add_argument(
-        "--target-kl",
-        type=float,
-        metavar="X",
-        help="choose the steps of every layer class so that AC-5x loses at most X nats per token, measured on a sixth "
-        "of the contexts (default: the same steps for every model)",
-    )
-    parser.add_argument(
-        "--target-track", choices=AC_TRACKS, metavar="TRACK",
-        help=f"the track that --target-kl is for, a layer with those below it: {', '.join(AC_TRACKS)} (default: AC-5x)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--gain", action="store_true",
-        help="multiply decoded values of AC-L0 by what makes it lose least, measured on a sixth of the contexts",
-    )  # fmt: skip
-    parser.add_argument(
-        "--blend", action="store_true", help="measure what joining passages costs instead, and write it as JSON"
-    )
-    parser.add_argument(
-        "--base",
-        choices=("mean", "behind", "alone"),
-        help="with --blend: how passages are computed (default: mean)",
-    )
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateCommand:
+    """Run a model over texts and write the statistics that its AC tracks are coded with.
+
+    Examples:
+      kvabr calibrate --model smollm2 --out smollm2.profile.safetensors
+      kvabr calibrate --model ./my-llama --text manual.txt code.py letters.txt --out my-llama.safetensors
+      kvabr calibrate --model ./my-gemma --target-kl 0.002 --out my-gemma.safetensors
+      kvabr calibrate --model ./llama-8b --load layers --out llama-8b.safetensors
+      kvabr calibrate --model ./llama-8b --device cuda --dtype bfloat16 --out llama-8b.safetensors
+      kvabr calibrate --blend --model ./my-llama --out my-llama.fusion.json
+
+    The AC tracks code a cache against statistics of the model: channel means, the transform that decorrelates channels
+    and layers, quantiser steps, probability tables. They are calibrated once per model, on texts as diverse as its
+    prompts, and every player fetches them once. More layers per stack and more components per layer make smaller caches
+    and a larger profile; --step-scale makes all tracks smaller and coarser, or larger and finer. The same steps cost
+    some models more than others: --target-kl measures, and chooses steps for each layer class; all AC tracks move with
+    AC-5x, or with the --target-track: AC-L0 or AC-L1 where links are slow and the first layers must be good enough. A
+    coarse step leaves decoded values a little too small; --gain measures by how much, and decoders make up for it at no
+    cost.
+
+    The model runs forwards over every context, and backwards through the last eighth of it, to find the channels in
+    which errors matter. That takes minutes for a small model, and space for all caches twice in the temporary folder
+    (TMPDIR). With --load layers, all contexts go through one layer before the next is read, so memory holds the
+    embedding, the head, one layer and little more; what enters each layer at the scored tokens is in the temporary
+    folder, too. This works with models whose layers only follow one another, such as Llama, Mistral, Qwen and Gemma;
+    others are refused. Weights or caches that are NaN are refused with their name. The fit itself runs on the CPU.
+    A profile fits only the model that it was made from. It covers all of its layer classes: windows, chunks, latents,
+    states.
+
+    With --blend no profile is made. Instead a dozen prompts are joined from passages, as `kvabr bench blend` joins
+    them, and --out gets what that costs for several shares of tokens that are computed again.
+    `kvabr encode --passage --fusion` writes it into the catalogs of this model's passages; a player computes passages
+    whose catalogs do not say it. It holds for passages that are computed alike: means over 4 contexts, or, with --base,
+    behind one text, or alone, as vLLM's are. This needs the laboratory; `kvabr doctor` says how to add it.
+    """
+
+    model: Model = "smollm2"
+    device: Annotated[str, Shown("--device NAME")] = "cpu"
+    """Where the model computes: cpu, cuda, cuda:1."""
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, Shown()] = None
+    """Element type in which it computes (default: float32 on a CPU, else the one that it was saved in)."""
+    load: Annotated[str, Shown(choices=tuple(_LOAD))] = "auto"
+    """Hold the whole model in memory, or only one of its layers, read from disk (default: auto, layers if the weights
+    take more than half of the memory)."""
+    text: Annotated[tuple[Path, ...], Shown("--text FILE")] = ()
+    """Texts, the more diverse the better (default: half of Python's manual, and made-up records)."""
+    out: Annotated[Path, Shown("-o --out FILE", written=True)]
+    """The profile to write."""
+    contexts: Annotated[int | None, Shown("--contexts N")] = None
+    """Contexts to cut from the texts (default: 24)."""
+    context_tokens: Annotated[int | None, Shown("--context-tokens N")] = None
+    """Tokens per context (default: 1024, or the model's whole context if that is shorter)."""
+    stack_layers: Annotated[int | None, Ge(1), Shown("--stack-layers N")] = None
+    """Largest number of layers transformed together (default: 15)."""
+    kept: Annotated[tuple[int, int] | None, Ge(0), Shown("--kept K V")] = None
+    """Components of each layer's keys and values that take part in it (per 512 channels if a layer has more); 0 0
+    leaves only the transform within a layer (default: 76 76)."""
+    sinks: Annotated[int | None, Shown("--sinks N")] = None
+    """First tokens of a prompt that are coded separately, at most 64 (default: 1)."""
+    step_scale: Annotated[float, Ge(0.01), Le(100), Shown("--step-scale X")] = 1.0
+    """Scale every quantiser step."""
+    target_kl: Annotated[float | None, Shown("--target-kl X")] = None
+    """Choose the steps of every layer class so that AC-5x loses at most X nats per token, measured on a sixth of the
+    contexts (default: the same steps for every model)."""
+    target_track: Annotated[str | None, Shown("--target-track TRACK", choices=AC_TRACKS)] = None
+    """The track that --target-kl is for, a layer with those below it: AC-L0, AC-L1, AC-L2, AC-L3 or AC-5x (default:
+    AC-5x)."""
+    gain: Annotated[bool, Shown()] = False
+    """Multiply decoded values of AC-L0 by what makes it lose least, measured on a sixth of the contexts."""
+    blend: Annotated[bool, Shown()] = False
+    """Measure what joining passages costs instead, and write it as JSON."""
+    base: Annotated[Literal["mean", "behind", "alone"] | None, Shown(needs="blend")] = None
+    """With --blend: how passages are computed (default: mean)."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CalibrateCommand) -> int:
     """Calibrate the model and write its profile, or its fusion losses."""
     if args.blend:
         return int(part("calibrate.blend", "calibrate --blend")(args))
-    if args.base is not None:
-        raise UsageError("--base is for what joining passages costs: add --blend")
     # Torch reads this when it first needs memory. Tensors of megabytes come and go: with pages of 4 kB the kernel would
     # take a tenth of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -162,10 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Check the arguments before minutes of work.
     config = _config(args)
-    if args.out.is_dir() or not args.out.parent.is_dir():
-        raise UsageError(f"--out {args.out}: give a file in an existing folder")
-    check_writable(args.out)
-    texts = calibration_texts() if args.text is None else _texts(args.text)
+    texts = _texts(args.text) if args.text else calibration_texts()
     console = Console(stderr=True)
     start = time.perf_counter()
     loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=_LOAD[args.load])
@@ -201,6 +161,9 @@ def run(args: argparse.Namespace) -> int:
                 f"{'' if len(spec.classes) == 1 else f'of {name} '}are coded as they are"
             )
     return 0
+
+
+add = command(CalibrateCommand, run)
 
 
 def _texts(paths: Sequence[Path]) -> dict[str, str]:
@@ -244,19 +207,13 @@ def target_of(kl: float | None, track: str | None) -> Target | None:
     return Target(kl) if track is None else Target(kl, track)
 
 
-def _config(args: argparse.Namespace) -> FitConfig:
+def _config(args: CalibrateCommand) -> FitConfig:
     from kvabr.codec.fit import FitConfig
 
-    if not 0.01 <= args.step_scale <= 100:
-        raise UsageError("--step-scale must be from 0.01 to 100")
     target_of(args.target_kl, args.target_track)
     if args.target_kl is not None and args.step_scale != 1:
         raise UsageError("--target-kl chooses the steps itself: leave out --step-scale")
-    if args.stack_layers is not None and args.stack_layers < 1:
-        raise UsageError("--stack-layers must be positive")
-    if min(args.kept or (0,)) < 0:
-        raise UsageError("--kept cannot be negative")
-    options = {"stack_layers": args.stack_layers, "kept": args.kept and tuple(args.kept), "sinks": args.sinks}
+    options: dict[str, Any] = {"stack_layers": args.stack_layers, "kept": args.kept, "sinks": args.sinks}
     return replace(FitConfig(), **{name: value for name, value in options.items() if value is not None}).scaled(
         args.step_scale
     )

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import argparse
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from kvabr.cli.fields import command
 from kvabr.types.errors import KvabrError
-
-_EPILOG = """\
-For bash, put `source <(kvabr completion bash)` into ~/.bashrc, or write the script to a file such as
-~/.local/share/bash-completion/completions/kvabr. For zsh, put `eval "$(kvabr completion zsh)"` into ~/.zshrc behind
-compinit, or write the script to a file _kvabr in a folder of $fpath.
-
-The script completes commands, options, the values of options that have a list, and the policies and estimators that are
-installed when it is made. Everything else is completed as a file.
-"""
+from kvabr.types.fields import Shown
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = "Print a script that completes the command line of kvabr."
-    parser.epilog = _EPILOG
-    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell to complete in")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionCommand:
+    """Print a script that completes the command line of kvabr.
+
+    For bash, put `source <(kvabr completion bash)` into ~/.bashrc, or write the script to a file such as
+    ~/.local/share/bash-completion/completions/kvabr. For zsh, put `eval "$(kvabr completion zsh)"` into ~/.zshrc behind
+    compinit, or write the script to a file _kvabr in a folder of $fpath.
+
+    The script completes commands, options, the values of options that have a list, and the policies and estimators that
+    are installed when it is made. Everything else is completed as a file.
+    """
+
+    shell: Annotated[Literal["bash", "zsh"], Shown("SHELL")]
+    """The shell to complete in: bash or zsh."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CompletionCommand) -> int:
     """Print the script."""
     import shtab
 
     print(shtab.complete(_parser(), args.shell, root_prefix="kvabr"))
     return 0
+
+
+add = command(CompletionCommand, run)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,18 +63,22 @@ class Config:
                 raise UsageError(f"{path}: {name}: {what}{did_you_mean(name, names())}; sections are commands")
         return Config(path, sections)
 
-    def apply(self, parser: argparse.ArgumentParser, command: str) -> Applied:
+    def apply(self, parser: argparse.ArgumentParser, command: str, words: Sequence[str] = ()) -> None:
         """Make what the file says of a command the defaults of its options.
+
+        Args:
+            parser: of the command.
+            command: its name.
+            words: of the command line: an option of the file that excludes one of them does not count.
 
         Raises:
             UsageError: It names an option that does not exist, gives it a bad value, or two that exclude each other.
         """
-        applied = Applied([])
         if (section := self.sections.get(command)) is not None:
-            self._apply(parser, command, section, applied)
-        return applied
+            given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+            self._apply(parser, command, section, given)
 
-    def _apply(self, parser: argparse.ArgumentParser, title: str, section: object, applied: Applied) -> None:
+    def _apply(self, parser: argparse.ArgumentParser, title: str, section: object, given: Sequence[str]) -> None:
         if not isinstance(section, dict):
             raise UsageError(f"{self.path}: {title} must be a section: [{title}]")
         kinds = {name: inner for kind in _kinds(parser) for name, inner in kind.choices.items()}
@@ -82,7 +86,7 @@ class Config:
         changed: dict[argparse.Action, object] = {}
         for key, value in section.items():
             if key in kinds:
-                self._apply(kinds[key], f"{title}.{key}", value, applied)
+                self._apply(kinds[key], f"{title}.{key}", value, given)
                 continue
             if key not in options:
                 hint = did_you_mean(key, [*options, *kinds]) or f"; `kvabr {title.replace('.', ' ')} --help` lists them"
@@ -98,8 +102,10 @@ class Config:
             if len(both) > 1:
                 raise UsageError(f"{self.path}: [{title}] {' and '.join(both)} exclude each other")
             group.required = group.required and not both
+            flags = [flag for action in group._group_actions for flag in action.option_strings]  # noqa: SLF001
+            if any(flag.startswith(word) for flag in flags for word in given):  # words may be abbreviated
+                changed = {action: value for action, value in changed.items() if action not in group._group_actions}  # noqa: SLF001
         for action, default in changed.items():
-            applied.changes.append(_Change(parser, action, action.default))
             action.default, action.required = default, False
 
     def _value(self, parser: argparse.ArgumentParser, action: argparse.Action, value: object) -> object:
@@ -123,34 +129,6 @@ class Config:
             found = [one for values in found for one in (values if isinstance(values, list) else [values])]
         found = [self.path.parent / one.expanduser() if isinstance(one, Path) else one for one in found]
         return found if several else found[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    parser: argparse.ArgumentParser
-    action: argparse.Action
-    before: object
-    """The option's own default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """The options whose defaults a file has changed."""
-
-    changes: list[_Change]
-
-    def settle(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Take back each option of the file that excludes one of the command line; return the arguments."""
-        for change in self.changes:
-            for group in change.parser._mutually_exclusive_groups:  # noqa: SLF001 - no public list
-                members = group._group_actions  # noqa: SLF001
-                if change.action in members and any(
-                    getattr(args, other.dest, other.default) != other.default
-                    for other in members
-                    if other is not change.action
-                ):
-                    setattr(args, change.action.dest, change.before)
-        return args
 
 
 def _kinds(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[argparse.ArgumentParser]]:

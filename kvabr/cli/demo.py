@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvabr.abr.policies import DEFAULT
+from kvabr.cli.fields import command
 from kvabr.cli.options import seconds
+from kvabr.types.fields import Shown
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -29,30 +31,28 @@ _NOTICEABLE = 0.001
 Runs = list[dict[str, Any]]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `kvabr demo`."""
-    parser.description = (
-        "Replay a published KV cache (SmolLM2-135M, 8,064 tokens) over network traces, with the default policy, two "
-        "rules of video players and two plain downloads; say what adapting won, and write a page with every play's "
-        "timeline. Needs no model and no network, and takes a few seconds."
-    )
-    what = "TTFT deadline, seconds (default: 4)"
-    parser.add_argument("-d", "--deadline", type=seconds, default=4.0, metavar="S", help=what)
-    parser.add_argument(
-        "--html", type=Path, default=Path("kvabr-demo.html"), metavar="F", help="the page (default: kvabr-demo.html)"
-    )
-    parser.add_argument("--no-open", action="store_true", help="do not open the page in a browser")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoCommand:
+    """Replay a published KV cache (SmolLM2-135M, 8,064 tokens) over network traces.
+
+    Compares the default policy, two rules of video players and two plain downloads, says what adapting won, and writes
+    a page with every play's timeline. Needs no model and no network, and takes a few seconds.
+    """
+
+    deadline: Annotated[float, Shown("-d --deadline S", parse=seconds)] = 4.0
+    """TTFT deadline, seconds."""
+    html: Annotated[Path, Shown("--html F", written=True)] = Path("kvabr-demo.html")
+    """The page."""
+    no_open: Annotated[bool, Shown()] = False
+    """Do not open the page in a browser."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: DemoCommand) -> int:
     """Replay, write the page, and print the verdict."""
     from kvabr.cli.display import PlayBar, output, say
-    from kvabr.cli.options import check_writable
     from kvabr.replay.report import write_page
     from kvabr.replay.run import replay
 
-    check_writable(args.html)
     matrix = _matrix(args.deadline)
     plays = len(matrix.traces) * matrix.starts
     out = output()
@@ -78,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
         webbrowser.open(args.html.resolve().as_uri())
     return 0
+
+
+add = command(DemoCommand, run)
 
 
 def _matrix(deadline_s: float) -> Matrix:

@@ -16,19 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from kvabr.replay.fitting_table import FittingTable
@@ -47,14 +37,14 @@ _RECENT = 64
 class _Bar:
     """Progress on standard error: a bar on a terminal, a line now and then elsewhere. A context manager."""
 
-    def __init__(self, *columns: ProgressColumn, console: Console | None = None) -> None:
+    def __init__(self, *columns: progress.ProgressColumn, console: Console | None = None) -> None:
         self._reports: dict[str, deque[tuple[float, float]]] = {}
         """The last reports of each stage: when, and how many steps were done."""
         self._due_s = time.monotonic() + _FIRST_S
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
             *columns,
             console=console or Console(stderr=True),
             transient=True,
@@ -133,9 +123,9 @@ class StageBar(_Bar):
             shares: what share of the time each of them takes, roughly, by name, in the order in which they come. They
                 are then numbered, and the time left is that of them all; None: it is that of a stage.
         """
-        super().__init__(TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=console)
+        super().__init__(progress.TimeElapsedColumn(), progress.TextColumn("{task.fields[left]}"), console=console)
         self._stages, self._shares = stages, shares or {}
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[str, progress.TaskID] = {}
         self._began_s = time.monotonic()
         """When the first of the numbered stages began."""
 
@@ -168,7 +158,7 @@ class PlayBar(_Bar):
     """Progress of many plays."""
 
     def __init__(self, what: str = "playing", total: int | None = None) -> None:
-        super().__init__(TextColumn("plays"), TimeRemainingColumn())
+        super().__init__(progress.TextColumn("plays"), progress.TimeRemainingColumn())
         self._task = self._bar.add_task(what, total=total)
         self._line(what, 0, total, self._left(what, 0, total))
 

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvabr import __version__
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
+from kvabr.cli.network import Connecting, checked
 from kvabr.types.errors import KvabrError, NotFoundError, UsageError
+from kvabr.types.fields import Shown
 from kvabr.types.installing import LAB, extra
+from kvabr.types.peer import PeerOptions
 
 State = Literal["ok", "missing", "failed"]
 _OVER: tuple[Literal["quic", "tcp"], ...] = ("quic", "tcp")
 _MARKS: dict[State, str] = {"ok": "green", "missing": "yellow", "failed": "red"}
 
-_EPILOG = """\
-examples:
-  kvabr doctor
-  kvabr doctor moqt://origin.example:4443/ --ca ca.pem
-
-"missing" is something optional, with the command that adds it. "failed" is something that does not work, with what
-repairs it; then the exit status is 1.
-"""
 _BEFORE_FIX: dict[State, str] = {"ok": "", "missing": "add: ", "failed": "fix: "}
 
 
@@ -45,24 +40,26 @@ class Finding:
     """What adds or repairs it; empty if nothing has to be done."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `kvabr doctor`."""
-    from kvabr.cli import network
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorCommand:
+    """Report what is installed and what is missing, and whether an origin or relay can be reached.
 
-    parser.description = "Report what is installed and what is missing, and whether an origin or relay can be reached."
-    parser.epilog = _EPILOG
-    parser.add_argument(
-        "url",
-        nargs="?",
-        metavar="URL",
-        help="moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store",
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the report as JSON")
-    network.add_options(parser)
-    parser.set_defaults(run=run)
+    Examples:
+      kvabr doctor
+      kvabr doctor moqt://origin.example:4443/ --ca ca.pem
+
+    "missing" is something optional, with the command that adds it. "failed" is something that does not work, with what
+    repairs it; then the exit status is 1.
+    """
+
+    url: Annotated[str | None, Shown("URL")] = None
+    """moqt://HOST[:PORT]/ of an origin or a relay, or s3://BUCKET/PREFIX of a store."""
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write the report as JSON."""
+    peer: Connecting
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: DoctorCommand) -> int:
     """Look at everything, print it, and end with 1 if something fails."""
     from rich.markup import escape
     from rich.table import Table
@@ -71,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     findings = [*_base(), _configuration(), *_codec(), *_extras(), *_engines()]
     if args.url is not None:
-        findings += _origin(args)
+        findings += run_async(_ask(args.url, args.peer))
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in ("what", "state", "detail"):
         table.add_column(overflow="fold")
@@ -84,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
     say(out, f"\n{_summary([finding.state for finding in findings])}", highlight=False)
     write_json(args.json, [asdict(finding) for finding in findings])
     return int(any(finding.state == "failed" for finding in findings))
+
+
+add = command(DoctorCommand, run)
 
 
 def _summary(states: list[State]) -> str:
@@ -227,25 +227,20 @@ def _package(name: str, fix: str, *, what: str = "", lacking: State = "missing")
         return Finding(what or name, lacking, f"the package {name} is not installed", fix)
 
 
-def _origin(args: argparse.Namespace) -> list[Finding]:
+async def _ask(url: str, how: PeerOptions) -> list[Finding]:
     """Connect, and ask for the models."""
-    return run_async(_ask(args))
-
-
-async def _ask(args: argparse.Namespace) -> list[Finding]:
-    from kvabr.cli import network
     from kvabr.client.async_client import AsyncClient
     from kvabr.client.origins import is_object_store
 
     began = time.monotonic()
     try:
-        async with AsyncClient(args.url, network.options(args)) as client:
+        async with AsyncClient(url, checked(how)) as client:
             connection = await client.connect()
             took = f"connected in {1000 * (time.monotonic() - began):.0f} ms"
-            over = "" if is_object_store(args.url) else f" over {connection.backend}"
-            found = [Finding("origin", "ok", f"{args.url}: {took}, {connection.protocol}{over}")]
-            if not is_object_store(args.url):
-                found += [_certificate(args), *await _transports(args)]
+            over = "" if is_object_store(url) else f" over {connection.backend}"
+            found = [Finding("origin", "ok", f"{url}: {took}, {connection.protocol}{over}")]
+            if not is_object_store(url):
+                found += [_certificate(how), *await _transports(url, how)]
             try:
                 models = sorted({spec.model for spec in await client.models()})
             except NotFoundError:
@@ -253,25 +248,26 @@ async def _ask(args: argparse.Namespace) -> list[Finding]:
             listed = ", ".join(models) or "none that this token opens"
             return [*found, Finding("models", "ok" if models else "missing", listed)]
     except KvabrError as error:
-        return [Finding("origin", "failed", f"{args.url}: {error}", _hint(str(error)))]
+        refused = "token" in str(error) or "UNAUTHORIZED" in str(error)
+        hint = "give a token: --token-file F, or KVABR_TOKEN" if refused else ""
+        return [Finding("origin", "failed", f"{url}: {error}", hint)]
 
 
-async def _transports(args: argparse.Namespace) -> list[Finding]:
+async def _transports(url: str, how: PeerOptions) -> list[Finding]:
     """Say how long each transport takes to connect, and what it carried, if the choice between them is left open."""
     from platformdirs import user_cache_path
 
-    from kvabr.cli import network
     from kvabr.client.shared_bandwidth import history_at
     from kvabr.link.moqt.connect import connect
 
     found: list[Finding] = []
-    if args.transport != "auto" or args.quic != "auto":
+    if how.transport != "auto" or how.quic != "auto":
         return found
     history = history_at(user_cache_path("kvabr", appauthor=False) / "peers.json")
     for over in _OVER:
-        began, how = time.monotonic(), replace(network.options(args), transport=over)
+        began, by = time.monotonic(), replace(how, transport=over)
         try:
-            async with connect(args.url, how) as connection:
+            async with connect(url, by) as connection:
                 took, trip = time.monotonic() - began, connection.stats().rtt_s
                 trips = "" if trip is None else f", round trip {1000 * trip:.2g} ms"
                 rate = history.rate(connection.peer or "")
@@ -283,21 +279,12 @@ async def _transports(args: argparse.Namespace) -> list[Finding]:
     return found
 
 
-def _certificate(args: argparse.Namespace) -> Finding:
+def _certificate(how: PeerOptions) -> Finding:
     """Say why the certificate of a peer that was reached is trusted."""
-    if args.insecure:
+    if how.insecure:
         return Finding(
             "certificate", "missing", "was not verified", "--ca F.pem or --fingerprint HEX, instead of --insecure"
         )
-    if args.fingerprint is not None:
+    if how.fingerprint is not None:
         return Finding("certificate", "ok", "has the given fingerprint")
-    return Finding("certificate", "ok", f"verified by {'the system' if args.ca is None else args.ca}")
-
-
-_HINTS: tuple[tuple[Callable[[str], bool], str], ...] = (
-    (lambda text: "token" in text or "UNAUTHORIZED" in text, "give a token: --token-file F, or KVABR_TOKEN"),
-)
-
-
-def _hint(error: str) -> str:
-    return next((hint for applies, hint in _HINTS if applies(error)), "")
+    return Finding("certificate", "ok", f"verified by {'the system' if how.ca is None else how.ca}")

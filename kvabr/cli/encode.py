@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Le
 
 from kvabr.cli import encode_passage
+from kvabr.cli.encode_passage import PassageOptions
+from kvabr.cli.fields import command
 from kvabr.cli.options import (
-    add_digest_option,
-    add_model_option,
-    add_salt_option,
-    add_text_option,
+    Digest,
+    Model,
+    SaltFile,
+    TextFile,
     check_text,
-    check_writable,
     load,
     prompt_text,
     yield_processors,
 )
+from kvabr.types.digests import SHA256
 from kvabr.types.errors import ModelError, UsageError
+from kvabr.types.fields import Part, Shown
 from kvabr.types.kv import MAX_GROUP_TOKENS
 from kvabr.types.words import counted
 
@@ -29,27 +34,6 @@ if TYPE_CHECKING:
     from kvabr.publish.encoder import PassageBase
     from kvabr.store.prompt import Prompt
     from kvabr.types.catalog import Catalog
-
-_EPILOG = """\
-examples:
-  kvabr encode --text README.md --tokens 512 --out assets
-  kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out assets --force
-  kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out assets
-
-The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the asset
-itself and published with it: that works for any model, but takes two to three times the bytes.
-
-The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it are
-the real continuation, on which the model measures the loss of every track; what is left of it behind a question, or
-other tokens that an engine computes, is also measured on answers of the model. That takes most of the time.
-
---quick measures nothing, as `kvabr prefill` does. The losses that players count with are then those of another asset
-of the model (--prior), and the catalog says that they are estimated. Its tracks are FP16, Int8 and Int4, with a
-profile also AC-L0 to L3.
-
-Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this takes
-the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
-"""
 
 STAGES = {
     "prefill": "prefill (tokens)",
@@ -67,59 +51,69 @@ QUICK_SHARES = {"prefill": 2, "encode": 10}
 """The same of the stages that remain if nothing is measured."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = (
-        "Run a model over a text, encode its KV cache on every track, measure with the model what each "
-        "track costs, and write everything into a folder: an asset."
-    )
-    parser.epilog = f"{_EPILOG}\n{encode_passage.EPILOG}"
-    add_text_option(parser)
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="ASSET", help="folder to create, or an object store: s3://BUCKET/PREFIX"
-    )
-    add_model_option(parser)
-    parser.add_argument(
-        "--continuation", type=int, default=128, metavar="M", help="tokens to measure losses on (default: 128)"
-    )
-    parser.add_argument("--group-tokens", type=int, metavar="N", help="tokens per group (default: 128)")
-    parser.add_argument(
-        "--snapshots-every",
-        type=int,
-        metavar="N",
-        help="tokens between two snapshots of recurrent states, a multiple of a group's: shorter prompts can be played "
-        "to each (default: one snapshot, at the end)",
-    )
-    parser.add_argument(
-        "--tracks", nargs="+", metavar="TRACK", help="tracks to encode (default: all but FP4; with --quick fewer)"
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 "
-        "270M; otherwise estimated from the asset)",
-    )
-    add_digest_option(parser)
-    add_salt_option(parser)
-    encode_passage.add(parser)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="measure nothing: losses and decode times are estimated, taken from --prior, and the catalog says so",
-    )
-    parser.add_argument(
-        "--prior",
-        metavar="ASSET",
-        help="with --quick: asset or catalog of the model that they are taken from (default: one of smollm2)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace an existing asset")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the measurements as JSON")
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeCommand:
+    """Publish the KV cache of a text on every track, with what each track costs, measured with the model: an asset.
+
+    Examples:
+      kvabr encode --text README.md --tokens 512 --out assets
+      kvabr encode --text book.txt --tokens 4096 --tracks Int8 Int4 AC-5x --out assets --force
+      kvabr encode --text book.txt --tokens 2048 --model ./my-llama --profile my-llama.safetensors --out assets
+
+    The AC tracks need a profile of the model (`kvabr calibrate`). Without one, their tables are estimated from the
+    asset itself and published with it: that works for any model, but takes two to three times the bytes.
+
+    The first --tokens tokens of the text are the prompt, whose cache is published. The --continuation tokens after it
+    are the real continuation, on which the model measures the loss of every track; what is left of it behind a
+    question, or other tokens that an engine computes, is also measured on answers of the model. That takes most of the
+    time.
+
+    --quick measures nothing, as `kvabr prefill` does. The losses that players count with are then those of another
+    asset of the model (--prior), and the catalog says that they are estimated. Its tracks are FP16, Int8 and Int4, with
+    a profile also AC-L0 to L3.
+
+    Anyone who can guess a prompt can compute its name and ask an origin whether it is cached. With --salt-file this
+    takes the salt, too; give the same file to `kvabr fetch`. The salt is not stored in the asset: keep it.
+
+    With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that are not known yet.
+    It is the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one;
+    or the cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured
+    behind the neutral text. What joining costs is measured behind three other texts, with and without tokens computed
+    again; or it is that of the model (--fusion), which takes no measuring.
+    """
+
+    text: TextFile
+    tokens: Annotated[int, Ge(1), Shown("--tokens N")]
+    """Tokens of the prompt."""
+    out: Annotated[str, Shown("-o --out ASSET")]
+    """Folder to create, or an object store: s3://BUCKET/PREFIX."""
+    model: Model = "smollm2"
+    continuation: Annotated[int, Ge(2), Shown("--continuation M")] = 128
+    """Tokens to measure losses on."""
+    group_tokens: Annotated[int | None, Ge(1), Le(MAX_GROUP_TOKENS), Shown("--group-tokens N")] = None
+    """Tokens per group (default: 128)."""
+    snapshots_every: Annotated[int | None, Shown("--snapshots-every N")] = None
+    """Tokens between two snapshots of recurrent states, a multiple of a group's: shorter prompts can be played to each
+    (default: one snapshot, at the end)."""
+    tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
+    """Tracks to encode (default: all but FP4; with --quick fewer)."""
+    profile: Annotated[Path | None, Shown("--profile FILE")] = None
+    """Codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M;
+    otherwise estimated from the asset)."""
+    digest: Digest = SHA256
+    salt_file: SaltFile = None
+    quick: Annotated[bool, Shown()] = False
+    """Measure nothing: losses and decode times are estimated, taken from --prior, and the catalog says so."""
+    prior: Annotated[str | None, Shown("--prior ASSET", needs="quick")] = None
+    """With --quick: asset or catalog of the model that they are taken from (default: one of smollm2)."""
+    force: Annotated[bool, Shown()] = False
+    """Replace an existing asset."""
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write the measurements as JSON."""
+    passages: Annotated[PassageOptions, Part("passages")]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: EncodeCommand) -> int:
     """Encode the text's cache and print its tracks."""
     yield_processors()
     from rich.console import Console
@@ -127,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.cli.display import StageBar
     from kvabr.engines.transformers.publish import find_profile
     from kvabr.publish.encoder import ordered_tracks, publish, published_spec
+    from kvabr.publish.fusion import FusionLosses
     from kvabr.publish.offer import TrackOffer
     from kvabr.publish.tails import questions
     from kvabr.publish.texts import cut_prompt
@@ -138,10 +133,13 @@ def run(args: argparse.Namespace) -> int:
     text = prompt_text(args.text)
     ordered_tracks(args.tracks)
     check_kind(args.digest)
-    encode_passage.check(args)
+    if args.passages.fusion is not None:
+        FusionLosses.read(args.passages.fusion).check_base(*encode_passage.base(args.passages))
+    passage = args.passages.passage
+    if passage and args.snapshots_every is not None:
+        raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
     prior = _prior(args)
     salt = read_salt(args.salt_file)
-    check_writable(args.json)
     store = open_store(args.out)
     writer = store.writer(force=args.force)
 
@@ -150,15 +148,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.force and store.has(digest):
             raise UsageError(f"{store.location}: has the asset {digest} already; add --force to replace it")
 
-    if args.tokens < 1 or args.continuation < 2:
-        raise UsageError("--tokens must be at least 1 and --continuation at least 2")
-    if args.group_tokens is not None and not 1 <= args.group_tokens <= MAX_GROUP_TOKENS:
-        raise UsageError(f"--group-tokens must be 1 to {MAX_GROUP_TOKENS}")
     console = Console(stderr=True)
     start = time.perf_counter()
     check_text(args.model, text, args.tokens, args.continuation)
     loaded = load(args.model, console)
-    prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=args.passage)
+    prompt = cut_prompt(loaded, text, args.tokens, args.continuation, passage=passage)
     profile = find_profile(loaded.engine.spec, args.profile)
     unusual: list[str] = []
     spec = published_spec(loaded.engine.spec, args.group_tokens, args.snapshots_every)
@@ -166,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     offer = None
     if prior is not None:
         offer = TrackOffer(spec, prior=prior, tracks=args.tracks, profile=profile, source=source)
-    shares = None if args.passage else SHARES if offer is None else QUICK_SHARES
+    shares = None if passage else SHARES if offer is None else QUICK_SHARES
     with writer, StageBar(STAGES, console, shares=shares) as bar:
         catalog = publish(
             loaded.engine,
@@ -174,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
             ordered_tracks(args.tracks, spec) if offer is None else offer.tracks,
             profile,
             writer,
-            passage=_passage(loaded, prompt, args, bar) if args.passage else None,
+            passage=_passage(loaded, prompt, args.passages, bar) if passage else None,
             group_tokens=args.group_tokens,
             snapshots_every=args.snapshots_every,
             source=source,
@@ -192,7 +186,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
+add = command(EncodeCommand, run)
+
+
+def _report(args: EncodeCommand, catalog: Catalog, location: str, seconds: float, unusual: Sequence[str]) -> None:
     """Print the tracks, and write them as JSON."""
     from kvabr.cli.display import mix_rows, mix_table, output, plain, track_rows, track_table, write_result
 
@@ -222,22 +219,20 @@ def _report(args: argparse.Namespace, catalog: Catalog, location: str, seconds: 
     plain(*unusual, f"asset: {location} ({seconds:.0f} s)")
 
 
-def _prior(args: argparse.Namespace) -> Catalog | None:
+def _prior(args: EncodeCommand) -> Catalog | None:
     """Return the catalog that losses are taken from with --quick; raise `UsageError` for what does not go with it."""
     from kvabr.data import default_catalog
     from kvabr.store.locations import open_catalog
 
     if not args.quick:
-        if args.prior is not None:
-            raise UsageError("--prior says where losses are taken from that are not measured: add --quick")
         return None
-    if args.passage:
+    if args.passages.passage:
         raise UsageError("--quick measures nothing, and joining a passage has to be measured: leave one of them out")
     return default_catalog() if args.prior is None else open_catalog(args.prior)[0]
 
 
 def _passage(
-    loaded: LoadedModel, prompt: Prompt, args: argparse.Namespace, progress: Callable[[str, int, int], None]
+    loaded: LoadedModel, prompt: Prompt, options: PassageOptions, progress: Callable[[str, int, int], None]
 ) -> PassageBase:
     from kvabr.cli.display import plain
     from kvabr.engines.transformers.blend import blend_engine
@@ -248,5 +243,5 @@ def _passage(
         engine = blend_engine(loaded.engine)
     except ModelError as error:
         plain(f"no fusion losses: {error}")
-        return encode_passage.compute(loaded, None, prompt, args, progress)
-    return encode_passage.compute(loaded, engine, prompt, args, progress)
+        return encode_passage.compute(loaded, None, prompt, options, progress)
+    return encode_passage.compute(loaded, engine, prompt, options, progress)

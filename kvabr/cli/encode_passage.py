@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Le
 
 from kvabr.types.errors import UsageError
+from kvabr.types.fields import Shown
 from kvabr.types.passage import MAX_CONTEXTS
 
 if TYPE_CHECKING:
@@ -21,46 +23,28 @@ if TYPE_CHECKING:
     from kvabr.store.prompt import Prompt
     from kvabr.types.passage import PassageNotes
 
-EPILOG = """\
-With --passage the text is a passage: its cache is used anywhere in a prompt, behind texts that are not known yet. It is
-the mean of the caches behind a neutral text and --contexts - 1 others, which comes nearest to the exact one; or the
-cache behind one text (--behind), or of the passage alone (--alone), the worst. Losses of tracks are measured behind
-the neutral text. What joining costs is measured behind three other texts, with and without tokens computed again; or
-it is that of the model (--fusion), which takes no measuring.
-"""
 _HELD_OUT = 3
 """Contexts that losses are measured behind."""
 _QUESTION = 16
 """First tokens of the continuation, which stand for a question."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of passages."""
-    group = parser.add_argument_group("passages")
-    group.add_argument("--passage", action="store_true", help="publish the text as a passage, see below")
-    base = group.add_mutually_exclusive_group()
-    base.add_argument("--contexts", type=int, metavar="N", help="mean of the caches behind N contexts (default: 4)")
-    base.add_argument("--alone", action="store_true", help="the cache of the passage alone")
-    base.add_argument("--behind", type=Path, metavar="FILE", help="the cache behind this text (UTF-8)")
-    group.add_argument(
-        "--fusion", type=Path, metavar="F.json", help="what joining costs this model, from `kvabr calibrate --blend`"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassageOptions:
+    """How a passage is computed."""
+
+    passage: Annotated[bool, Shown()] = False
+    """Publish the text as a passage, see below."""
+    contexts: Annotated[int | None, Ge(1), Le(MAX_CONTEXTS), Shown("--contexts N", alone="base", needs="passage")] = (
+        None
     )
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise `UsageError` if options of passages do not go with the others."""
-    if not args.passage and any(each not in (None, False) for each in (args.contexts, args.alone, args.behind)):
-        raise UsageError("--contexts, --alone and --behind are for passages: add --passage")
-    if args.fusion is not None and not args.passage:
-        raise UsageError("--fusion is for passages: add --passage")
-    if args.contexts is not None and not 1 <= args.contexts <= MAX_CONTEXTS:
-        raise UsageError(f"--contexts must be 1 to {MAX_CONTEXTS}")
-    if args.fusion is not None:
-        from kvabr.publish.fusion import FusionLosses
-
-        FusionLosses.read(args.fusion).check_base(*_base(args))
-    if args.passage and args.snapshots_every is not None:
-        raise UsageError("--snapshots-every: a model with recurrent states can have no passages")
+    """Mean of the caches behind N contexts (default: 4)."""
+    alone: Annotated[bool, Shown(alone="base", needs="passage")] = False
+    """The cache of the passage alone."""
+    behind: Annotated[Path | None, Shown("--behind FILE", alone="base", needs="passage")] = None
+    """The cache behind this text (UTF-8)."""
+    fusion: Annotated[Path | None, Shown("--fusion F.json", needs="passage")] = None
+    """What joining costs this model, from `kvabr calibrate --blend`."""
 
 
 def told(notes: PassageNotes) -> list[str]:
@@ -72,7 +56,7 @@ def told(notes: PassageNotes) -> list[str]:
     return [f"what joining it costs, nats per token, by the share of its tokens computed again: {losses}"]
 
 
-def _base(args: argparse.Namespace) -> tuple[str, int]:
+def base(args: PassageOptions) -> tuple[str, int]:
     """Return how the passage is computed, as `PassageNotes.base`, and over how many contexts."""
     from kvabr.publish.passages import CONTEXTS
 
@@ -85,7 +69,7 @@ def compute(
     model: TextModel,
     fusion: FusionEngine | None,
     prompt: Prompt,
-    args: argparse.Namespace,
+    args: PassageOptions,
     progress: Callable[[str, int, int], None],
 ) -> PassageBase:
     """Compute the cache of a passage, and measure what joining it costs.
@@ -111,9 +95,9 @@ def compute(
 
     engine, ids, report = model.engine, prompt.tokens, partial(progress, "prefill")
     neutral = list(opened(model, model.encode(NEUTRAL)))
-    named, count = _base(args)
+    named, count = base(args)
     contexts = [list(model.opening)]
-    if named == "behind":
+    if args.behind is not None:
         contexts = [list(opened(model, model.encode(read_text(args.behind, unreadable=UsageError))))]
     elif named == "mean":
         contexts = contexts_for(model, calibration_texts(), count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -10,25 +9,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from kvabr.cli import network
-from kvabr.cli.fields import add_fields, read_fields
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import (
-    add_deadline_option,
-    add_salt_option,
-    check_writable,
-    load,
-    prompt_text,
-    read_tokens,
-)
+from kvabr.cli.network import Connecting
+from kvabr.cli.options import Deadline, DiskGib, SaltFile, load, prompt_text, read_tokens
 from kvabr.player.play_choices import PlayChoices
 from kvabr.types.errors import KvabrError, PlayError, UsageError
 from kvabr.types.events import PlayEvent
+from kvabr.types.fields import Heading, Part, Shown
 from kvabr.types.loss import predicted_loss, promised_loss
 from kvabr.types.words import counted
 
@@ -36,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvabr.client.async_client import AsyncClient
-    from kvabr.client.options import Limits
     from kvabr.client.result import NothingCached, Played
     from kvabr.client.upgrades import Upgrades
     from kvabr.telemetry import Telemetry
@@ -44,101 +37,12 @@ if TYPE_CHECKING:
     from kvabr.types.engine import Engine
     from kvabr.types.naming import TrackNamespace
 
-_EPILOG = """\
-examples:
-  kvabr fetch 'moqt://origin.example/#kvcache:MODEL/DIGEST' --deadline 2 --out cache.safetensors
-  kvabr fetch moqt://localhost:4443/ --fingerprint HEX --name MODEL/DIGEST --out cache.safetensors
-  kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
-
-Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
-the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
-where its time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still being
-prefilled is played, too: its groups come as they are published. The deadline starts once the connection is up.
-
-At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then, the
-command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three deadlines.
-
-The exit status is 0 if a complete cache was played, 1 if groups are missing or nothing of the prompt is cached, and for
-every other failure as for all commands.
-"""
-
 _HOW = (
     "say which cache: moqt://HOST/#kvcache:MODEL/DIGEST, or --name MODEL/DIGEST (`kvabr inspect ASSET` shows both "
     "parts), or the prompt itself: --text FILE --model smollm2"
 )
 _QUESTION = 20
 """Tokens of a question, for what a cache would lose behind one."""
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = (
-        "Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as safetensors."
-    )
-    parser.epilog = _EPILOG
-    parser.add_argument("url", metavar="URL", help="moqt://HOST[:PORT]/ or s3://BUCKET/PREFIX, [#kvcache:MODEL/DIGEST]")
-    parser.add_argument(
-        "--source",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="another origin, relay or store of the same caches: groups come from all of them, and from those that are "
-        "left if one fails; may be repeated",
-    )
-    which = parser.add_argument_group("which cache")
-    which.add_argument("--name", metavar="MODEL/DIGEST", help="the cache's name")
-    prompt = which.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt", type=Path, metavar="F.json", help="its token ids: a list, or a file of a store's private/"
-    )
-    prompt.add_argument("--text", type=Path, metavar="F", help="the prompt as text")
-    which.add_argument(
-        "--model",
-        metavar="smollm2|DIR",
-        help="model of the prompt: its tokenizer reads --text (default: that of --recompute; for --prompt, the only "
-        "one that the origin has)",
-    )
-    add_fields(which, PlayChoices, ("wait_for_producer_s",))
-    which.add_argument("--no-live", action="store_true", help="do not play a cache that is still being prefilled")
-    add_salt_option(parser)
-    how = parser.add_argument_group("how to play")
-    add_deadline_option(how)
-    add_fields(how, PlayChoices, ("policy", "estimator"))
-    how.add_argument(
-        "--recompute", metavar="smollm2|DIR", help="engine that computes what would be late, and what pays"
-    )
-    add_fields(how, PlayChoices, ("question_tokens", "tail", "gpu_price", "time_price", "patience"))
-    how.add_argument(
-        "--after",
-        type=_after,
-        metavar="S|done",
-        help="continue with upgrades for S seconds after the deadline, or until there are none; write the cache again",
-    )
-    how.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="folder that keeps codec profiles and the speed of peers (default: the user's cache folder)",
-    )
-    how.add_argument(
-        "--disk",
-        metavar="DIR|URL",
-        help="keep groups in this folder, or in an object store, for later plays",
-    )
-    how.add_argument(
-        "--disk-gib", type=float, default=16.0, metavar="N", help="size of that folder in GiB (default: 16)"
-    )
-    network.add_options(parser)
-    out = parser.add_argument_group("what comes out")
-    out.add_argument("-o", "--out", type=Path, metavar="F.safetensors", help="write the cache")
-    out.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
-    out.add_argument("--log", type=Path, metavar="F.jsonl", help="write every decision and event")
-    out.add_argument(
-        "--telemetry", type=Path, metavar="F.jsonl", help="append the play's events, with CMCD names where one fits"
-    )
-    metrics = "write Prometheus metrics of the play"
-    out.add_argument("--metrics-file", type=Path, metavar="F.prom", help=metrics)
-    parser.set_defaults(run=run)
 
 
 _UNKEPT = 3
@@ -152,11 +56,86 @@ def _after(text: str) -> float:
     except ValueError:
         after_s = math.nan
     if not after_s > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, nor 'done'")
+        raise UsageError(f"{text!r} is not a positive number of seconds, nor 'done'")
     return after_s
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchCommand:
+    """Play a KV cache from an origin or a relay before a deadline, show how it goes, and write it as safetensors.
+
+    Examples:
+      kvabr fetch 'moqt://origin.example/#kvcache:MODEL/DIGEST' --deadline 2 --out cache.safetensors
+      kvabr fetch moqt://localhost:4443/ --fingerprint HEX --name MODEL/DIGEST --out cache.safetensors
+      kvabr fetch moqt://origin.example/ --text README.md --recompute smollm2 --out cache.safetensors
+
+    Name the cache (`kvabr inspect` shows its name), or give the prompt: --text with --model, or --prompt. For a prompt,
+    the longest prefix that the origin has is played. With --recompute the engine computes what would be late, and more
+    where its time is worth it (--gpu-price), and everything if the origin cannot be reached. A cache that is still
+    being prefilled is played, too: its groups come as they are published. The deadline starts once the connection is
+    up.
+
+    At the deadline the play ends, with --recompute as soon as the engine has completed it. If groups are missing then,
+    the command says which, --out gets the tokens before them, and the exit status is 1; --patience 3 waits for three
+    deadlines.
+
+    The exit status is 0 if a complete cache was played, 1 if groups are missing or nothing of the prompt is cached, and
+    for every other failure as for all commands.
+    """
+
+    url: Annotated[str, Shown("URL")]
+    """moqt://HOST[:PORT]/ or s3://BUCKET/PREFIX, [#kvcache:MODEL/DIGEST]."""
+    source: Annotated[tuple[str, ...], Shown("--source URL", repeated=True)] = ()
+    """Another origin, relay or store of the same caches: groups come from all of them, and from those that are left if
+    one fails; may be repeated."""
+    salt_file: SaltFile = None
+
+    which: ClassVar = Heading("which cache")
+    name: Annotated[str | None, Shown("--name MODEL/DIGEST")] = None
+    """The cache's name."""
+    prompt: Annotated[Path | None, Shown("--prompt F.json", alone="prompt")] = None
+    """Its token ids: a list, or a file of a store's private/."""
+    text: Annotated[Path | None, Shown("--text F", alone="prompt")] = None
+    """The prompt as text."""
+    model: Annotated[str | None, Shown("--model smollm2|DIR")] = None
+    """Model of the prompt: its tokenizer reads --text (default: that of --recompute; for --prompt, the only one that
+    the origin has)."""
+    no_live: Annotated[bool, Shown()] = False
+    """Do not play a cache that is still being prefilled."""
+
+    how: ClassVar = Heading("how to play")
+    deadline: Deadline = 2.0
+    recompute: Annotated[str | None, Shown("--recompute smollm2|DIR")] = None
+    """Engine that computes what would be late, and what pays."""
+    play: Annotated[PlayChoices, Part()]
+    after: Annotated[float | None, Shown("--after S|done", parse=_after)] = None
+    """Continue with upgrades for S seconds after the deadline, or until there are none; write the cache again."""
+    cache: Annotated[Path | None, Shown("--cache DIR")] = None
+    """Folder that keeps codec profiles and the speed of peers (default: the user's cache folder)."""
+    disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
+    """Keep groups in this folder, or in an object store, for later plays."""
+    disk_gib: DiskGib = 16.0
+    peer: Connecting
+
+    results: ClassVar = Heading("what comes out")
+    out: Annotated[Path | None, Shown("-o --out F.safetensors", written=True)] = None
+    """Write the cache."""
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write what happened, as JSON."""
+    log: Annotated[Path | None, Shown("--log F.jsonl", written=True)] = None
+    """Write every decision and event."""
+    telemetry: Annotated[Path | None, Shown("--telemetry F.jsonl", written=True)] = None
+    """Append the play's events, with CMCD names where one fits."""
+    metrics_file: Annotated[Path | None, Shown("--metrics-file F.prom", written=True)] = None
+    """Write Prometheus metrics of the play."""
+
+    @property
+    def urls(self) -> list[str]:
+        """All sources, without the name of an asset."""
+        return [url.partition("#")[0] for url in (self.url, *self.source)]
+
+
+def run(args: FetchCommand) -> int:
     """Run the command."""
     from rich.console import Console
 
@@ -164,9 +143,8 @@ def run(args: argparse.Namespace) -> int:
     from kvabr.client.origins import asset_of, dialling, parse_namespace
 
     # Find every error that needs no network first.
-    if not 0 < args.deadline < math.inf:
-        raise UsageError(f"--deadline {args.deadline:g}: must be a positive number of seconds")
-    _ = [dialling(url, network.options(args)) for url in (args.url, *args.source)]
+    network.checked(args.peer)
+    _ = [dialling(url, args.peer) for url in (args.url, *args.source)]
     namespace = asset_of(args.url)
     if args.name is not None:
         if namespace is not None:
@@ -177,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
     if args.recompute is not None and args.prompt is None and args.text is None:
         raise UsageError("--recompute needs the prompt: --prompt or --text")
     _check_wait(args, named=namespace is not None)
-    check_writable(args.out, args.json, args.log, args.telemetry, args.metrics_file)
     if args.out is not None and args.out.exists() and not args.out.is_file():
         raise UsageError(f"--out {args.out}: is not an ordinary file; name another")
     console = Console(stderr=True)
@@ -197,22 +174,24 @@ def run(args: argparse.Namespace) -> int:
         more = f"; allow more time: --deadline, --patience{cores}"
         raise PlayError(result["incomplete"] + (written if result["tokens"] else unwritten) + more)
     if not result["tokens"]:
-        raise PlayError(
-            f"{_why_nothing(result['limited_by'], args.wait_for_producer)} ({result['lookup_s']:.2f} s){unwritten}"
-        )
+        why = _why_nothing(result["limited_by"], args.play.wait_for_producer_s)
+        raise PlayError(f"{why} ({result['lookup_s']:.2f} s){unwritten}")
     return _UNKEPT if result["unkept"] else 0
 
 
-def _check_wait(args: argparse.Namespace, *, named: bool) -> None:
+add = command(FetchCommand, run)
+
+
+def _check_wait(args: FetchCommand, *, named: bool) -> None:
     """Raise `UsageError` if there is nothing that --wait-for-producer could wait for."""
-    if not args.wait_for_producer:
+    if not args.play.wait_for_producer_s:
         return
-    wait = f"--wait-for-producer {args.wait_for_producer:g}"
+    wait = f"--wait-for-producer {args.play.wait_for_producer_s:g}"
     if args.no_live:
         raise UsageError(f"{wait}: with --no-live nothing is played that a producer begins")
     if named:
         raise UsageError(f"{wait}: waits for a prompt, not for a name; give --text or --prompt instead of the name")
-    if args.wait_for_producer >= args.deadline:
+    if args.play.wait_for_producer_s >= args.deadline:
         raise UsageError(
             f"{wait}: must be shorter than --deadline ({args.deadline:g} s), which also has to cover the prefill"
         )
@@ -226,7 +205,7 @@ def _why_nothing(limited_by: str | None, waited: float) -> str:
     return f"no snapshot of {limited_by} is cached there that lies within this prompt"
 
 
-def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
+def read_prompt(args: FetchCommand, console: Console) -> tuple[Engine | None, str | None, tuple[int, ...]]:
     """Return the engine and the model's name, if there are any, and the prompt's tokens.
 
     The weights are loaded for an engine only, and not before the peer was reached.
@@ -260,7 +239,7 @@ def read_prompt(args: argparse.Namespace, console: Console) -> tuple[Engine | No
     return engine, name, tokens
 
 
-async def _reach(args: argparse.Namespace, console: Console) -> None:
+async def _reach(args: FetchCommand, console: Console) -> None:
     """Connect once, so that an origin that cannot be reached is reported before the model is loaded.
 
     An engine then computes the whole prompt; it is an error for a cache that is named.
@@ -270,13 +249,12 @@ async def _reach(args: argparse.Namespace, console: Console) -> None:
     from kvabr.types.errors import TransportError
 
     named = args.name is not None or asset_of(args.url) is not None
-    urls = [url.partition("#")[0] for url in (args.url, *args.source)]
-    for number, url in enumerate(urls):
+    for number, url in enumerate(args.urls):
         try:
-            async with dialling(url, network.options(args)):
+            async with dialling(url, args.peer):
                 return
         except TransportError as error:
-            if number < len(urls) - 1:
+            if number < len(args.source):
                 continue
             if named or not _is_silent(error):
                 raise
@@ -290,16 +268,8 @@ def _is_silent(error: BaseException) -> bool:
     return isinstance(error, NoAnswerError | ConnectionLostError) and not isinstance(error, UnauthorizedError)
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    from kvabr.client.options import Limits
-
-    if not 0 < args.disk_gib < 1 << 30:
-        raise UsageError(f"--disk-gib {args.disk_gib:g}: must be a positive number of GiB")
-    return Limits(disk=args.disk, disk_bytes=int(args.disk_gib * (1 << 30)))
-
-
 async def _fetch(
-    args: argparse.Namespace,
+    args: FetchCommand,
     namespace: TrackNamespace | None,
     engine: Engine | None,
     model: str | None,
@@ -312,31 +282,30 @@ async def _fetch(
 
     from kvabr.cli.overlay import Overlay
     from kvabr.client.async_client import AsyncClient
-    from kvabr.client.options import PlayOptions
+    from kvabr.client.options import Limits, PlayOptions
     from kvabr.client.result import IncompleteError, NothingCached, save
     from kvabr.store.files import read_salt
     from kvabr.types.errors import TransportError
 
-    if args.tail and not args.question:
+    if args.play.tail and not args.play.question_tokens:
         raise UsageError("--tail is about tokens that are computed with a --question: give its tokens")
-    options = read_fields(
-        args, PlayOptions,
-        tail=args.tail if args.question else 0,
+    options = PlayOptions(
+        **{field.name: getattr(args.play, field.name) for field in fields(PlayChoices)}
+        | {"live": not args.no_live, "after": args.after}
+        | ({} if args.play.question_tokens else {"tail": 0}),
         recompute=args.recompute is not None,
         salt=read_salt(args.salt_file),
-        after=args.after,
-        live=not args.no_live,
         log=lines.append if args.log is not None else None,
         telemetry=telemetry,
-    )  # fmt: skip
+    )
     client = AsyncClient(
-        [url.partition("#")[0] for url in (args.url, *args.source)],
-        network.options(args),
+        args.urls,
+        args.peer,
         model=model if engine is None else None,
         engine=engine,
         options=options,
         cache=args.cache or user_cache_path("kvabr", appauthor=False),
-        limits=_limits(args),
+        limits=Limits(disk=args.disk, disk_bytes=int(args.disk_gib * (1 << 30))),
     )
     async with client:
         start = time.monotonic()
@@ -376,23 +345,24 @@ async def _fetch(
     return result
 
 
-def _trouble(client: AsyncClient, args: argparse.Namespace) -> str | None:
+def _trouble(client: AsyncClient, args: FetchCommand) -> str | None:
     """Return why nothing comes from a source, if that is so for any."""
-    urls = dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source))
-    return next((why for url in urls if (why := client.peer(url, network.options(args)).trouble) is not None), None)
+    return next(
+        (why for url in dict.fromkeys(args.urls) if (why := client.peer(url, args.peer).trouble) is not None), None
+    )
 
 
-def _say_who_is_missing(client: AsyncClient, args: argparse.Namespace, console: Console) -> None:
+def _say_who_is_missing(client: AsyncClient, args: FetchCommand, console: Console) -> None:
     """Say which sources are not connected, and why."""
     from kvabr.cli.display import printable, say
 
-    for url in dict.fromkeys(url.partition("#")[0] for url in (args.url, *args.source)):
-        peer = client.peer(url, network.options(args))
+    for url in dict.fromkeys(args.urls):
+        peer = client.peer(url, args.peer)
         if not peer.reached:
             say(console, printable(f"{url} is left out: {peer.trouble}"), highlight=False)
 
 
-async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
+async def _go_on(args: FetchCommand, played: Played, upgrades: Upgrades, console: Console) -> dict[str, Any]:
     """Wait for the upgrades, and write the improved cache."""
     from kvabr.cli.display import plain, waiting
     from kvabr.client.engine_hook import StepGate
@@ -421,7 +391,7 @@ async def _go_on(args: argparse.Namespace, played: Played, upgrades: Upgrades, c
     }
 
 
-def _say(args: argparse.Namespace, played: Played, tokens: int) -> None:
+def _say(args: FetchCommand, played: Played, tokens: int) -> None:
     from kvabr.cli.display import plain
     from kvabr.types.catalog import RECOMPUTED
 
@@ -500,15 +470,15 @@ def _damage(damaged: Sequence[tuple[int, str, str]]) -> str:
 
 
 def _result(
-    args: argparse.Namespace, origin: Connection | None, played: Played | NothingCached | None, connect_s: float
+    args: FetchCommand, origin: Connection | None, played: Played | NothingCached | None, connect_s: float
 ) -> dict[str, Any]:
     from kvabr.client.result import NothingCached
 
-    result = {
-        "url": args.url.partition("#")[0],
+    result: dict[str, Any] = {
+        "url": args.urls[0],
         "backend": origin and origin.backend,
         "protocol": origin and origin.protocol,
-        "policy": args.policy,
+        "policy": args.play.policy,
         "deadline_s": args.deadline,
         "connect_s": connect_s,
         "lookup_s": None if played is None else played.lookup_s,
@@ -545,7 +515,7 @@ def _result(
 
 
 @contextmanager
-def _telemetry(args: argparse.Namespace) -> Iterator[Telemetry | None]:
+def _telemetry(args: FetchCommand) -> Iterator[Telemetry | None]:
     """Yield the telemetry that the options ask for; its metrics are written at the end, however the play ended."""
     if args.telemetry is None and args.metrics_file is None:
         yield None

@@ -3,77 +3,144 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvabr.cli.options import check_writable
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import OptionError, OptionField, docstrings, option_fields
+from kvabr.types.fields import OptionError, OptionField, Part, check_fields, docstrings, option_fields
 
 T = TypeVar("T")
+_WHOLE = Part()
 
 
-def add_fields(
-    parser: argparse._ActionsContainer, kind: type, only: Collection[str] = (), prefix: str = "", **defaults: Any
-) -> None:
-    """Declare options for the fields of a dataclass; `read_fields` reads them.
+def command(
+    kind: type[T], run: Callable[[T], int], more: Callable[[], str] = str
+) -> Callable[[argparse.ArgumentParser], None]:
+    """Return the function that declares a command.
 
     Args:
-        parser: takes the options.
-        kind: the dataclass.
-        only: names of the fields; empty: all.
-        prefix: before the names, such as ``upstream-``.
-        defaults: of this command, by field.
+        kind: a dataclass: its fields are the options, and its docstring is the help.
+        run: runs the command, and returns the exit status.
+        more: returns the end of its help.
     """
-    groups: dict[str, argparse._ActionsContainer] = {}
-    fields, docs = option_fields(kind), docstrings(kind)
-    for name in only or fields:
-        shown = fields[name].shown
-        if shown is None:
-            continue
-        if shown.alone and shown.alone not in groups:
-            groups[shown.alone] = parser.add_mutually_exclusive_group()
-        into = groups.get(shown.alone, parser)
-        _add(into, fields[name], first_sentence(docs[name]), prefix, defaults.get(name, fields[name].default))
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.description, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+        parser.epilog = "\n\n".join(filter(None, (text, more())))
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_fields(parser, kind)
+        parser.set_defaults(run=lambda args: run(read_fields(args, kind)))
+
+    return add
 
 
-def read_fields(args: argparse.Namespace, kind: type[T], prefix: str = "", **more: Any) -> T:
-    """Return the dataclass with the values of the options that were declared, and ``more`` fields.
+def add_fields(parser: argparse._ActionsContainer, kind: type, part: Part = _WHOLE) -> None:
+    """Declare options for the fields of a dataclass, or a part of them; `read_fields` reads them."""
+    made: dict[object, argparse._ActionsContainer] = {"": parser, None: parser}
+    fields, docs, defaults = option_fields(kind), docstrings(kind), dict(part.defaults)
+    for name in part.only or fields:
+        field = fields[name]
+        if field.heading is not None and field.heading not in made:
+            made[field.heading] = parser.add_argument_group(field.heading.title, field.heading.text or None)
+        into = made[field.heading]
+        if field.part is not None:
+            inner = parser.add_argument_group(field.part.title) if field.part.title else into
+            add_fields(inner, field.kind, field.part)
+        elif field.shown is not None:
+            if field.shown.alone not in made:
+                made[field.shown.alone] = into.add_mutually_exclusive_group()
+            into = made[field.shown.alone] if field.shown.alone else into
+            said = field.shown.doc or first_sentence(docs[name])
+            _add(into, field, said, part.prefix, defaults.get(name, field.default))
+
+
+def read_fields(args: argparse.Namespace, kind: type[T], part: Part = _WHOLE) -> T:
+    """Return the dataclass with the values of the options that were declared.
 
     Raises:
-        UsageError: a value is out of bounds; the message names the option.
+        UsageError: a value is out of bounds, or has no use without another; the message names the options. Or a file
+            cannot be written.
     """
-    given, flags = {}, {}
-    for name, field in option_fields(kind).items():
-        flags[name] = flag = _flags(field, prefix)[0][-1]
-        dest = flag.removeprefix("--").replace("-", "_")
-        if field.shown is not None and hasattr(args, dest):
-            given[name] = getattr(args, dest)
+    fields: dict[str, OptionField] = option_fields(kind)
+    given: dict[str, Any] = {}
+    for name in part.only or fields:
+        field = fields[name]
+        if field.part is not None:
+            given[name] = read_fields(args, field.kind, field.part)
+        elif field.shown is not None:
+            value = getattr(args, _dest(field, part.prefix))
+            given[name] = tuple(value) if isinstance(value, list) else value
     try:
-        return kind(**given | more)
+        made = kind(**given)
+        check_fields(made)
     except OptionError as error:
-        raise UsageError(f"{flags[error.name]} {error.value}: {error.why}") from None
+        raise UsageError(f"{_title(fields[error.name], part.prefix)} {error.value}: {error.why}") from None
+    for name, value in given.items():
+        shown = fields[name].shown
+        if shown is not None and shown.written:
+            check_writable(value)
+        if shown is not None and shown.needs and value != fields[name].default and not given[shown.needs]:
+            title, needed = (_title(fields[each], part.prefix) for each in (name, shown.needs))
+            raise UsageError(f"{title} has no use without {needed}: give both, or neither")
+    return made
 
 
 def _add(parser: argparse._ActionsContainer, field: OptionField, said: str, prefix: str, default: Any) -> None:
+    assert field.shown is not None  # noqa: S101  # others are no options
     flags, metavar = _flags(field, prefix)
+    said = said.replace("%", "%%")
     if field.kind is bool:
         parser.add_argument(*flags, action="store_true", help=said)
         return
-    if default is not None and "default" not in said:
-        said += f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
-    how: dict[str, Any] = {"choices": field.choices} if field.choices else {"metavar": metavar, "type": field.kind}
-    parser.add_argument(*flags, default=default, help=said.replace("%", "%%"), **how)
+    how: dict[str, Any] = {"type": field.shown.parse or field.kind, "metavar": metavar}
+    if field.choices:
+        how["choices"] = field.choices
+    required = default is dataclasses.MISSING
+    if not required:
+        shown = default
+        if field.count != 1 and default is not None:
+            default, shown = list(default), " ".join(default)
+        how["default"] = default
+        if shown not in (None, "") and "default" not in said:
+            said += f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+    if field.count is None and field.shown.repeated:
+        how["action"] = "append"
+    elif field.count != 1:
+        how["nargs"] = field.count or ("+" if flags or required else "*")
+    elif not flags and not required:
+        how["nargs"] = "?"
+    if flags:
+        how["required"] = required
+    parser.add_argument(*(flags or [field.name]), help=said, **how)
 
 
-def _flags(field: OptionField, prefix: str) -> tuple[list[str], str]:
-    """Return the flags of a field, the long one last, and its metavar."""
+def _flags(field: OptionField, prefix: str) -> tuple[list[str], Any]:
+    """Return the flags of a field, the long one last, and its metavar, None for that of argparse."""
     words = field.shown.words.split() if field.shown is not None else []
-    flags = [word for word in words if word.startswith("-")] or [f"--{field.name.replace('_', '-')}"]
-    metavar = next((word for word in words if not word.startswith("-")), field.name.upper())
+    flags = [word for word in words if word.startswith("-")]
+    names = [word for word in words if not word.startswith("-")]
+    if not flags and not names:
+        flags = [f"--{field.name.replace('_', '-')}"]
+    metavar = None if not names else names[0] if len(names) == 1 else tuple(names)
     return [flag.replace("--", f"--{prefix}") for flag in flags if not prefix or flag.startswith("--")], metavar
+
+
+def _title(field: OptionField, prefix: str) -> str:
+    """Return how messages name a field."""
+    flags, metavar = _flags(field, prefix)
+    return flags[-1] if flags else str(metavar)
+
+
+def _dest(field: OptionField, prefix: str) -> str:
+    """Return the attribute that argparse gives a field."""
+    flags, _ = _flags(field, prefix)
+    return flags[-1].removeprefix("--").replace("-", "_") if flags else field.name
 
 
 def first_sentence(doc: str) -> str:
     """Return the first sentence of a docstring as help has it, without a capital and a full stop."""
     first = doc.partition(". ")[0].rstrip(".").replace("``", "")
-    return first[:1].lower() + first[1:] if first[1:2].islower() else first
+    return first[:1].lower() + first[1:] if first[1:2].islower() or first.startswith("A ") else first

@@ -2,99 +2,83 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvabr.cli import network
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
+from kvabr.cli.network import Connecting, checked
 from kvabr.types.catalog import Catalog
 from kvabr.types.errors import FormatError, KvabrError, TransportError, UsageError
+from kvabr.types.fields import Shown
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
     from kvabr.store.asset import Asset
     from kvabr.types.passage import PassageNotes
 
-_EPILOG = """\
-examples:
-  kvabr inspect assets                      the only asset of a store
-  kvabr inspect assets/DIGEST --check       read every group and compare it with the catalog
-  kvabr inspect assets/DIGEST --groups --json tracks.json
-  kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
-
-loss is the expected KL divergence from the exact cache, nats per generated token; in assets of today the mean of the KL
-over the first 8 tokens, over 32, and over all that were measured. KL, ΔNLL and top-1 are over all of them, measured on
-the real model with the whole cache on that track. ms/group is the decode time on one thread of the publisher's machine.
-"""
-
-
 _MOST_ENDS = 8
 """Prefixes with a snapshot that are listed."""
+_SHOWN = ("source", "tokens", "groups", "fp16_bytes", "profile_bytes", "loss_method")
+"""Fields of a catalog in the JSON."""
 _MOST_ASKED = 3
 """Groups that questions are about that are listed."""
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = (
-        "Show what an asset offers: its tracks with size, ratio and measured loss, and how well the "
-        "losses of mixed caches are predicted."
-    )
-    parser.epilog = _EPILOG
-    parser.add_argument(
-        "asset",
-        metavar="ASSET|CATALOG|URL",
-        help="STORE/DIGEST, a store with one asset, a catalog, or an asset at an origin",
-    )
-    parser.add_argument("--groups", action="store_true", help="also show every group")
-    parser.add_argument("--check", action="store_true", help="read every part; exit 1 if any is damaged")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
-    network.add_options(parser)
-    parser.set_defaults(run=run)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectCommand:
+    """Show what an asset offers: its tracks with size, ratio and loss, and how well losses of mixes are predicted.
+
+    Examples:
+      kvabr inspect assets                      the only asset of a store
+      kvabr inspect assets/DIGEST --check       read every group and compare it with the catalog
+      kvabr inspect assets/DIGEST --groups --json tracks.json
+      kvabr inspect 'moqt://origin.example/#kvcache:MODEL/DIGEST'
+
+    loss is the expected KL divergence from the exact cache, nats per generated token; in assets of today the mean of
+    the KL over the first 8 tokens, over 32, and over all that were measured. KL, ΔNLL and top-1 are over all of them,
+    measured on the real model with the whole cache on that track. ms/group is the decode time on one thread of the
+    publisher's machine.
+    """
+
+    asset: Annotated[str, Shown("ASSET|CATALOG|URL")]
+    """STORE/DIGEST, a store with one asset, a catalog, or an asset at an origin."""
+    groups: Annotated[bool, Shown()] = False
+    """Also show every group."""
+    check: Annotated[bool, Shown()] = False
+    """Read every part; exit 1 if any is damaged."""
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write the tables as JSON."""
+    peer: Connecting
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: InspectCommand) -> int:
     """Print the tables, and check the groups if asked to."""
-    from kvabr.cli.display import (
-        group_tables,
-        mix_rows,
-        mix_table,
-        output,
-        plain,
-        tail_table,
-        track_rows,
-        track_table,
-        write_result,
-    )
+    from kvabr.cli import display
 
     catalog, asset = _open(args)
-    out = output()
+    out = display.output()
     _head(catalog)
-    out.print(track_table(catalog))
-    plain(*_what_losses_are(catalog))
-    if (tails := tail_table(catalog)) is not None:
+    out.print(display.track_table(catalog))
+    display.plain(*_what_losses_are(catalog))
+    if (tails := display.tail_table(catalog)) is not None:
         out.print(tails)
-    plain(*_how_sure_losses_are(catalog))
+    display.plain(*_how_sure_losses_are(catalog))
     if args.groups:
-        out.print(*group_tables(catalog))
+        out.print(*display.group_tables(catalog))
     if catalog.mixes:
-        out.print(mix_table(catalog))
+        out.print(display.mix_table(catalog))
     bad = _check(asset) if args.check and asset is not None else None
     result: dict[str, Any] = {
         "model": catalog.spec.model,
-        "source": catalog.source,
-        "tokens": catalog.tokens,
-        "groups": catalog.groups,
-        "fp16_bytes": catalog.fp16_bytes,
-        "profile_bytes": catalog.profile_bytes,
+        **{name: getattr(catalog, name) for name in _SHOWN},
         "prefill": None if catalog.prefill is None else catalog.prefill.to_json(),
-        "loss_method": catalog.loss_method,
-        "tracks": track_rows(catalog),
+        "tracks": display.track_rows(catalog),
         "asked": list(catalog.asked),
-        "mixes": mix_rows(catalog),
+        "mixes": display.mix_rows(catalog),
     }
     if catalog.passage is not None:
         result["passage"] = catalog.passage.to_json()
@@ -106,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             row["group_bytes"], row["group_loss"] = list(track.bytes), list(track.loss)
     if bad is not None:
         result["bad"] = bad
-    write_result(args.json, "inspect", result)
+    display.write_result(args.json, "inspect", result)
     if bad:
         raise FormatError(
             f"{args.asset}: {counted(len(bad), 'part')} cannot be read, as said above; encode or copy the asset again"
@@ -114,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
+add = command(InspectCommand, run)
+
+
+def _open(args: InspectCommand) -> tuple[Catalog, Asset | None]:
     from kvabr.store.locations import is_store, open_catalog
 
     catalog, asset = open_catalog(args.asset) if is_store(args.asset) else (_fetch_catalog(args), None)
@@ -123,25 +110,25 @@ def _open(args: argparse.Namespace) -> tuple[Catalog, Asset | None]:
     return catalog, asset
 
 
-def _fetch_catalog(args: argparse.Namespace) -> Catalog:
+def _fetch_catalog(args: InspectCommand) -> Catalog:
     import asyncio
 
     from kvabr.client.lookup import fetch_catalog
     from kvabr.client.origins import asset_of, dialling
 
-    connecting, namespace = dialling(args.asset, network.options(args)), asset_of(args.asset)
+    connecting, namespace = dialling(args.asset, checked(args.peer)), asset_of(args.asset)
     if namespace is None:
         raise UsageError(f"{args.asset}: name an asset at that origin: #kvcache:MODEL/DIGEST at the end of the URL")
 
     async def fetch() -> Catalog:
-        async with connecting as origin, asyncio.timeout(args.timeout):
+        async with connecting as origin, asyncio.timeout(args.peer.timeout_s):
             return (await fetch_catalog(origin, namespace)).catalog
 
     try:
         return run_async(fetch())
     except TimeoutError as error:
         raise TransportError(
-            f"{args.asset}: the catalog did not arrive within {args.timeout:g} s (--timeout)"
+            f"{args.asset}: the catalog did not arrive within {args.peer.timeout_s:g} s (--timeout)"
         ) from error
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeVar
 
 from kvabr.cli.options import is_loopback
 from kvabr.types.errors import UsageError
+from kvabr.types.fields import Heading, Shown
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -26,44 +27,36 @@ _WHY: dict[Reason, str] = {
     "another model": "it is of another model than those that are told: --kv-events-topic, --kv-events-model",
     "unreadable": "its token ids are damaged, or cannot be read",
 }
-_USUAL = {
-    "kv_events_replay": None,
-    "kv_events_block": 16,
-    "kv_events_hash": "sha256",
-    "kv_events_topic": "kv@kvabr@{model}",
-    "kv_events_model": "*",
-}
-"""Options that say nothing without ``--kv-events``, and their defaults."""
 T = TypeVar("T")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `telling` reads."""
-    group = parser.add_argument_group(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventOptions:
+    """The options of commands that publish KV events."""
+
+    about: ClassVar = Heading(
         "KV events",
         "Tell routers (vLLM's, Dynamo's, llm-d's) what is available here, over ZeroMQ. Events have the tokens of"
         " prompts in the clear, and anyone who can reach the address can read them: bind it to this machine, or a"
         " network that you trust.",
     )
-    where = "where to tell them, such as tcp://127.0.0.1:5557 (default: nowhere)"
-    group.add_argument("--kv-events", metavar="ENDPOINT", help=where)
-    group.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where to tell again what a reader has missed")
-    block = "tokens of a block, as the engines have it (default: 16)"
-    group.add_argument("--kv-events-block", type=int, metavar="N", help=block)
-    group.add_argument(
-        "--kv-events-hash",
-        choices=("sha256", "sha256_cbor"),
-        help="how blocks are named, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too",
-    )
-    topic = "topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, {model} as assets name it)"
-    group.add_argument("--kv-events-topic", metavar="TEXT", help=topic)
-    group.add_argument("--kv-events-model", metavar="PATTERN", help="models that are told, as assets name them")
-    parser.set_defaults(**_USUAL)
+    to: Annotated[str | None, Shown("--kv-events ENDPOINT")] = None
+    """Where to tell them, such as tcp://127.0.0.1:5557 (default: nowhere)."""
+    replay: Annotated[str | None, Shown("--kv-events-replay ENDPOINT", needs="to")] = None
+    """Where to tell again what a reader has missed."""
+    block: Annotated[int, Shown("--kv-events-block N", needs="to")] = 16
+    """Tokens of a block, as the engines have it."""
+    hash: Annotated[Literal["sha256", "sha256_cbor"], Shown("--kv-events-hash", needs="to")] = "sha256"
+    """How blocks are named, as vLLM's --prefix-caching-hash-algo (default: sha256); PYTHONHASHSEED counts too."""
+    topic: Annotated[str, Shown("--kv-events-topic TEXT", needs="to")] = "kv@kvabr@{model}"
+    """Topic of the messages, kv@INSTANCE@MODEL for llm-d (default: kv@kvabr@{model}, {model} as assets name it)."""
+    model: Annotated[str, Shown("--kv-events-model PATTERN", needs="to")] = "*"
+    """Models that are told, as assets name them (default: all)."""
 
 
 @contextmanager
 def telling(
-    args: argparse.Namespace,
+    args: KVEventOptions,
     read: Callable[[T], ToldPrompt | Reason],
     assets: Callable[[], Mapping[str, T]],
     listen: Callable[[Callable[[], None]], None],
@@ -84,22 +77,30 @@ def telling(
         UsageError: an option is wrong, or ZeroMQ is not installed.
         TransportError: an address cannot be bound.
     """
-    from kvabr.telemetry.kv_events.publisher import EventSockets, KVEventMetrics, KVEventPublisher, host_of
+    from kvabr.telemetry.kv_events.publisher import (
+        EventSockets,
+        KVEventMetrics,
+        KVEventPublisher,
+        check_endpoint,
+        host_of,
+    )
     from kvabr.telemetry.kv_events.told import ToldAssets
 
-    check(args)
-    if args.kv_events is None:
+    if args.to is None:
         yield
         return
+    check_endpoint(args.to, "--kv-events")
+    if args.replay is not None:
+        check_endpoint(args.replay, "--kv-events-replay")
 
     def warn(name: str, why: Reason) -> None:
         log.warning("not told in KV events", asset=name, why=_WHY[why], hint="others like it are counted only")
 
-    told = ToldAssets(_hashes(args), read, topic=args.kv_events_topic, models=args.kv_events_model, warn=warn)
-    sockets, metrics = EventSockets(args.kv_events, args.kv_events_replay), KVEventMetrics(registry)
+    told = ToldAssets(_hashes(args), read, topic=args.topic, models=args.model, warn=warn)
+    sockets, metrics = EventSockets(args.to, args.replay), KVEventMetrics(registry)
     publisher = KVEventPublisher(sockets, told, assets, log, metrics)
     listen(publisher.changed)
-    log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.kv_events_block)
+    log.info("KV events", endpoint=publisher.endpoint, replay=publisher.replay, block=args.block)
     for endpoint in (publisher.endpoint, publisher.replay):
         if endpoint is not None and (host := host_of(endpoint)) is not None and not is_loopback(host):
             hint = "who can reach this address hears the tokens of all prompts that are told"
@@ -109,7 +110,9 @@ def telling(
 
 
 @contextmanager
-def relaying(args: argparse.Namespace, log: FilteringBoundLogger, registry: CollectorRegistry) -> Iterator[SeenPrompts]:
+def relaying(
+    args: KVEventOptions, origin: str | None, log: FilteringBoundLogger, registry: CollectorRegistry
+) -> Iterator[SeenPrompts]:
     """Tell what is looked up through a relay, if the options ask for it, with the tokens that its origin tells.
 
     Errors as of `telling`; a `UsageError`, too, if the origin's events are not named.
@@ -118,8 +121,8 @@ def relaying(args: argparse.Namespace, log: FilteringBoundLogger, registry: Coll
     from kvabr.telemetry.kv_events.publisher import EventSockets
     from kvabr.telemetry.kv_events.subscriber import KVEventSubscriber
 
-    prompts, origin = SeenPrompts(), args.upstream_kv_events
-    if (origin is None) != (args.kv_events is None):
+    prompts = SeenPrompts()
+    if (origin is None) != (args.to is None):
         raise UsageError("--kv-events and --upstream-kv-events belong together: a relay learns tokens from its origin")
     with telling(args, lambda prompt: prompt, prompts.assets, prompts.listen, log, registry):
         if origin is None:
@@ -130,26 +133,10 @@ def relaying(args: argparse.Namespace, log: FilteringBoundLogger, registry: Coll
             yield prompts
 
 
-def check(args: argparse.Namespace) -> None:
-    """Check the options; `UsageError` if one is wrong, or has no use."""
-    from kvabr.telemetry.kv_events.publisher import check_endpoint
-
-    if args.kv_events is None:
-        for name, usual in _USUAL.items():
-            if getattr(args, name) != usual:
-                option = name.replace("_", "-")
-                raise UsageError(f"--{option} is for --kv-events ENDPOINT, which says where events are told")
-        return
-    check_endpoint(args.kv_events, "--kv-events")
-    if args.kv_events_replay is not None:
-        check_endpoint(args.kv_events_replay, "--kv-events-replay")
-    _hashes(args)
-
-
-def _hashes(args: argparse.Namespace) -> BlockHashes:
+def _hashes(args: KVEventOptions) -> BlockHashes:
     from kvabr.telemetry.kv_events.hashes import BlockHashes
 
     try:
-        return BlockHashes(args.kv_events_block, args.kv_events_hash)
+        return BlockHashes(args.block, args.hash)
     except UsageError as error:
-        raise UsageError(f"--kv-events-block {args.kv_events_block}: {error}") from error
+        raise UsageError(f"--kv-events-block {args.block}: {error}") from error

@@ -2,101 +2,95 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvabr.cli.fields import command
+from kvabr.types.fields import Shown
 
 if TYPE_CHECKING:
     from kvabr.engines.adapters import Adapter
 
-_POLICIES_EPILOG = """\
-A policy of your own is a class in a file, no installation needed:
 
-  from kvabr.abr import Decision, Policy, View
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesCommand:
+    """List the ABR policies that --policy can name.
 
-  class Cautious(Policy):
-      def decide(self, view: View) -> Decision:
-          group = view.first_missing()
-          if group is None:
-              return Decision.finish("every group is in place or under way")
-          share = 0.8 * view.budget_bytes(view.lower_bound) / len(view.missing)
-          return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
+    A policy of your own is a class in a file, no installation needed:
 
-  kvabr replay traces --policy ./cautious.py:Cautious anytime
+      from kvabr.abr import Decision, Policy, View
 
-An installed package adds policies by the entry point group kvabr.policies.
-"""
-_ESTIMATORS_EPILOG = """\
-An estimator of your own is a class in a file, no installation needed:
+      class Cautious(Policy):
+          def decide(self, view: View) -> Decision:
+              group = view.first_missing()
+              if group is None:
+                  return Decision.finish("every group is in place or under way")
+              share = 0.8 * view.budget_bytes(view.lower_bound) / len(view.missing)
+              return Decision.fetch(group, view.best_track(group, share), f"{share:.0f} bytes a group")
 
-  from collections import deque
-  from statistics import median
-  from kvabr.abr import Estimator
+      kvabr replay traces --policy ./cautious.py:Cautious anytime
 
-  class Median(Estimator):
-      def __init__(self):
-          super().__init__()
-          self._rates = deque(maxlen=9)
-      def sample(self, nbytes, seconds, now):
-          if self.sound(nbytes, seconds, now):
-              self._rates.append(nbytes / seconds)
-      def rate(self):
-          return median(self._rates) if self._rates else 0.0
-      def lower_bound(self):
-          return 0.8 * self.rate()
-
-  kvabr replay traces --estimator ./median.py:Median
-
-A sample: nbytes arrived within seconds of a busy link, ending at now (s). Rates are in bytes per second, 0.0 until the
-first sample; policies spend the lower bound. An installed package adds estimators by the entry point group
-kvabr.estimators.
-"""
-_ENGINES_EPILOG = """\
-mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything behind
-the first miss, so the player protects the front. upgrades: whether a cache in use can be improved.
-passages: whether prompts made of passages are played, with the tokens that matter recomputed.
-
-An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
-"""
+    An installed package adds policies by the entry point group kvabr.policies.
+    """
 
 
-def add_policies(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr policies`."""
-    parser.description = "List the ABR policies that --policy can name."
-    parser.epilog = _POLICIES_EPILOG
-    parser.set_defaults(run=_policies)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorsCommand:
+    """List the bandwidth estimators that --estimator can name. FILE.py:CLASS names one of your own.
+
+    An estimator of your own is a class in a file, no installation needed:
+
+      from collections import deque
+      from statistics import median
+      from kvabr.abr import Estimator
+
+      class Median(Estimator):
+          def __init__(self):
+              super().__init__()
+              self._rates = deque(maxlen=9)
+          def sample(self, nbytes, seconds, now):
+              if self.sound(nbytes, seconds, now):
+                  self._rates.append(nbytes / seconds)
+          def rate(self):
+              return median(self._rates) if self._rates else 0.0
+          def lower_bound(self):
+              return 0.8 * self.rate()
+
+      kvabr replay traces --estimator ./median.py:Median
+
+    A sample: nbytes arrived within seconds of a busy link, ending at now (s). Rates are in bytes per second, 0.0 until
+    the first sample; policies spend the lower bound. An installed package adds estimators by the entry point group
+    kvabr.estimators.
+    """
 
 
-def add_estimators(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr estimators`."""
-    parser.description = "List the bandwidth estimators that --estimator can name. FILE.py:CLASS names one of your own."
-    parser.epilog = _ESTIMATORS_EPILOG
-    parser.set_defaults(run=_estimators)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorsCommand:
+    """List the selectors, which choose the tokens of joined passages that are recomputed.
+
+    FILE.py:CLASS names one of your own, which derives from kvabr.blend.Selector.
+    """
 
 
-def add_selectors(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr selectors`."""
-    parser.description = (
-        "List the selectors: where a prompt is joined from caches of passages, they choose the tokens that are "
-        "recomputed. FILE.py:CLASS names one of your own, which derives from kvabr.blend.Selector."
-    )
-    parser.set_defaults(run=_selectors)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginesCommand:
+    """List the serving engines that play through kvabr: versions installed and tested, and what each can do.
+
+    mode: with "hole", a missed group is computed where it is missing; with "suffix", the engine computes everything
+    behind the first miss, so the player protects the front. upgrades: whether a cache in use can be improved. passages:
+    whether prompts made of passages are played, with the tokens that matter recomputed.
+
+    An installed package adds an engine by the entry point group kvabr.engines: a kvabr.engines.adapters.Adapter.
+    """
+
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write the list as JSON."""
 
 
-def add_engines(parser: argparse.ArgumentParser) -> None:
-    """Declare `kvabr engines`."""
-    parser.description = (
-        "List the serving engines that play through kvabr: the version installed here, the versions that were tested, "
-        "and what each can do."
-    )
-    parser.epilog = _ENGINES_EPILOG
-    parser.add_argument("--json", type=Path, metavar="F", help="write the list as JSON")
-    parser.set_defaults(run=_engines)
-
-
-def _policies(_args: argparse.Namespace) -> int:
+def _policies(_args: PoliciesCommand) -> int:
     from kvabr.abr.plugins import policies
     from kvabr.abr.policies import DEFAULT
 
@@ -109,7 +103,10 @@ def _policies(_args: argparse.Namespace) -> int:
     return 0
 
 
-def _estimators(_args: argparse.Namespace) -> int:
+add_policies = command(PoliciesCommand, _policies)
+
+
+def _estimators(_args: EstimatorsCommand) -> int:
     from kvabr.abr.plugins import estimators
 
     rows = [(name, _first_line(cls), cls.__module__) for name, cls in sorted(estimators().items())]
@@ -117,7 +114,10 @@ def _estimators(_args: argparse.Namespace) -> int:
     return 0
 
 
-def _selectors(_args: argparse.Namespace) -> int:
+add_estimators = command(EstimatorsCommand, _estimators)
+
+
+def _selectors(_args: SelectorsCommand) -> int:
     from kvabr.blend.selectors import selectors
     from kvabr.player.play_choices import DEFAULT_SELECTOR
 
@@ -133,7 +133,10 @@ def _selectors(_args: argparse.Namespace) -> int:
     return 0
 
 
-def _engines(args: argparse.Namespace) -> int:
+add_selectors = command(SelectorsCommand, _selectors)
+
+
+def _engines(args: EnginesCommand) -> int:
     from kvabr.cli.display import write_json
     from kvabr.engines.adapters import adapters
 
@@ -149,6 +152,9 @@ def _engines(args: argparse.Namespace) -> int:
     )
     write_json(args.json, [_engine_row(adapter) for adapter in found])
     return 0
+
+
+add_engines = command(EnginesCommand, _engines)
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], spare: Sequence[str]) -> None:

@@ -124,13 +124,12 @@ def _over_config(name: str, words: Sequence[str]) -> argparse.Namespace:
 
     try:
         config = Config.read()
-        applied = None if config is None else config.apply(parser, name)
+        if config is not None:
+            config.apply(parser, name, words)
     except UsageError:
         if name != "doctor":  # which reports it
             raise
-        return parser.parse_args(words)
-    args = parser.parse_args(words)
-    return args if applied is None else applied.settle(args)
+    return parser.parse_args(words)
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

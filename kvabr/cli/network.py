@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
-from kvabr.cli.fields import add_fields, read_fields
 from kvabr.types.errors import UsageError
+from kvabr.types.fields import Part
 from kvabr.types.peer import MAX_TOKEN_BYTES, PeerOptions
 from kvabr.types.peer import read_token as read
 
-
-def add_options(parser: argparse.ArgumentParser, title: str = "the connection", prefix: str = "") -> None:
-    """Declare the options, with a prefix if they are not the only ones; `options` reads them."""
-    add_fields(parser.add_argument_group(title), PeerOptions, prefix=prefix)
+Connecting = Annotated[PeerOptions, Part("the connection")]
 
 
-def options(args: argparse.Namespace, prefix: str = "") -> PeerOptions:
-    """Return what the options say.
+def checked(how: PeerOptions, prefix: str = "") -> PeerOptions:
+    """Return the options of a connection after a look at their files.
+
+    Args:
+        how: the options.
+        prefix: of their names.
 
     Raises:
-        UsageError: A value is wrong, a file cannot be read, or holds no token.
+        UsageError: A file cannot be read, or holds no token.
     """
-    how = read_fields(args, PeerOptions, prefix)
     if how.ca is not None and not how.ca.is_file():
         raise UsageError(f"--{prefix}ca {how.ca}: no such file")
     if how.token_file is None:

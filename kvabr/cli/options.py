@@ -10,11 +10,15 @@ import math
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
-from kvabr.types.digests import KINDS, SHA256
+from annotated_types import Gt, Lt
+
+from kvabr.types.digests import KINDS
 from kvabr.types.errors import UsageError, did_you_mean
+from kvabr.types.fields import Shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,33 +50,36 @@ class CommandParser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Convert a word as its option says; no option takes a number that is none (NaN)."""
-        value: object = super()._get_value(action, arg_string)
+        try:
+            value: object = super()._get_value(action, arg_string)
+        except UsageError as error:
+            raise argparse.ArgumentError(action, str(error)) from error
         if isinstance(value, float) and math.isnan(value):
             raise argparse.ArgumentError(action, f"{arg_string}: must be a number")
         return value
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds, the type of an option such as ``--deadline``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is something else.
-    """
+    """Parse a number of seconds, as of ``--deadline``; `UsageError` if it is something else."""
     try:
         return float(text)
     except ValueError as error:
         bare = _WITH_UNIT.fullmatch(text)
         number = "2 or 0.5" if bare is None else f"{float(bare[1]) / _PER_SECOND[bare[2]]:g}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write {number}") from error
+        raise UsageError(f"{text!r} is not a number of seconds; write {number}") from error
 
 
-def add_deadline_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--deadline``."""
-    what = "TTFT deadline, seconds (default: 2)"
-    parser.add_argument("-d", "--deadline", type=seconds, default=2.0, metavar="S", help=what)
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str, option: str) -> tuple[str, int]:
+def parse_address(text: str) -> Address:
     """Return host and port of ``HOST:PORT``; an empty host is the wildcard address, an IPv6 host has brackets.
 
     Raises:
@@ -80,8 +87,8 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
-        raise UsageError(f"{option} {text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
-    return found["six"] or found["host"] or "0.0.0.0", int(found["port"])  # noqa: S104 - what the user asked for
+        raise UsageError(f"{text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
+    return Address(found["six"] or found["host"] or "0.0.0.0", int(found["port"]))  # noqa: S104 - what the user asked for
 
 
 def is_wildcard(host: str) -> bool:
@@ -101,13 +108,7 @@ def moqt_url(host: str, port: int) -> str:
     """Return the URL under which another machine reaches a server bound to ``host`` and ``port``."""
     if is_wildcard(host):
         host = socket.gethostname()
-    return f"moqt://[{host}]:{port}/" if ":" in host else f"moqt://{host}:{port}/"
-
-
-def add_text_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--text``, the file of a prompt; `prompt_text` reads it."""
-    what = "text to take the prompt from (UTF-8)"
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help=what)
+    return f"moqt://{Address(host, port)}/"
 
 
 def prompt_text(path: Path) -> str:
@@ -123,36 +124,46 @@ def prompt_text(path: Path) -> str:
     return text
 
 
-def add_model_option(parser: argparse._ActionsContainer) -> None:
-    """Declare ``--model``; `load` loads it."""
-    parser.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="smollm2|DIR",
-        help="the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
-    )
-
-
-def add_salt_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--salt-file``; `kvabr.store.files.read_salt` reads its value."""
-    parser.add_argument(
-        "--salt-file",
-        type=Path,
-        metavar="F",
-        help="mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; "
-        "make one with: head -c 32 /dev/urandom > F",
-    )
-
-
-def add_digest_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--digest``; `kvabr.types.digests.check_kind` checks its value."""
-    parser.add_argument(
+Deadline = Annotated[
+    float, Gt(0), Lt(math.inf), Shown("-d --deadline S", "TTFT deadline, seconds (default: 2)", parse=seconds)
+]
+DiskGib = Annotated[float, Gt(0), Lt(1 << 30), Shown("--disk-gib N", "size of that folder in GiB (default: 16)")]
+Model = Annotated[
+    str,
+    Shown(
+        "--model smollm2|DIR",
+        "the model: SmolLM2-135M from its package, or a folder with a transformers model (default: smollm2)",
+    ),
+]
+"""`load` loads it."""
+SaltFile = Annotated[
+    Path | None,
+    Shown(
+        "--salt-file F",
+        "mix the bytes of this file into the prompt's digests, so that only its owners can name the prompt; make one "
+        "with: head -c 32 /dev/urandom > F",
+    ),
+]
+"""`kvabr.store.files.read_salt` reads it."""
+Digest = Annotated[
+    str,
+    Shown(
         "--digest",
+        "how readers check the groups: blake3 takes them less than half of the processor's time, but they need the "
+        "extra fast (default: sha256)",
         choices=KINDS,
-        default=SHA256,
-        help="how readers check the groups: blake3 takes them less than half of the processor's time, but they need "
-        "the extra fast (default: sha256)",
-    )
+    ),
+]
+"""`kvabr.types.digests.check_kind` checks it."""
+TextFile = Annotated[Path, Shown("--text FILE", "text to take the prompt from (UTF-8)")]
+"""`prompt_text` reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOption:
+    """The option of commands that take a model."""
+
+    model: Model = "smollm2"
 
 
 def yield_processors() -> None:
@@ -206,7 +217,8 @@ def check_writable(*paths: Path | None) -> None:
             raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another path")
         if path.is_dir():
             raise UsageError(f"{path}: is a folder; give the path of a file")
-        if not os.access(path.parent, os.W_OK):
+        device = path.exists() and not path.is_file()
+        if not os.access(path if device else path.parent, os.W_OK):
             raise UsageError(f"{path}: this user may not write to {path.parent}")
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge
+
+from kvabr.cli.fields import command
 from kvabr.cli.options import (
-    add_digest_option,
-    add_model_option,
-    add_salt_option,
-    add_text_option,
+    Digest,
+    Model,
+    SaltFile,
+    TextFile,
     check_text,
-    check_writable,
     load,
     prompt_text,
     yield_processors,
 )
+from kvabr.types.digests import SHA256
 from kvabr.types.errors import AssetError, UsageError
+from kvabr.types.fields import Shown
 from kvabr.types.words import counted
 
 if TYPE_CHECKING:
@@ -30,75 +34,54 @@ if TYPE_CHECKING:
     from kvabr.publish.live_publisher import LivePublisher, LiveSlot
     from kvabr.publish.publisher import PublishOutcome
 
-_EPILOG = """\
-a prefill here, and a decoder elsewhere that plays its cache while it grows:
-  mkdir -p assets && kvabr serve assets --dev                         (prints the URL and the fingerprint)
-  kvabr prefill --text book.txt --tokens 4096 --out assets --live     (in another terminal)
-  kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2 --deadline 300   (once that says it can be played)
 
-The deadline has to cover what is left of the prefill. With --wait-for-producer 60 the fetch may come first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCommand:
+    """Run a model over a text and publish its KV cache; with --live, players get it while it is being computed.
 
-Without --live the cache is published once it is complete, as an engine with kvabr does. With --live every group of
-tokens can be played a moment after it was computed; what a player has when the prefill ends is all but the last group.
+    A prefill here, and a decoder elsewhere that plays its cache while it grows:
+      mkdir -p assets && kvabr serve assets --dev                         (prints the URL and the fingerprint)
+      kvabr prefill --text book.txt --tokens 4096 --out assets --live     (in another terminal)
+      kvabr fetch URL --fingerprint HEX --text book.txt --model smollm2 --deadline 300  (once that can be played)
 
-Nothing is measured, which is what `kvabr encode` takes its time for: the losses that a player counts with are those of
---prior, an asset of the same model. The AC layers, which a slow link needs, take a profile (`kvabr calibrate`).
+    The deadline has to cover what is left of the prefill. With --wait-for-producer 60 the fetch may come first.
 
-Ctrl-C, and a model that fails: what was computed stays, as the cache of a shorter prompt. So it does if the process is
-killed, if `kvabr serve` runs in that folder.
-"""
+    Without --live the cache is published once it is complete, as an engine with kvabr does. With --live every group of
+    tokens can be played a moment after it was computed; what a player has when the prefill ends is all but the last
+    group.
 
+    Nothing is measured, which is what `kvabr encode` takes its time for: the losses that a player counts with are those
+    of --prior, an asset of the same model. The AC layers, which a slow link needs, take a profile (`kvabr calibrate`).
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = (
-        "Run a model over a text and publish its KV cache in a folder that `kvabr serve` serves; with --live, players "
-        "get it while it is being computed."
-    )
-    parser.epilog = _EPILOG
-    add_text_option(parser)
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the prompt (default: all of the text)")
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="store that the asset is added to; it need not exist yet",
-    )
-    parser.add_argument("--live", action="store_true", help="let it be played while it is being computed")
-    add_model_option(parser)
-    parser.add_argument(
-        "--tracks",
-        nargs="+",
-        metavar="TRACK",
-        help="tracks to make (default: FP16 Int8 Int4, with a profile AC-L0 to L3)",
-    )
-    parser.add_argument(
-        "--edge",
-        nargs="+",
-        metavar="TRACK",
-        help="with --live: tracks to make at once, the others at the end (default: the AC layers if there are any)",
-    )
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M)",
-    )
-    parser.add_argument(
-        "--prior", metavar="ASSET", help="asset or catalog that the losses are taken from (default: one of smollm2)"
-    )
-    parser.add_argument(
-        "--run-tokens", type=int, default=512, metavar="N", help="tokens computed at a time (default: 512)"
-    )
-    add_digest_option(parser)
-    add_salt_option(parser)
-    parser.add_argument("--json", type=Path, metavar="F", help="write what happened, as JSON")
-    parser.set_defaults(run=run)
+    Ctrl-C, and a model that fails: what was computed stays, as the cache of a shorter prompt. So it does if the process
+    is killed, if `kvabr serve` runs in that folder.
+    """
+
+    text: TextFile
+    tokens: Annotated[int | None, Ge(1), Shown("--tokens N")] = None
+    """Tokens of the prompt (default: all of the text)."""
+    out: Annotated[Path, Shown("-o --out FOLDER")]
+    """Store that the asset is added to; it need not exist yet."""
+    live: Annotated[bool, Shown()] = False
+    """Let it be played while it is being computed."""
+    model: Model = "smollm2"
+    tracks: Annotated[tuple[str, ...] | None, Shown("--tracks TRACK")] = None
+    """Tracks to make (default: FP16 Int8 Int4, with a profile AC-L0 to L3)."""
+    edge: Annotated[tuple[str, ...] | None, Shown("--edge TRACK", needs="live")] = None
+    """With --live: tracks to make at once, the others at the end (default: the AC layers if there are any)."""
+    profile: Annotated[Path | None, Shown("--profile FILE")] = None
+    """Codec profile of the model (default: the one that kvabr ships for its shape: SmolLM2-135M, Gemma 3 270M)."""
+    prior: Annotated[str | None, Shown("--prior ASSET")] = None
+    """Asset or catalog that the losses are taken from (default: one of smollm2)."""
+    run_tokens: Annotated[int, Ge(1), Shown("--run-tokens N")] = 512
+    """Tokens computed at a time."""
+    digest: Digest = SHA256
+    salt_file: SaltFile = None
+    json: Annotated[Path | None, Shown("--json F", written=True)] = None
+    """Write what happened, as JSON."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: PrefillCommand) -> int:
     """Compute and publish."""
     yield_processors()
     from rich.console import Console
@@ -159,26 +142,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked_text(args: argparse.Namespace) -> str:
+add = command(PrefillCommand, run)
+
+
+def _checked_text(args: PrefillCommand) -> str:
     """Return the text; raise `UsageError` for options that cannot work."""
     from kvabr.publish.encoder import ordered_tracks
     from kvabr.store.files import check_makeable
 
     text = prompt_text(args.text)
-    for option, value in (("--tokens", args.tokens), ("--run-tokens", args.run_tokens)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} must be at least 1")
-    if args.edge is not None and not args.live:
-        raise UsageError("--edge says what can be played while the cache grows: add --live")
     for tracks in (args.tracks, args.edge):
         ordered_tracks(tracks)
-    check_writable(args.json)
     check_makeable(args.out)
     return text
 
 
 def _prefill(
-    args: argparse.Namespace,
+    args: PrefillCommand,
     live: LivePublisher,
     engine: TransformersEngine,
     ids: list[int],

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Ge, Gt, Le
 
 from kvabr.cli import kv_events, serving
+from kvabr.cli.fields import command
 from kvabr.cli.interrupt import run_async
-from kvabr.cli.options import parse_address
 from kvabr.cli.serve_processes import MOST_PROCESSES, run_processes
 from kvabr.types.errors import AssetError, FormatError, UsageError
+from kvabr.types.fields import Part, Shown
 
 if TYPE_CHECKING:
     from kvabr.server.limits import ServerLimits
@@ -25,102 +28,92 @@ _EXPIRES_SOON_DAYS = 14
 _MAX_DAYS = 36_500
 _MAX_PORT = 65_535
 
-_EPILOG = """\
-a first try, on this machine only:
-  kvabr serve assets --dev
-It makes a certificate by itself, and prints its fingerprint and the `kvabr fetch` line that accepts it.
 
-for others:
-  kvabr serve assets --bind 0.0.0.0:4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeCommand:
+    """Publish the assets of a store over MoQT, for `kvabr fetch`, `kvabr relay` and programs that use kvabr.Client.
 
-ROOT is a store, or a folder with stores up to four levels down; new and removed assets are noticed within 0.2
-seconds, in folders of many thousand assets within two, in buckets within five. An asset that is damaged is left out,
-and the log says why.
+    A first try, on this machine only:
+      kvabr serve assets --dev
+    It makes a certificate by itself, and prints its fingerprint and the `kvabr fetch` line that accepts it.
 
-tokens: `kvabr serve --new-token` prints a new token, to be given to clients (--token-file, KVABR_TOKEN), and its entry
-for the file given with --grants:
-  {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
-"assets" in an entry are patterns of the asset's name, the path of its store below ROOT and its digest, such as
-"team-a/*", "models" patterns of the model's name; "id" stands for the token in logs and metrics; "expires" is a time
-such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
+    For others:
+      kvabr serve assets --bind :4443 --cert chain.pem --key key.pem --grants grants.json --metrics 127.0.0.1:9100
 
-The file of grants, the certificate and the key are read again when they change, and on SIGHUP. Connections whose token
-is taken out of the file or expires are closed at once. A file that cannot be used is logged, and what was read before
-stays in use.
+    ROOT is a store, or a folder with stores up to four levels down; new and removed assets are noticed within 0.2
+    seconds, in folders of many thousand assets within two, in buckets within five. An asset that is damaged is left
+    out, and the log says why.
 
-SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is finished for --drain seconds. A second one
-ends it at once.
-"""
+    Tokens: `kvabr serve --new-token` prints a new token, to be given to clients (--token-file, KVABR_TOKEN), and its
+    entry for the file given with --grants:
+      {"schema": "kvabr.grants/1", "grants": [ENTRY, ...]}
+    "assets" in an entry are patterns of the asset's name, the path of its store below ROOT and its digest, such as
+    "team-a/*", "models" patterns of the model's name; "id" stands for the token in logs and metrics; "expires" is a
+    time such as "2027-01-31T12:00:00Z". Without --grants everyone who can reach the address may read everything.
 
+    The file of grants, the certificate and the key are read again when they change, and on SIGHUP. Connections whose
+    token is taken out of the file or expires are closed at once. A file that cannot be used is logged, and what was
+    read before stays in use.
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Declare the command."""
-    parser.description = (
-        "Publish the assets of a store as MoQT tracks on QUIC, for `kvabr fetch`, `kvabr relay`, and programs "
-        "that use kvabr.Client."
-    )
-    parser.epilog = f"{_EPILOG}\n{serving.limits_help()}"
-    parser.add_argument("root", nargs="?", metavar="ROOT", help="the store: a folder or a URL, or a folder with stores")
-    serving.add_options(parser, "server")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that share the address, where one core is too slow (default: 1): each has the limits for "
-        "itself, and its metrics on a port of its own, from that of --metrics on",
-    )
-    grants = "who may read what, JSON (default: all read all)"
-    parser.add_argument("--grants", type=Path, metavar="F", help=grants)
-    kv_events.add_options(parser)
-    parser.add_argument("--new-token", action="store_true", help="print a new token and its entry, and exit")
-    parser.add_argument("--expires", type=float, metavar="DAYS", help="days until that token expires (default: never)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write that token and its entry as JSON")
-    parser.set_defaults(run=run)
+    SIGTERM or Ctrl-C: clients are sent away by GOAWAY, and what is under way is finished for --drain seconds. A second
+    one ends it at once.
+    """
+
+    root: Annotated[str | None, Shown("ROOT")] = None
+    """The store: a folder or a URL, or a folder with stores."""
+    serving: Annotated[serving.ServingOptions, Part()]
+    processes: Annotated[int, Ge(1), Le(MOST_PROCESSES), Shown("--processes N")] = 1
+    """Processes that share the address, where one core is too slow (default: 1): each has the limits for itself, and
+    its metrics on a port of its own, from that of --metrics on."""
+    grants: Annotated[Path | None, Shown("--grants F")] = None
+    """Who may read what, JSON (default: all read all)."""
+    new_token: Annotated[bool, Shown()] = False
+    """Print a new token and its entry, and exit."""
+    expires: Annotated[float | None, Gt(0), Le(_MAX_DAYS), Shown("--expires DAYS", needs="new_token")] = None
+    """Days until that token expires (default: never)."""
+    json: Annotated[Path | None, Shown("--json F", needs="new_token", written=True)] = None
+    """Write that token and its entry as JSON."""
+    kv_events: Annotated[kv_events.KVEventOptions, Part()]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ServeCommand) -> int:
     """Serve until a signal comes."""
     if args.new_token:
         return _new_token(args.expires, args.json)
-    if args.json is not None:
-        raise UsageError("--json is for --new-token; --log has what is served")
-    if args.expires is not None:
-        raise UsageError("--expires is for --new-token; tokens that exist have it in the file of --grants")
     if args.root is None:
         raise UsageError("give the folder with your assets: kvabr serve ROOT --dev")
-    limits = serving.parse_limits(args.limit)
+    limits = serving.parse_limits(args.serving.limit)
     if args.processes == 1:
         return run_async(_serve(args, args.root, limits))
     _check_processes(args)
     from kvabr.server.server import claimed
 
-    with claimed(*parse_address(args.bind, "--bind"), tcp=args.tcp != "off"):
-        return run_processes(args.processes, partial(_process, args, limits))
+    with claimed(*args.serving.bind, tcp=args.serving.tcp != "off"):
+        return run_processes(args.processes, partial(_process, args, args.root, limits))
 
 
-def _check_processes(args: argparse.Namespace) -> None:
-    if not 1 <= args.processes <= MOST_PROCESSES:
-        raise UsageError(f"--processes {args.processes}: give 1 to {MOST_PROCESSES}")
-    if args.dev:
+add = command(ServeCommand, run, serving.limits_help)
+
+
+def _check_processes(args: ServeCommand) -> None:
+    if args.serving.dev:
         raise UsageError("--processes: give --cert and --key, as all of them need the same certificate")
-    if args.kv_events is not None:
+    if args.kv_events.to is not None:
         raise UsageError("--processes: --kv-events is for one process")
-    for what, address in (("--bind", args.bind), ("--metrics", args.metrics)):
-        if address is not None and parse_address(address, what)[1] == 0:
+    for what, address in (("--bind", args.serving.bind), ("--metrics", args.serving.seen.metrics)):
+        if address is not None and address.port == 0:
             raise UsageError(f"--processes: give a port with {what}, which they share or count from")
-    if args.metrics is not None:
-        port = parse_address(args.metrics, "--metrics")[1]
-        if port + args.processes - 1 > _MAX_PORT:
-            raise UsageError(f"--metrics: {args.processes} processes count from port {port} on, past {_MAX_PORT}")
+    metrics = args.serving.seen.metrics
+    if metrics is not None and metrics.port + args.processes - 1 > _MAX_PORT:
+        raise UsageError(f"--metrics: {args.processes} processes count from port {metrics.port} on, past {_MAX_PORT}")
 
 
-def _process(args: argparse.Namespace, limits: ServerLimits, number: int) -> int:
+def _process(args: ServeCommand, root: str, limits: ServerLimits, number: int) -> int:
     """Serve as one of several processes."""
-    if args.metrics is not None:
-        host, port = parse_address(args.metrics, "--metrics")
-        args.metrics = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
-    return run_async(_serve(args, args.root, limits))
+    if (metrics := args.serving.seen.metrics) is not None:
+        metrics = metrics._replace(port=metrics.port + number)
+    mine = replace(args.serving, seen=replace(args.serving.seen, metrics=metrics))
+    return run_async(_serve(replace(args, serving=mine), root, limits))
 
 
 def _new_token(days: float | None, file: Path | None) -> int:
@@ -128,8 +121,6 @@ def _new_token(days: float | None, file: Path | None) -> int:
     from kvabr.cli.display import write_result
     from kvabr.server.grants import new_token
 
-    if days is not None and not 0 < days <= _MAX_DAYS:
-        raise UsageError(f"--expires {days:g}: must be more than 0 and at most {_MAX_DAYS} days")
     token, entry = new_token(days=days)
     before = os.umask(0o077)  # the file holds a secret
     try:
@@ -143,7 +134,7 @@ def _new_token(days: float | None, file: Path | None) -> int:
     return 0
 
 
-async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> int:
+async def _serve(args: ServeCommand, root: str, limits: ServerLimits) -> int:
     from kvabr.server.grants import Grants
     from kvabr.server.published_assets import PublishedAssets
     from kvabr.server.server import Server, Watcher, run_until_signal
@@ -154,28 +145,28 @@ async def _serve(args: argparse.Namespace, root: str, limits: ServerLimits) -> i
         grants = None if args.grants is None else Grants.from_file(args.grants)
     except (AssetError, FormatError) as error:
         raise UsageError(f"--grants {error}") from error
-    with serving.prepared(args) as setup:
+    with serving.prepared(args.serving) as setup:
         log, metrics = setup.log, setup.metrics
         if grants is not None and not len(grants):
             log.warning("no grants", grants=str(args.grants), hint="no client can connect; see kvabr serve --new-token")
         library = PublishedAssets(root, grants, log)
         server = Server(
             library, setup.host, setup.port, setup.tls, limits, log, metrics,
-            quic=args.quic, tcp=args.tcp, shared=args.processes > 1,
+            quic=args.serving.quic, tcp=args.serving.tcp, shared=args.processes > 1,
         )  # fmt: skip
         async with Watcher(library, log, metrics), serving.reloads(setup, server) as files:
-            if args.grants is not None:
-                files.add("tokens", [args.grants], lambda: library.regrant(Grants.from_file(args.grants)))
+            if (path := args.grants) is not None:
+                files.add("tokens", [path], lambda: library.regrant(Grants.from_file(path)))
             tokens = kv_events.telling(
-                args, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
+                args.kv_events, prompt_of, lambda: everything(library.assets), library.listen, log, metrics.registry
             )
             with tokens:
                 return await run_until_signal(
-                    server, args.drain, log, metrics, lambda: _announce(server, library, setup, args)
+                    server, args.serving.drain, log, metrics, lambda: _announce(server, library, setup, args)
                 )
 
 
-def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSetup, args: argparse.Namespace) -> None:
+def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSetup, args: ServeCommand) -> None:
     """Print the URL and how to fetch from it; warn about what an operator should know."""
     from datetime import UTC, datetime
 
@@ -190,7 +181,7 @@ def _announce(server: Server, library: PublishedAssets, setup: serving.ServerSet
             hint=f"make one with: kvabr encode --text FILE --tokens N --out {place}; it is noticed soon",
         )
     left = (setup.facts.not_after - datetime.now(UTC)).days
-    if left < _EXPIRES_SOON_DAYS and not args.dev:
+    if left < _EXPIRES_SOON_DAYS and not args.serving.dev:
         log.warning("certificate expires soon", days=left, hint="renew it; the new one is used at once")
     everyone = "who can reach this address may read every asset; --grants limits that" if args.grants is None else None
     url = setup.announce(server, "serving", everyone, assets=len(assets), left_out=library.damaged)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
 from urllib.parse import quote
 
-from kvabr.cli.fields import add_fields, first_sentence
-from kvabr.cli.options import is_loopback, is_wildcard, moqt_url, parse_address
+from annotated_types import Ge, Le
+
+from kvabr.cli.fields import first_sentence
+from kvabr.cli.options import Address, is_loopback, is_wildcard, moqt_url, parse_address
 from kvabr.server.limits import ServerLimits
 from kvabr.types.errors import UsageError
-from kvabr.types.fields import docstrings
+from kvabr.types.fields import Part, Shown, docstrings
 from kvabr.types.naming import TrackNamespace
-from kvabr.types.peer import PeerOptions
+from kvabr.types.peer import Quic
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger, Processor
@@ -31,37 +32,49 @@ if TYPE_CHECKING:
     from kvabr.server.metrics import Metrics
     from kvabr.server.reload import Reloads
     from kvabr.server.server import Server
+    from kvabr.telemetry.prometheus import MetricSet
 
 
+_BIND = Address("127.0.0.1", 4443)
 _NO_BOUND = "off"
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 _MAPPED_BYTES = 1 << 20
 
 
-def add_options(parser: argparse.ArgumentParser, whose: str) -> None:
-    """Declare the options that `prepared` reads, and ``--quic`` and ``--drain``."""
-    parser.add_argument(
-        "--bind", default="127.0.0.1:4443", metavar="HOST:PORT", help="UDP and TCP address (default: 127.0.0.1:4443)"
-    )
-    parser.add_argument("--cert", type=Path, metavar="F", help=f"certificate chain, PEM, the {whose}'s own first")
-    parser.add_argument("--key", type=Path, metavar="F", help="its private key, PEM, without a password")
-    parser.add_argument(
-        "--dev", action="store_true", help="use a development certificate, made once per user and kept for 13 days"
-    )
-    add_fields(parser, PeerOptions, ("quic",))
-    parser.add_argument(
-        "--tcp",
-        choices=("tls", "off"),
-        default="tls",
-        help="accept connections over TCP with TLS (default), or none",
-    )
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="serve /metrics (Prometheus) and /healthz over HTTP")
-    drain = "seconds to finish what is under way after SIGTERM (default: 10); Ctrl-C waits half a second"
-    parser.add_argument("--drain", type=float, default=10.0, metavar="S", help=drain)
-    parser.add_argument("--limit", action="append", default=[], metavar="NAME=VALUE", help="see below")
-    parser.add_argument("--log-json", action="store_true", help="log JSON lines (default where no terminal is)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenOptions:
+    """How a process that runs for long can be watched."""
+
+    metrics: Annotated[Address | None, Shown("--metrics HOST:PORT", parse=parse_address)] = None
+    """Serve /metrics (Prometheus) and /healthz over HTTP."""
+    log_json: Annotated[bool, Shown()] = False
+    """Log JSON lines (default where no terminal is)."""
+    verbose: Annotated[bool, Shown("-v --verbose")] = False
+    """Log more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """The options of `kvabr serve` and `kvabr relay`."""
+
+    bind: Annotated[Address, Shown("--bind HOST:PORT", parse=parse_address)] = _BIND
+    """UDP and TCP address."""
+    cert: Annotated[Path | None, Shown("--cert F")] = None
+    """Certificate chain, PEM, this server's own first."""
+    key: Annotated[Path | None, Shown("--key F")] = None
+    """Its private key, PEM, without a password."""
+    dev: Annotated[bool, Shown()] = False
+    """Use a development certificate, made once per user and kept for 13 days."""
+    quic: Annotated[Quic, Shown()] = "auto"
+    """QUIC library; ``auto`` takes qh3 if it is installed."""
+    tcp: Annotated[Literal["tls", "off"], Shown()] = "tls"
+    """Accept connections over TCP with TLS, or none."""
+    drain: Annotated[float, Ge(0), Le(3600), Shown("--drain S")] = 10.0
+    """Seconds to finish what is under way after SIGTERM; Ctrl-C waits half a second."""
+    limit: Annotated[tuple[str, ...], Shown("--limit NAME=VALUE", repeated=True)] = ()
+    """See below."""
+    seen: Annotated[SeenOptions, Part()]
 
 
 def limits_help() -> str:
@@ -150,39 +163,42 @@ class ServerSetup:
 
 
 @contextmanager
-def prepared(args: argparse.Namespace) -> Iterator[ServerSetup]:
+def prepared(args: ServingOptions) -> Iterator[ServerSetup]:
     """Check the options, and yield what they ask for; the metrics are served until the context ends.
 
     Raises:
         UsageError: An option is wrong.
         TransportError: The certificate cannot be used, or the address of the metrics is taken.
     """
-    from contextlib import ExitStack
-
     from kvabr.server import certificates
     from kvabr.server.metrics import Metrics
+
+    (host, port), metrics = args.bind, Metrics()
+    with observed(args.seen, metrics, lambda: not metrics.value("kvabr_draining")) as log:
+        match args.dev, args.cert, args.key:
+            case True, None, None:
+                tls = certificates.development(socket.gethostname() if is_wildcard(host) else host)
+            case False, Path() as cert, Path() as key:
+                tls = certificates.ServerTls(cert, key)
+            case _:
+                raise UsageError("give both --cert and --key, or --dev alone for a development certificate")
+        facts = certificates.check(tls)
+        yield ServerSetup(host, port, tls, facts, args.dev, log, metrics)
+
+
+@contextmanager
+def observed(
+    args: SeenOptions, metrics: MetricSet, healthy: Callable[[], bool] = lambda: True
+) -> Iterator[FilteringBoundLogger]:
+    """Yield the log that the options ask for, which takes what libraries log, too; meanwhile serve the metrics."""
     from kvabr.telemetry.prometheus import ScrapeServer
 
-    if args.dev == (args.cert is not None or args.key is not None) or (args.cert is None) != (args.key is None):
-        raise UsageError("give both --cert and --key, or --dev alone for a development certificate")
-    if not 0 <= args.drain <= 3600:
-        raise UsageError(f"--drain {args.drain}: must be 0 to 3600 seconds")
-    host, port = parse_address(args.bind, "--bind")
-    metrics_at = None if args.metrics is None else parse_address(args.metrics, "--metrics")
-    log, metrics = logger(json=args.log_json or None, verbose=args.verbose), Metrics()
-    with ExitStack() as stack:
-        stack.enter_context(captured(log))
-        if args.dev:
-            names = (socket.gethostname(),) if is_wildcard(host) else (host,)
-            tls = certificates.development(*names)
-        else:
-            tls = certificates.ServerTls(args.cert, args.key)
-        facts = certificates.check(tls)
-        if metrics_at is not None:
-            scrape = ScrapeServer(metrics, *metrics_at, healthy=lambda: not metrics.value("kvabr_draining"))
-            stack.enter_context(scrape)
-            log.info("metrics", url="http://{}:{}/metrics".format(*scrape.address))
-        yield ServerSetup(host, port, tls, facts, args.dev, log, metrics)
+    log = logger(json=args.log_json or None, verbose=args.verbose)
+    with captured(log), ExitStack() as stack:
+        if args.metrics is not None:
+            scrape = stack.enter_context(ScrapeServer(metrics, *args.metrics, healthy=healthy))
+            log.info("metrics", url=f"http://{Address(*scrape.address)}/metrics")
+        yield log
 
 
 def keep_memory_flat() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,20 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvabr.cli.display import StageBar, human, output, plain, printable, table, write_result
-from kvabr.cli.options import check_writable
-from kvabr.store.admin import (
-    REPAIR,
-    Damage,
-    Holding,
-    Inventory,
-    copy_assets,
-    find_damage,
-    full_name,
-    inventory,
-    names_in,
-    remove,
-    total_bytes,
-)
+from kvabr.cli.store import CopyCommand, ListCommand, RemoveCommand, UsageCommand, VerifyCommand
+from kvabr.store import admin
 from kvabr.store.locations import open_store
 from kvabr.store.removing import Progress
 from kvabr.store.store_tree import StoreTree
@@ -40,9 +27,8 @@ _STAGES = {
 }
 
 
-def ls(args: argparse.Namespace) -> int:
+def ls(args: ListCommand) -> int:
     """List the assets."""
-    check_writable(args.json)
     tree, found = _inventory(args)
     held = [each for each in found.holdings if args.model in (None, each.model)]
     shared, now_s = _shared(found.holdings), time.time()
@@ -63,7 +49,7 @@ def ls(args: argparse.Namespace) -> int:
     if rows:
         output().print(table(None, columns, rows, left=("name",), fold=("model",), spare=spare))
     _say_damaged(found)
-    plain(f"{counted(len(held), 'asset')}, {human(total_bytes(held))}" if held else f"{tree.location}: no assets")
+    plain(f"{counted(len(held), 'asset')}, {human(admin.total_bytes(held))}" if held else f"{tree.location}: no assets")
     write_result(
         args.json,
         "store ls",
@@ -76,16 +62,15 @@ def ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def du(args: argparse.Namespace) -> int:
+def du(args: UsageCommand) -> int:
     """Show how many bytes models and tracks take."""
-    check_writable(args.json)
     tree, found = _inventory(args)
-    models: dict[str, list[Holding]] = defaultdict(list)
+    models: dict[str, list[admin.Holding]] = defaultdict(list)
     for each in found.holdings:
         models[each.model].append(each)
     rows, tracks = [], []
     for model, held in sorted(models.items()):
-        rows.append((model, str(len(held)), human(total_bytes(held))))
+        rows.append((model, str(len(held)), human(admin.total_bytes(held))))
         sizes: dict[str, int] = defaultdict(int)
         for each in held:
             for track, size in each.tracks.items():
@@ -96,7 +81,7 @@ def du(args: argparse.Namespace) -> int:
     shown = [(model, track, human(size)) for model, track, size in tracks]
     out.print(table("each asset's own count", ("model", "track", "bytes"), shown, fold=("model",), left=("track",)))
     _say_damaged(found)
-    total = total_bytes(found.holdings)
+    total = admin.total_bytes(found.holdings)
     others = f"; {human(found.unreferenced_bytes)} that no asset names" if found.unreferenced_bytes else ""
     plain(f"{counted(len(found.holdings), 'asset')}, {human(total)}{others}")
     result = {
@@ -104,7 +89,7 @@ def du(args: argparse.Namespace) -> int:
         "assets": len(found.holdings),
         "bytes": total,
         "unreferenced_bytes": found.unreferenced_bytes,
-        "models": {model: {"assets": len(held), "bytes": total_bytes(held)} for model, held in models.items()},
+        "models": {model: {"assets": len(held), "bytes": admin.total_bytes(held)} for model, held in models.items()},
         "tracks": [{"model": model, "track": track, "bytes": size} for model, track, size in tracks],
         "damaged": dict(found.damaged),
     }
@@ -112,35 +97,33 @@ def du(args: argparse.Namespace) -> int:
     return 0
 
 
-def rm(args: argparse.Namespace) -> int:
+def rm(args: RemoveCommand) -> int:
     """Remove assets."""
-    check_writable(args.json)
     if not (args.names or args.model or args.unreferenced):
         raise UsageError("say what to remove: names of assets, --model M or --unreferenced")
     tree = StoreTree(args.store)
-    known = list(names_in(tree)) if args.names else []
-    names = dict.fromkeys(full_name(known, name) for name in args.names)
+    known = list(admin.names_in(tree)) if args.names else []
+    names = dict.fromkeys(admin.full_name(known, name) for name in args.names)
     with StageBar(_STAGES) as bar:
         if args.model is not None:
-            held = inventory(tree, bar).holdings
+            held = admin.inventory(tree, bar).holdings
             names |= dict.fromkeys(each.name for each in held if each.model == args.model)
-        freed = remove(tree, list(names), unreferenced=args.unreferenced, progress=bar)
+        freed = admin.remove(tree, list(names), unreferenced=args.unreferenced, progress=bar)
     plain(f"{counted(len(names), 'asset')} removed, {human(freed)} freed")
     write_result(args.json, "store rm", {"store": tree.location, "removed": list(names), "bytes": freed})
     return 0
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(args: VerifyCommand) -> int:
     """Check everything."""
-    check_writable(args.json)
     tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
-        bad = find_damage(tree, deep=args.deep, progress=bar)
+        bad = admin.find_damage(tree, deep=args.deep, progress=bar)
         if args.deep:
             bad += _differing(tree, {each.name for each in bad}, bar)
         if args.repair:
-            going = {each.name for each in bad if each.advice == REPAIR}
-            remove(tree, going, progress=bar)
+            going = {each.name for each in bad if each.advice == admin.REPAIR}
+            admin.remove(tree, going, progress=bar)
             bad = [replace(each, repaired=each.name in going) for each in bad]
     for each in bad:
         plain(f"{each.name}: {each.what}; {'removed' if each.repaired else each.advice}")
@@ -162,11 +145,11 @@ def verify(args: argparse.Namespace) -> int:
     return 0
 
 
-def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[Damage]:
+def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[admin.Damage]:
     """Return the assets, of those that are not bad already, whose tracks do not agree with each other."""
     from kvabr.publish.comparing import compare_tracks
 
-    stores, found = names_in(tree), []
+    stores, found = admin.names_in(tree), []
     names = sorted(stores.keys() - bad)
     for number, name in enumerate(names):
         progress("comparing", number, len(names))
@@ -175,17 +158,16 @@ def _differing(tree: StoreTree, bad: set[str], progress: Progress) -> list[Damag
         except NotFoundError:
             continue  # it was removed meanwhile
         except KvabrError as error:
-            found.append(Damage(name, str(error), "remove it, or publish it again"))
+            found.append(admin.Damage(name, str(error), "remove it, or publish it again"))
     return found
 
 
-def copy(args: argparse.Namespace) -> int:
+def copy(args: CopyCommand) -> int:
     """Copy assets."""
-    check_writable(args.json)
     source, target = StoreTree(args.store), open_store(args.target, create=True)
-    names = [full_name(names_in(source), name) for name in args.name]
+    names = [admin.full_name(admin.names_in(source), name) for name in args.name]
     with StageBar(_STAGES) as bar:
-        done = copy_assets(source, target, names=names, model=args.model, progress=bar)
+        done = admin.copy_assets(source, target, names=names, model=args.model, progress=bar)
     for name, why in done.failed.items():
         plain(f"{name}: not copied: {why}")
     were = "was" if len(done.kept) == 1 else "were"
@@ -206,10 +188,10 @@ def copy(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inventory(args: argparse.Namespace) -> tuple[StoreTree, Inventory]:
+def _inventory(args: ListCommand | UsageCommand) -> tuple[StoreTree, admin.Inventory]:
     tree = StoreTree(args.store)
     with StageBar(_STAGES) as bar:
-        return tree, inventory(tree, bar)
+        return tree, admin.inventory(tree, bar)
 
 
 def _short(name: str) -> str:
@@ -218,12 +200,12 @@ def _short(name: str) -> str:
     return f"{path}{slash}{digest[:16]}"
 
 
-def _say_damaged(found: Inventory) -> None:
+def _say_damaged(found: admin.Inventory) -> None:
     for name, what in found.damaged.items():
         plain(f"{name}: cannot be read: {what}; see kvabr store verify")
 
 
-def _shared(holdings: Iterable[Holding]) -> dict[str, int]:
+def _shared(holdings: Iterable[admin.Holding]) -> dict[str, int]:
     """Return how many assets have each part."""
     counts: dict[str, int] = defaultdict(int)
     for each in holdings:
@@ -232,11 +214,11 @@ def _shared(holdings: Iterable[Holding]) -> dict[str, int]:
     return counts
 
 
-def _own(holding: Holding, shared: dict[str, int]) -> int:
+def _own(holding: admin.Holding, shared: dict[str, int]) -> int:
     return sum(size for part, size in holding.objects.items() if shared[part] == 1)
 
 
-def _row(each: Holding, shared: dict[str, int]) -> dict[str, Any]:
+def _row(each: admin.Holding, shared: dict[str, int]) -> dict[str, Any]:
     return {
         "name": each.name,
         "model": each.model,

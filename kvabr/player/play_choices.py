@@ -39,7 +39,7 @@ class PlayChoices:
     wait_for_producer_s: Annotated[float, Ge(0), Lt(math.inf), Shown("--wait-for-producer S")] = 0.0
     """If nothing of a prompt is cached, seconds to wait for a producer to start, which count against the deadline.
     An engine that must begin to be in time begins."""
-    max_loss: Annotated[float, Ge(0), Shown("--max-loss X")] = MISS_PENALTY
+    max_loss: Annotated[float, Ge(0)] = MISS_PENALTY
     """Expected loss above which a prompt in parts is not joined from passages but computed, nats per generated
     token. By default the price of a missed deadline. Infinite: passages whose fusion loss nobody has measured are
     joined, too."""

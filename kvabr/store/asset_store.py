@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvabr.store.asset import Asset, AssetVersion, as_asset_errors, version_in
 from kvabr.store.asset_writer import AssetWriter
@@ -15,8 +15,6 @@ from kvabr.types.errors import AssetError, MissingAssetError, UsageError
 
 MAX_LISTED = 1 << 18
 """Assets of a store that are looked at."""
-LOOK_EVERY_S = 5.0
-"""Seconds that a server leaves between two looks at a store that is not a folder."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -28,8 +26,6 @@ class AssetListing:
     """By name."""
     complete: bool = True
     """False if the store holds more than was looked at."""
-    unreadable: dict[str, str] = field(default_factory=dict)
-    """Names of folders that cannot be read, and why."""
 
 
 class AssetStore:
@@ -43,11 +39,6 @@ class AssetStore:
     def location(self) -> str:
         """Path or URL."""
         return self.store.url if self.only is None else self.store.where(self.only)
-
-    @property
-    def look_every_s(self) -> float:
-        """Seconds that a server should leave between two looks for new assets, at least."""
-        return 0.0 if isinstance(self.store, LocalStore) else LOOK_EVERY_S
 
     def prepare(self) -> None:
         """Make the store if it does not exist, and check that assets can be published there.

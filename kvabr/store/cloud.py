@@ -7,6 +7,7 @@ seconds for the first byte and between two pieces; a caller with less time cance
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -57,34 +58,26 @@ class Listing:
         self._stream: Any = None
 
     async def more(self) -> Sequence[ObjectMeta]:
-        """Return the next page, empty behind the last."""
+        """Return the next page, empty behind the last; an object whose date cannot be one is left out."""
         while True:
             try:
-                return self._came(await anext(aiter(self._open()), None))
-            except Exception as error:  # noqa: BLE001  # raised again unless it is of one object
-                self._failed(error)
-
-    def _open(self) -> Any:
-        if self._stream is None:
-            self._stream = self._begin(self._after, self._at_once)
-        return self._stream
-
-    def _came(self, page: Sequence[ObjectMeta] | None) -> Sequence[ObjectMeta]:
-        if page:
-            self._after = page[-1]["path"]
-        return page or ()
-
-    def _failed(self, error: Exception) -> None:
-        """Leave out an object whose date cannot be one, which fails its whole page; raise anything else again."""
-        if isinstance(error, UNREADABLE) and self._at_once == 1:
-            LOG.warning("a store lists an object whose date is out of range; it is left out")
-            return
-        unreadable = isinstance(error, UNREADABLE)
-        if unreadable:
-            self._at_once = 1
-        self._stream = None
-        if not unreadable:
-            raise error
+                if self._stream is None:
+                    self._stream = self._begin(self._after, self._at_once)
+                page: Sequence[ObjectMeta] = ()
+                with contextlib.suppress(StopAsyncIteration):
+                    page = await anext(aiter(self._stream))
+                if page:
+                    self._after = page[-1]["path"]
+            except UNREADABLE:
+                if self._at_once == 1:
+                    LOG.warning("a store lists an object whose date is out of range; it is left out")
+                else:  # it fails its whole page, so look at each alone
+                    self._at_once, self._stream = 1, None
+            except Exception:
+                self._stream = None
+                raise
+            else:
+                return page
 
 
 T = TypeVar("T")
@@ -338,9 +331,7 @@ class CloudStore(Store):
         if (first, last) != (min(start, size), max(wanted, min(start, size))):
             told = f"{self.where(key)}: bytes {start} to {wanted} were asked for, {first} to {last} came"
             raise RequestError(told, reason=Reason.WRONG)
-        if last - first > limit:
-            told = f"{self.where(key)}: {last - first} bytes, more than the {limit} that this may have"
-            raise RequestError(told, reason=Reason.WRONG)
+        self.check_size(key, last - first, limit)
 
     def _whole(self, key: str, result: GetResult, data: memoryview) -> memoryview:
         first, last = result.range

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvabr.store.buffers import GROUPS
 from kvabr.store.files import read_bytes
 from kvabr.store.store import PART_BYTES, Store, StoredObject
-from kvabr.types.errors import Reason, RequestError, UsageError
+from kvabr.types.errors import RequestError, UsageError
 
 T = TypeVar("T")
 
@@ -72,9 +72,7 @@ class EncryptedStore(Store):
             most = _sealed_size(first + limit + 1)
             data = await self.store.get(name, limit=most, wait_s=wait_s)
             plain = self._opened(name, data[:_HEADER_BYTES], data[_HEADER_BYTES:], 0, ends=True)[first:]
-            if len(plain) > limit:
-                told = f"{self.where(name)}: {len(plain)} bytes, more than the {limit} that this may have"
-                raise RequestError(told, reason=Reason.WRONG)
+            self.check_size(name, len(plain), limit)
             return plain
         if last <= first:
             return memoryview(b"")

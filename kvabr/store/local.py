@@ -123,9 +123,7 @@ class LocalStore(Store):
             size = os.fstat(file.fileno()).st_size
             end = size if last is None else min(last, size)
             wanted = max(0, end - first)
-            if wanted > limit:
-                told = f"{self.where(name)}: {wanted} bytes, more than the {limit} that this may have"
-                raise RequestError(told, reason=Reason.WRONG)
+            self.check_size(name, wanted, limit)
             data = POOL.take(wanted)
             try:
                 read = os.preadv(file.fileno(), [data], first) if wanted else 0

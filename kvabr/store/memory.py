@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvabr.store.store import Store, StoredObject, drive, driven
-from kvabr.types.errors import Reason, RequestError
 
 T = TypeVar("T")
 
@@ -40,9 +39,7 @@ class MemoryStore(Store):
         if found is None:
             raise self.missing(name)
         data = found[0][first:last]
-        if len(data) > limit:
-            told = f"{self.where(name)}: {len(data)} bytes, more than the {limit} that this may have"
-            raise RequestError(told, reason=Reason.WRONG)
+        self.check_size(name, len(data), limit)
         return data
 
     async def put_new(self, name: str, data: bytes | memoryview) -> bool:

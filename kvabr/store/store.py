@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvabr.store.blocking import blocked, started
-from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason
+from kvabr.types.errors import ConnectionLostError, NotFoundError, Reason, RequestError
 
 T = TypeVar("T")
 
@@ -105,11 +105,18 @@ class Store(ABC):
 
     def where(self, name: str) -> str:
         """Return how to refer to an object in a message."""
-        return f"{self.url.partition('?')[0].rstrip('/')}/{name}"
+        place, mark, options = self.url.partition("?")
+        return f"{place.rstrip('/')}/{name}{mark}{options}"
 
     def missing(self, name: str) -> NotFoundError:
         """Return the error for an object that is not there."""
         return NotFoundError(f"{self.where(name)}: there is no such object", reason=Reason.MISSING)
+
+    def check_size(self, name: str, size: int, limit: int) -> None:
+        """Raise `RequestError` if a range that was asked for has more than ``limit`` bytes."""
+        if size > limit:
+            told = f"{self.where(name)}: {size} bytes, more than the {limit} that this may have"
+            raise RequestError(told, reason=Reason.WRONG)
 
     def silent(self, name: str, seconds: float) -> ConnectionLostError:
         """Return the error for a request without an answer."""

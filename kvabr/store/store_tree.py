@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvabr.store.asset_store import LOOK_EVERY_S, AssetStore
+from kvabr.store.asset_store import AssetStore
 from kvabr.store.local import LocalStore
 from kvabr.store.locations import Location, open_store
 from kvabr.store.names import CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES
@@ -15,6 +15,8 @@ MAX_DEPTH = 4
 MAX_FOLDERS = 100_000
 """Folders that are looked at."""
 _OWN = {name.rstrip("/") for name in (CATALOGS, GROUPS, LIVE, MODELS, PAGES, PRIVATE_PREFIX, PROFILES)}
+_LOOK_EVERY_S = 5.0
+"""Seconds that a server leaves between two looks at a store that is not a folder."""
 _MARKS = (CATALOGS.rstrip("/"), LIVE.rstrip("/"))
 """Folders that tell a store from a folder of stores."""
 
@@ -36,7 +38,7 @@ class StoreTree:
     @property
     def look_every_s(self) -> float:
         """Seconds that a server should leave between two looks for new assets, at least."""
-        return 0.0 if self.folder is not None else LOOK_EVERY_S
+        return 0.0 if self.folder is not None else _LOOK_EVERY_S
 
     def find(self) -> tuple[dict[str, AssetStore], dict[str, str]]:
         """Return the stores by their path below the location, with a slash at its end, and why folders cannot be read.
@@ -59,6 +61,10 @@ class StoreTree:
                 continue
             if label and any(mark in names for mark in _MARKS):
                 found[label] = self._known.get(label) or AssetStore(LocalStore(folder))
+            for name in _OWN.intersection(names):
+                if any((folder / name / mark).is_dir() for mark in _MARKS):
+                    why = "is a store under a name that stores use inside; rename it, so that its assets are found"
+                    unreadable[f"{label}{name}"] = f"{folder / name}: {why}"
             if depth < MAX_DEPTH:
                 todo += [(f"{label}{name}/", folder / name, depth + 1) for name in names if name not in _OWN]
         self._known = found

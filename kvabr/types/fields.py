@@ -13,9 +13,12 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
+import linecache
 import math
 import operator
-import textwrap
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -39,11 +42,46 @@ class Shown:
     """How a field appears on the command line, in an `Annotated` type; one without it does not."""
 
     words: str = ""
-    """Its flags and metavar, as ``-d --deadline S``; by default, ``--`` and its name."""
+    """Its flags and metavar, as ``-d --deadline S``; a metavar alone, as ``URL``, for an argument without a flag; by
+    default, ``--`` and its name."""
+    doc: str = ""
+    """Its help, for a type that several classes use; by default the first sentence of the field's docstring."""
     alone: str = ""
     """Fields with the same word here exclude each other."""
+    needs: str = ""
+    """Another field, without which this one has no use."""
     engines: bool = False
     """Whether it is also a key of the engines' settings."""
+    repeated: bool = False
+    """Whether an option of several values has one each time that it is given, rather than all at once."""
+    parse: Callable[[str], Any] | None = None
+    """Makes the value of a word, or raises `UsageError`; by default the field's type."""
+    written: bool = False
+    """Whether it is a file that the command writes: that must be possible when it starts."""
+    choices: tuple[str, ...] = ()
+    """Values, where no `Literal` lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """Begins a group of options in help: the default of a `ClassVar` in front of its fields."""
+
+    title: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Marks a field that is a dataclass of options itself, in an `Annotated` type."""
+
+    title: str = ""
+    """Title of its group in help; by default it is part of the group around it."""
+    prefix: str = ""
+    """Before its names, such as ``upstream-``."""
+    only: tuple[str, ...] = ()
+    """Names of the fields that are options here; by default all."""
+    defaults: tuple[tuple[str, Any], ...] = ()
+    """Other defaults of fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +90,25 @@ class OptionField:
 
     name: str
     kind: Any
-    """Its type without None: float, int, str, bool or Path."""
+    """Its type without None, of one value: float, int, str, bool, Path, or a dataclass for a `Part`."""
+    count: int | None
+    """Number of values of a tuple, None for any; 1 for other types."""
     choices: tuple[str, ...]
     """The values of a `Literal`; empty: any."""
     default: Any
+    """`dataclasses.MISSING` if it has none."""
     bounds: tuple[Bound, ...]
     shown: Shown | None
     """None: it is for programs alone."""
+    part: Part | None
+    heading: Heading | None
 
     def check(self, value: Any) -> None:
         """Raise `OptionError` unless a value is within the bounds; None is."""
+        if isinstance(value, tuple):
+            for one in value:
+                self.check(one)
+            return
         if self.choices and value not in self.choices:
             raise OptionError(self.name, value, f"choose one of {', '.join(self.choices)}")
         said = []
@@ -84,61 +131,78 @@ class OptionError(UsageError):
         self.name, self.value, self.why = name, shown, why
 
 
-_KNOWN: dict[type, dict[str, OptionField]] = {}
-
-
 def option_fields(kind: type) -> dict[str, OptionField]:
     """Return the fields of a dataclass of options, by name."""
-    if kind not in _KNOWN:
-        hints = get_type_hints(kind, include_extras=True)
-        _KNOWN[kind] = {field.name: _described(field, hints[field.name]) for field in dataclasses.fields(kind)}
-    return _KNOWN[kind]
+    if kind not in _FIELDS:
+        _FIELDS[kind] = _read_fields(kind)
+    return _FIELDS[kind]
+
+
+_FIELDS: dict[type, dict[str, OptionField]] = {}
+
+
+def _read_fields(kind: type) -> dict[str, OptionField]:
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    found, heading = {}, None
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name in known:
+            found[name] = _described(known[name], hint, heading)
+        elif isinstance(begun := getattr(kind, name, None), Heading):
+            heading = begun
+    return found
 
 
 def check_fields(options: Any) -> None:
     """Raise `OptionError` unless all fields of a dataclass are within their bounds; text for a path becomes a path."""
     for name, field in option_fields(type(options)).items():
         value = getattr(options, name)
-        if field.kind is Path and value is not None and not isinstance(value, Path):
+        if field.kind is Path and isinstance(value, str):
             object.__setattr__(options, name, Path(value))
         elif value is not None:
             field.check(value)
 
 
-def _described(field: dataclasses.Field[Any], hint: Any) -> OptionField:
+def _described(field: dataclasses.Field[Any], hint: Any, heading: Heading | None) -> OptionField:
     bounds: list[Bound] = []
-    shown = None
+    shown = part = None
     choices: tuple[str, ...] = ()
+    count: int | None = 1
     while True:
         if hasattr(hint, "__metadata__"):
             for one in hint.__metadata__:
                 if isinstance(one, Shown):
-                    shown = one
+                    shown, choices = one, one.choices
+                elif isinstance(one, Part):
+                    part = one
                 elif type(one) in _BOUNDS:
                     bounds.append(one)
             hint = hint.__origin__
         elif get_origin(hint) in {Union, UnionType}:
             hint = next(one for one in get_args(hint) if one is not NoneType)
+        elif get_origin(hint) is tuple:
+            hint, *more = get_args(hint)
+            count = None if more == [...] else 1 + len(more)
         elif get_origin(hint) is Literal:
             choices, hint = get_args(hint), str
         else:
             break
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return OptionField(field.name, hint, choices, default, tuple(bounds), shown)
+    return OptionField(field.name, hint, count, choices, default, tuple(bounds), shown, part, heading)
 
 
 @functools.cache
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of a class's attributes, by name; Python does not keep them, so its source is read."""
     found = {name: text for base in kind.__bases__ if base is not object for name, text in docstrings(base).items()}
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except OSError:  # there is no source
-        return found
-    assert isinstance(body, ast.ClassDef)  # noqa: S101  # of a class
-    for first, second in zip(body.body, body.body[1:], strict=False):
-        if isinstance(first, ast.AnnAssign) and isinstance(first.target, ast.Name):
+    # Not `inspect.getsource`, which parses the whole file: that takes longer than all the rest of a command's start.
+    lines = linecache.getlines(inspect.getfile(kind))
+    first = next((at for at, line in enumerate(lines) if re.match(rf"class {kind.__name__}\b", line)), len(lines))
+    rest = itertools.takewhile(lambda line: line[:1].isspace(), lines[first + 1 :])
+    body = ast.parse("".join([*lines[first : first + 1], *rest])).body
+    members = body[0].body if body and isinstance(body[0], ast.ClassDef) else []  # empty if there is no source
+    for member, second in itertools.pairwise(members):
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
             match second:
                 case ast.Expr(ast.Constant(str(text))):
-                    found[first.target.id] = " ".join(text.split())
+                    found[member.target.id] = " ".join(text.split())
     return found

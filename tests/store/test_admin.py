@@ -247,3 +247,12 @@ def test_a_copy_replaces_what_lacks_a_part(root, tmp_path):
     replace_object(target, objects(target, "g/")[0], None)
     assert store("copy", root, target) == 0
     assert store("verify", target, "--deep") == 0
+
+
+def test_a_store_under_a_name_that_stores_use_inside_is_named(tmp_path):
+    for name in ("g", "team"):
+        publish(tmp_path / name, LONG)
+    found, unreadable = StoreTree(tmp_path).find()
+    assert set(found) == {"", "team/"}
+    assert set(unreadable) == {"g"}
+    assert str(tmp_path / "g") in unreadable["g"]

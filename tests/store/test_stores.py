@@ -155,3 +155,9 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(url):
     with pytest.raises(UsageError, match="AWS_ACCESS_KEY_ID") as caught:
         StoreUrl.parse(url)
     assert "hidden" not in str(caught.value)
+
+
+def test_an_object_of_a_bucket_is_named_by_a_url_that_opens_its_store():
+    pytest.importorskip("obstore", reason="obstore is not installed: tools/setup-venv")
+    store = open_objects("s3://bucket/prefix?endpoint=http://127.0.0.1:9")
+    assert split_asset(store.where("f" * 64)) == (store.url, "f" * 64)

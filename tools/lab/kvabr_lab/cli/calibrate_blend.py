@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 
-from kvabr.cli.options import check_writable, load
+from kvabr.cli.calibrate import CalibrateCommand
+from kvabr.cli.options import load
 from kvabr.types.errors import UsageError
 
 _OF_PROFILES = ("text", "contexts", "context_tokens", "stack_layers", "kept", "sinks", "target_kl", "target_track")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: CalibrateCommand) -> int:
     """Measure, print and write the losses."""
     from rich.console import Console
 
@@ -22,14 +22,13 @@ def run(args: argparse.Namespace) -> int:
     from kvabr_lab.bench.blend import STAGES
     from kvabr_lab.bench.blend_model import measure_model
 
-    unfit = [name for name in _OF_PROFILES if getattr(args, name) is not None]
+    unfit = [name for name in _OF_PROFILES if getattr(args, name) not in (None, ())]
     if unfit := unfit + ["step_scale"] * (args.step_scale != 1) + ["gain"] * args.gain:
         raise UsageError(
             f"--{unfit[0].replace('_', '-')} is for profiles, and --blend makes none: leave one of them out"
         )
     if args.load == "layers":
         raise UsageError("--load layers is for profiles: --blend needs the whole model in memory")
-    check_writable(args.out)
     console, start = Console(stderr=True), time.perf_counter()
     loaded = load(args.model, console, device=args.device, dtype=args.dtype, by_layer=False)
     with StageBar(STAGES, console) as bar:

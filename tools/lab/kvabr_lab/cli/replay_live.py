@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 from kvabr.cli.interrupt import run_async
+from kvabr.cli.replay import ReplayCommand
 from kvabr.replay.run import Matrix, Report
 from kvabr.store.asset import Asset
 from kvabr.types.errors import UsageError
@@ -22,9 +22,9 @@ _SIMULATED = {
 """Options for simulations alone, and why."""
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: ReplayCommand) -> None:
     """Raise UsageError for options that a real play cannot have."""
-    if args.passages is not None:
+    if args.passages:
         raise UsageError("--passages is for simulations: a real play has an asset's groups")
     if args.asset is None or Path(args.asset).is_file():
         raise UsageError("--live plays real bytes: `kvabr encode` makes an asset, --asset names its folder")
@@ -38,7 +38,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(
-    args: argparse.Namespace,
+    args: ReplayCommand,
     matrix: Matrix,
     asset: Asset,
     queue_bytes: int | None,

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.options import add_model_option, check_writable, load
+from kvabr.cli.fields import add_fields
+from kvabr.cli.options import ModelOption, check_writable, load
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the prompts (default: 0)")
     how = parser.add_argument_group("what to measure")
-    add_model_option(how)
+    add_fields(how, ModelOption)
     how.add_argument(
         "--selectors", nargs="+", metavar="NAME|FILE.py:CLASS", help="selectors; the first one is also played on tracks"
     )

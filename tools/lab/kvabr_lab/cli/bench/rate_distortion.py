@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.options import add_model_option, load
+from kvabr.cli.fields import add_fields
+from kvabr.cli.options import ModelOption, load
 from kvabr.types.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--retrieval", type=int, metavar="N", help="contexts to plant codes in, ten cases each (default: all; 0: none)"
     )
     how = parser.add_argument_group("what to measure")
-    add_model_option(how)
+    add_fields(how, ModelOption)
     how.add_argument(
         "--whole-windows", action="store_true",
         help="code a model with sliding windows as if all its layers had full attention (default: class by class)",

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvabr.cli.options import add_model_option, load
+from kvabr.cli.fields import add_fields
+from kvabr.cli.options import ModelOption, load
 from kvabr.types.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--continuation", type=int, default=256, metavar="M", help="tokens to measure losses on (default: 256)"
     )
-    add_model_option(parser)
+    add_fields(parser, ModelOption)
     parser.add_argument("--tracks", nargs="+", metavar="TRACK", help="levels to measure (default: all)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="codec profile, as for encode")
     parser.add_argument("--json", type=Path, metavar="F", help="write the tables as JSON")
