@@ -31,8 +31,14 @@ ASSET_TOKENS = 300
 """Three groups, the last one short."""
 _MODEL_FIXTURES = {"loaded", "encoded"}
 _LONG = {"model", "process", "browser", "slow"}
-_EARLY = {"test_wrong_command_lines.py"}
-"""Files that take long, although their tests belong to the quick run."""
+_FIRST = (
+    *("test_tutorial.py", "test_smollm2.py", "test_wrong_command_lines.py", "test_regret.py", "test_same_bytes.py"),
+    *("test_interrupts.py", "test_long_prompts.py", "test_liars.py", "test_fetch.py", "test_verify.py"),
+)
+"""Files that take longest, about in that order; some of their tests belong to the quick run.
+
+Those that need the encoded asset are apart, or one process would wait while another encodes.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,10 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
     # Whichever process is done first takes the next file, so that short ones at the end make all end together.
-    long = {
-        item.path for item in items if item.path.name in _EARLY or _LONG & {mark.name for mark in item.iter_markers()}
-    }
-    items.sort(key=lambda item: item.path not in long)
+    long = {item.path for item in items if _LONG & {mark.name for mark in item.iter_markers()}}
+    places = {name: place for place, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: (places.get(item.path.name, len(places)), item.path not in long))
 
 
 def pytest_collection_finish() -> None:

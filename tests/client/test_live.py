@@ -119,8 +119,10 @@ def endless(tmp_path_factory):
 
 @virtual
 async def test_a_prompt_of_many_groups_is_played_whole(endless):
+    producer = Producer(endless, pace_s=0.01)
+    producer.publish(300)
     async with (
-        origin(producer := Producer(endless, pace_s=0.01)) as link,
+        origin(producer) as link,
         working(producer, 0.01),
         AsyncClient(link, model=endless.catalog.spec) as client,
     ):

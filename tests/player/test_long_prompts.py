@@ -1,4 +1,4 @@
-"""The work per group does not grow with the prompt: 8,192 groups cost 128 times as much as 64.
+"""The work per group does not grow with the prompt: 4,096 groups cost 64 times as much as 64.
 
 Work is counted in lines of Python, so what runs in C is not in it: finding the next byte of a set, or a sum of numbers.
 """
@@ -99,14 +99,14 @@ def test_of_the_default_policy(link):
 
 
 @pytest.mark.slow
-def test_of_a_million_tokens():
-    few, many = (per_group(groups, "anytime", "middling") for groups in (64, 8192))
+def test_of_half_a_million_tokens():
+    few, many = (per_group(groups, "anytime", "middling") for groups in (64, 4096))
     assert many <= _MORE * few
 
 
 @pytest.mark.parametrize("link", ["middling", "an engine fills holes"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_of_every_policy(policy, link):
+@pytest.mark.parametrize("policy", sorted({*POLICIES} - {"anytime"}))
+def test_of_every_other_policy(policy, link):
     few, many = (per_group(groups, policy, link) for groups in (64, 512))
     assert many <= _MORE * few
 
