@@ -366,3 +366,28 @@ async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(orig
         assert shared.metrics.value("kvabr_client_downloads_total", result="damaged") >= 1
         assert list(play.cached_groups(*where)) == [4]
         await shared.close()
+
+
+@virtual
+async def test_a_store_that_fails_while_it_is_looked_into_fails_its_readers_and_counts_no_download(short):
+    class Failing(GroupCache):
+        def __contains__(self, digest):
+            return True
+
+        async def find(self, digest):
+            await asyncio.sleep(0.1)
+            raise MemoryError(digest)
+
+    metrics = ClientMetrics()
+    downloads = Downloads(MemoryConnection(lambda *_: None), Failing(0), metrics)
+    track = short.track("Int8")
+    async with PlaySources([downloads]) as sources:
+        sources.identify(short.namespace, "Int8", track.digests)
+        gone, stays = (sources.fetch(short.namespace, "Int8", group, limit=track.bytes[group]) for group in (0, 1))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        with pytest.raises(MemoryError):
+            await read_all(stays)
+    await downloads.close()
+    results = ("done", "cancelled", "failed")
+    assert not any(metrics.value("kvabr_client_downloads_total", result=result) for result in results)
