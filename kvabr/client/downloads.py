@@ -157,15 +157,15 @@ class Downloads(Carrier):
         return any(priority <= download.priority and at_s > since_s for priority, at_s in self._heard_s.items())
 
     async def close(self) -> None:
-        """End all downloads, and tell their readers."""
+        """End all downloads, and tell their readers; may be called twice."""
+        if self._own and self.peer.reached and not self._closed:
+            self.metrics.peers.dec()
         self._closed = True
         for download in list(self._under_way.values()):
             download.unwanted = True
             download.reject(ConnectionLostError(_CLOSED))
         await cancel_all(self._tasks)
         if self._own:
-            if self.peer.reached:
-                self.metrics.peers.dec()
             await self.peer.close()
 
     # ------------------------------------------------------ from the downloads
@@ -186,7 +186,7 @@ class Downloads(Carrier):
             self._track(self._check(download, download.request.digest))
             return
         self._forget(download)
-        if download.came_from == "network":
+        if download.came_from == "network" and download.source is not self:  # a look into the store is none
             result = "done" if download.complete else "cancelled" if download.unwanted else "failed"
             self.metrics.downloads_total.labels(result).inc()
 
@@ -197,6 +197,8 @@ class Downloads(Carrier):
     # -------------------------------------------------------------- internals
 
     def _dialled(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
         if error is None:
             self.metrics.peers.inc()
             return
@@ -233,7 +235,11 @@ class Downloads(Carrier):
 
     async def _look(self, download: Download, digest: str) -> None:
         # What is in memory was checked when it was put there; what is on disk is checked by the store.
-        kept = await self.store.find(digest)
+        try:
+            kept = await self.store.find(digest)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is for the readers
+            download.fail(error)
+            return
         if kept is not None and len(kept[0]) == download.request.limit:
             download.keep(*kept)
         elif not download.over:

@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
+from functools import partial
 from typing import Protocol
 
 from kvabr.transfer.interface import CLOSED, ConnectionStats, PeerConnection
@@ -56,6 +57,7 @@ _ATTEMPT_S, _ATTEMPT_RTT = 1.0, 8.0
 """Seconds, and round trips, that the first of a series of dials may take; doubled each time. QUIC backs off while it
 retries, so a fresh dial reaches a peer that comes back sooner."""
 _REPLACED = "the connection was replaced by another"
+_SENT_AWAY = "the peer ends each connection at once"
 _FORGOTTEN = "the peer fell silent; it answers a new connection"
 
 
@@ -202,7 +204,7 @@ class PeerLane(Carrier):
             TransportError: the peer cannot be reached, or does not let us in; the next call dials again.
             ConnectionLostError: this was closed.
         """
-        while self.connection is None:
+        while self.closed or self.connection is None:
             if self.closed:
                 raise ConnectionLostError(CLOSED)
             # A caller that is cancelled must not end the dial of the others.
@@ -223,9 +225,7 @@ class PeerLane(Carrier):
                 await made.close()
 
     async def close(self) -> None:
-        """Close all connections; transfers that wait for one fail."""
-        if self.closed:
-            return
+        """Close all connections; transfers that wait for one fail. May be called again, also if it was cancelled."""
         self.closed = True
         if tasks := [task for task in (self._dialling, self._watching) if task is not None]:
             for task in tasks:
@@ -297,9 +297,9 @@ class PeerLane(Carrier):
             self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     def _start_waiting(self) -> None:
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for transfer in waiting:
+        while self._waiting and self._usable():
+            transfer = next(iter(self._waiting))
+            del self._waiting[transfer]
             self._start(transfer)
 
     def _fail_waiting(self, error: Exception) -> None:
@@ -406,10 +406,10 @@ class PeerLane(Carrier):
                 self._trouble = self._trouble or f"{self._dialler.names[0]} is not connected yet"
             work = self._dial_once() if once else self._dial_until_there()
             self._dialling = asyncio.get_running_loop().create_task(work)
-            self._dialling.add_done_callback(self._dialled)
+            self._dialling.add_done_callback(partial(self._dialled, once=once))
         return self._dialling
 
-    def _dialled(self, task: asyncio.Task[None]) -> None:
+    def _dialled(self, task: asyncio.Task[None], *, once: bool) -> None:
         self._dialling = None
         if task.cancelled():
             return
@@ -417,6 +417,9 @@ class PeerLane(Carrier):
             if self.connection is None:
                 self._trouble, self.unreachable = str(error), True
                 self._dialled_first(error)
+                if once and self._persistent and self._waiting and not isinstance(error, UnauthorizedError):
+                    self._redial()  # `connected` has dialled, and a request came meanwhile
+                    return
             else:
                 kind = UnauthorizedError if isinstance(error, UnauthorizedError) else ConnectionLostError
                 error = kind(f"the connection was lost, and dialling again failed: {error}")
@@ -440,22 +443,24 @@ class PeerLane(Carrier):
             pause_s = self._pauses.longer()
             begun_s = loop.time()
             try:
-                made = await self._dial_within(attempt_s)
+                await self._choose(await self._dial_within(attempt_s), begun_s)
             except UnauthorizedError:
                 raise  # trying again would not help
             except TransportError as error:
-                tries += 1
-                self._trouble = f"connection lost, dialling again ({ordinal(tries)} try): {error}"
-                self._failed_dials += 1
-                self.unreachable = self._failed_dials >= _UNREACHABLE
-                if loop.time() - start_s + pause_s > self._patience_s:
-                    raise
-                if not self._waiting:
-                    return  # the next request starts again
-                attempt_s *= 2
+                failure = error
             else:
-                await self._choose(made, begun_s)
-                return
+                if self._usable():
+                    return
+                failure = ConnectionLostError(_SENT_AWAY)
+            tries += 1
+            self._trouble = f"connection lost, dialling again ({ordinal(tries)} try): {failure}"
+            self._failed_dials += 1
+            self.unreachable = self._failed_dials >= _UNREACHABLE
+            if loop.time() - start_s + pause_s > self._patience_s:
+                raise failure
+            if not self._waiting:
+                return  # the next request starts again
+            attempt_s *= 2
 
     async def _dial_within(self, seconds: float) -> PeerConnection:
         try:
@@ -499,8 +504,7 @@ class PeerLane(Carrier):
         else:
             self._dialled_first(None)
         self._note(Sign.REPLACED)
-        if self._usable():
-            self._start_waiting()
+        self._start_waiting()
 
     def _retire(self, connection: PeerConnection) -> None:
         self._leaving.remove(connection)

@@ -42,10 +42,10 @@ class Peer(PeerConnection):
             patience_s: seconds after which requests fail while a peer that was lost cannot be reached.
         """
         self.first_dialled: Callable[[BaseException | None], None] = lambda _: None
-        """Called after each dial without a connection before, with its error, if it failed."""
+        """Called after each dial that `PeerLane` tells of: of the first lane, which stands for the peer."""
         self._dialler, self._needed, self._patience_s = dialler, needed, patience_s
         self._over = False
-        self._lanes = [self._lane()]
+        self._lanes = [self._lane(self._dialled)]
         self.used = 1
         """The lanes that are in use: the first ones."""
         self._opening: asyncio.Task[None] | None = None
@@ -55,13 +55,13 @@ class Peer(PeerConnection):
         """When the rate that is being measured began, and what had come by then."""
         self._again_s = 0.0
 
-    def _lane(self) -> PeerLane:
+    def _lane(self, dialled: Callable[[BaseException | None], None] = lambda _: None) -> PeerLane:
         return PeerLane(
             self._dialler,
             patience_s=self._patience_s,
             persistent=not self._needed,
             released=self._measure,
-            dialled=self._dialled,
+            dialled=dialled,
         )
 
     def _dialled(self, error: BaseException | None) -> None:
@@ -199,7 +199,7 @@ class Peer(PeerConnection):
 
     def _measure(self) -> None:
         """Judge the lanes by what they have brought while enough was on its way all the time."""
-        if self._dialler.most_lanes < 2:
+        if self._over or self._dialler.most_lanes < 2:
             return
         waiting = sum(lane.left_bytes for lane in self._lanes)
         if waiting < self.used * _WAITS_BYTES or self._opening is not None:  # that may take a while
@@ -223,11 +223,18 @@ class Peer(PeerConnection):
     async def _open(self) -> None:
         try:
             if self.used == len(self._lanes):
-                lane = self._lane()
-                await lane.connected()
-                self._lanes.append(lane)
+                self._lanes.append(await self._another())
             self.used, self._since = self.used + 1, None
         except TransportError:  # as many connections as the peer allows
             self._before, self._again_s = 0.0, asyncio.get_running_loop().time() + _AGAIN_S
         finally:
             self._opening = None
+
+    async def _another(self) -> PeerLane:
+        lane = self._lane()
+        try:
+            await lane.connected()
+        except BaseException:
+            await lane.close()  # its dial would go on, and nobody would close what comes of it
+            raise
+        return lane

@@ -28,6 +28,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 
 async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks, and wait until they are over; their errors are retrieved, so that asyncio does not log them."""
+    tasks = list(tasks)  # of a set from which each is removed as it ends
     for task in tasks:
         task.cancel()
     if tasks:

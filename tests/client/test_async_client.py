@@ -1,6 +1,7 @@
 """Many plays of one client: nothing twice over the network, the earliest deadline first, nothing left behind."""
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from kvabr.store.group_cache import GroupCache
 from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.peer import Peer
+from kvabr.transfer.work import cancel_all
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import BusyError, ConnectionLostError, PlayError, UsageError
 from kvabr.types.peer import PeerOptions
@@ -366,3 +368,48 @@ async def test_a_catalog_that_lies_about_sizes_gets_nothing_of_what_is_kept(orig
         assert shared.metrics.value("kvabr_client_downloads_total", result="damaged") >= 1
         assert list(play.cached_groups(*where)) == [4]
         await shared.close()
+
+
+@virtual
+async def test_a_store_that_fails_while_it_is_looked_into_fails_its_readers_and_counts_no_download(short):
+    class Failing(GroupCache):
+        def __contains__(self, digest):
+            return True
+
+        async def find(self, digest):
+            await asyncio.sleep(0.1)
+            raise MemoryError(digest)
+
+    metrics = ClientMetrics()
+    downloads = Downloads(MemoryConnection(lambda *_: None), Failing(0), metrics)
+    track = short.track("Int8")
+    async with PlaySources([downloads]) as sources:
+        sources.identify(short.namespace, "Int8", track.digests)
+        gone, stays = (sources.fetch(short.namespace, "Int8", group, limit=track.bytes[group]) for group in (0, 1))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        with pytest.raises(MemoryError):
+            await read_all(stays)
+    await downloads.close()
+    results = ("done", "cancelled", "failed")
+    assert not any(metrics.value("kvabr_client_downloads_total", result=result) for result in results)
+
+
+async def test_errors_of_cancelled_tasks_are_retrieved_from_a_set_that_they_leave():
+    async def fails_at_the_end():
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            raise ValueError
+
+    logged = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+    tasks = {soon(fails_at_the_end())}
+    for task in tasks:
+        task.add_done_callback(tasks.discard)
+    del task
+    await asyncio.sleep(0)
+    await cancel_all(tasks)
+    gc.collect()
+    assert not logged
+    assert not tasks

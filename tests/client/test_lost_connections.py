@@ -288,3 +288,61 @@ async def test_nobody_dials_for_a_request_that_comes_as_the_connection_is_closed
     await asyncio.sleep(60.0)
     await closing[0]
     assert len(dialled) == 1
+
+
+@virtual
+async def test_requests_do_not_wait_for_ever_for_a_peer_that_sends_everybody_away(origin, short):
+    peer = Dialled(origin)
+    dial = peer.dial
+
+    async def goodbye():
+        connection = await dial()
+        connection.go_away()
+        return connection
+
+    begun_s = asyncio.get_running_loop().time()
+    async with Peer(Dials(goodbye), patience_s=5.0) as link:
+        with pytest.raises(ConnectionLostError):
+            await read_all(link.fetch(short.namespace, "Int8", 0, limit=10_000))
+        assert asyncio.get_running_loop().time() - begun_s < 10.0
+    assert 4 < len(peer.made) < 20
+    assert all(each.closed for each in peer.made)
+
+
+@virtual
+async def test_a_request_outlasts_the_failure_of_a_dial_that_somebody_else_began(origin, short):
+    """A peer that is not needed may be away at first; only who waits for the connection itself is told."""
+    peer = Dialled(origin, fails=3)
+    link = Peer(peer, needed=False)
+    waiting = asyncio.ensure_future(link.connected())
+    await asyncio.sleep(0)
+    request = link.fetch(short.namespace, "Int8", 0, limit=10_000)
+    with pytest.raises(TransportError):
+        await waiting
+    assert await read_all(request)
+    await link.close()
+
+
+@virtual
+async def test_a_peer_that_was_closed_has_no_connection(origin):
+    link = Peer(Dialled(origin))
+    await link.connected()
+    await link.close()
+    with pytest.raises(ConnectionLostError):
+        await link.connected()
+
+
+@virtual
+async def test_closing_that_was_cancelled_may_be_done_again(origin):
+    class SlowToClose(MemoryConnection):
+        async def close(self):
+            await asyncio.sleep(1.0)
+            await super().close()
+
+    made = SlowToClose(lambda *_: None)
+    link = Peer(Dials(None, first=made))
+    await link.connected()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(link.close(), 0.5)
+    await link.close()
+    assert made.closed

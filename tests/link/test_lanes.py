@@ -5,12 +5,15 @@ from functools import partial
 
 import pytest
 
+from kvabr.client.downloads import Downloads
 from kvabr.link.moqt.connect import connect
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
+from kvabr.store.group_cache import GroupCache
+from kvabr.telemetry.client_metrics import ClientMetrics
 from kvabr.transfer.interface import read_all
 from kvabr.transfer.peer import Peer
-from kvabr.types.errors import UsageError
+from kvabr.types.errors import TransportError, UsageError
 from kvabr.types.peer import PeerOptions
 from tests.assets import make_asset
 from tests.client.virtual import virtual
@@ -75,6 +78,77 @@ async def test_a_path_that_carries_no_more_keeps_one_lane(large):
         await all_of(lanes, catalog, 6)
         assert lanes.used == 1
         assert len(links) == 2
+
+
+def begun(lanes, catalog, groups=8):
+    """Request some groups of 3 MB, one after the other, and return what reads them."""
+    size = catalog.track("FP16").bytes[0]
+    fetch = partial(lanes.fetch, catalog.namespace, "FP16", limit=size, exact=True)
+    return [asyncio.ensure_future(read_all(fetch(group, priority=group))) for group in range(groups)]
+
+
+@virtual
+async def test_closing_ends_the_dial_of_a_lane(large):
+    catalog, find = large
+    dialled, ended = [], []
+
+    async def another():
+        dialled.append(1)
+        try:
+            if len(dialled) > 1:
+                await asyncio.sleep(1000.0)
+        except asyncio.CancelledError:
+            ended.append(1)
+            raise
+        return MemoryConnection(find, MemoryLink(1e8, 0.001))
+
+    async with Peer(Dials(another, MOST)) as lanes:
+        reading = begun(lanes, catalog)
+        await asyncio.sleep(0.1)
+        assert len(dialled) == 2
+    assert ended == [1]
+    await asyncio.gather(*reading, return_exceptions=True)
+
+
+@virtual
+async def test_closing_opens_no_lane(large):
+    """What is under way then ends at once, which is not the rate of the lanes."""
+    catalog, find = large
+    made = []
+
+    async def another():
+        made.append(MemoryConnection(find, MemoryLink(1e8, 0.001)))
+        return made[-1]
+
+    async with Peer(Dials(another, MOST)) as lanes:
+        reading = begun(lanes, catalog)
+        await asyncio.sleep(0.055)  # long enough to measure, as soon as something ends
+        assert lanes.stats().bytes_received > 4 << 20
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert [one.closed for one in made] == [True]
+
+
+@virtual
+async def test_a_peer_with_lanes_is_one_peer(large):
+    catalog, find = large
+    metrics, dialled = ClientMetrics(), []
+
+    async def another():
+        dialled.append(1)
+        if len(dialled) == 3:
+            raise TransportError("no more than two")
+        return MemoryConnection(find, MemoryLink(1e8, 0.001))
+
+    lanes = Peer(Dials(another, MOST))
+    downloads = Downloads(lanes, GroupCache(0), metrics, own=True)
+    await lanes.connected()
+    await all_of(lanes, catalog, 4)
+    assert (lanes.used, len(dialled)) == (2, 3)
+    assert metrics.value("kvabr_client_peers") == 1
+    assert metrics.value("kvabr_client_dials_failed_total") == 0  # the peer was reached
+    for _ in range(2):
+        await downloads.close()
+        assert metrics.value("kvabr_client_peers") == 0
 
 
 @pytest.mark.process

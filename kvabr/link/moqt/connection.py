@@ -99,13 +99,15 @@ class MoqtConnection(Endpoint, PeerConnection):
         if self._over:
             return
         self._over = True
-        if self._lost is None:
-            self.ended("closed by this side", 0)
-            self.shut(SessionCode.NO_ERROR, "")
-            if self.session is not None:
-                with contextlib.suppress(TimeoutError):  # otherwise the peer notices by its idle timeout
-                    await asyncio.wait_for(self.transport.wait_closed(), _CLOSING_S)
-        self.transport.drop()
+        try:
+            if self._lost is None:
+                self.ended("closed by this side", 0)
+                self.shut(SessionCode.NO_ERROR, "")
+                if self.session is not None:
+                    with contextlib.suppress(TimeoutError):  # otherwise the peer notices by its idle timeout
+                        await asyncio.wait_for(self.transport.wait_closed(), _CLOSING_S)
+        finally:  # also if this was cancelled
+            self.transport.drop()
 
     # ------------------------------------------------------------------ Carrier
 
