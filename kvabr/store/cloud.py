@@ -62,7 +62,7 @@ class Listing:
             try:
                 if self._stream is None:
                     self._stream = self._begin(self._after, self._at_once)
-                page: Sequence[ObjectMeta] = await anext(aiter(self._stream), None) or ()
+                page: Sequence[ObjectMeta] | None = await anext(aiter(self._stream), None)
                 if page:
                     self._after = page[-1]["path"]
             except UNREADABLE:
@@ -74,7 +74,7 @@ class Listing:
                 self._stream = None
                 raise
             else:
-                return page
+                return page or ()
 
 
 T = TypeVar("T")

@@ -90,7 +90,11 @@ def test_encode_finds_mistakes_before_it_loads_a_model(toy, tmp_path, capsys):
         ((*prefill, tmp_path / "o"), 1, "no such model"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--alone"), 2, "without --passage"),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--fusion", "f.json"), 2, "without --passage"),
-        ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--contexts", 0), 2, "--contexts 0: must be at least 1"),
+        (
+            (*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--contexts", 0),
+            2,
+            "--contexts 0: must be at least 1",
+        ),
         ((*base, "--tokens", 9, "--out", tmp_path / "o", "--passage", "--snapshots-every", 128), 2, "recurrent states"),
         ((*calibrate, "--base", "alone"), 2, "without --blend"),
         ((*calibrate, "--blend", "--contexts", 3), 2, "--contexts is for profiles"),
