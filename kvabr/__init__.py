@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         MissingAssetError,
         MissingTraceError,
         ModelError,
+        NoAnswerError,
         NotFiniteError,
         NotFoundError,
         PlayError,
@@ -94,6 +95,7 @@ __all__ = [
     "MissingAssetError",
     "MissingTraceError",
     "ModelError",
+    "NoAnswerError",
     "NotFiniteError",
     "NotFoundError",
     "NothingCached",
@@ -142,7 +144,7 @@ _MODULES = {
     "kvabr.types.errors": (
         "AssetError BusyError ConnectionLostError ExhaustedError ForbiddenError ForeignError "
         "ForkedError FormatError HoleError KvabrError MissingAssetError MissingTraceError ModelError "
-        "NotFiniteError NotFoundError PlayError PolicyError RequestError StoreError "
+        "NoAnswerError NotFiniteError NotFoundError PlayError PolicyError RequestError StoreError "
         "TraceError TraceQuestionError TransportError UnauthorizedError UnknownPolicyError "
         "UsageError VersionError"
     ),

@@ -159,7 +159,7 @@ main(sys.argv[1:])
 @pytest.mark.parametrize("command", ["encode", "prefill", "calibrate"])
 def test_torch_is_imported_after_its_threads_were_made_to_sleep(command, tmp_path):
     missing = tmp_path / "no" / "file"
-    words = [command, "--text", missing, "--out", missing, *(("--tokens", 9) if command == "encode" else ())]
+    words = [command, "--text", missing, "--out", tmp_path / "file", *(("--tokens", 9) if command == "encode" else ())]
     clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     line = [sys.executable, "-c", _SPINS, *map(str, words)]
     set_by_user = {"GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": "None"} if command == "encode" else {}

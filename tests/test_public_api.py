@@ -10,7 +10,7 @@ NAMES = {
     "AssetError", "AsyncClient", "BusyError", "Catalog", "Client", "ConnectionLostError", "Decision", "Engine",
     "Estimator", "Exact", "ExhaustedError", "ForbiddenError", "ForeignError", "ForkedError", "FormatError", "Found",
     "Handle", "Hinted", "HoleError", "IncompleteError", "KVSpec", "KvabrError", "Limits", "MediaTokens", "Medium",
-    "MissingAssetError", "MissingTraceError", "ModelError", "NotFiniteError", "NotFoundError", "NothingCached",
+    "MissingAssetError", "MissingTraceError", "ModelError", "NoAnswerError", "NotFiniteError", "NotFoundError", "NothingCached",
     "Passage", "PeerOptions", "PlayError", "PlayOptions", "Played", "PlayedPrefix", "Policy", "PolicyError",
     "PrefillCost",
     "RequestError", "Snapshot", "StoreError", "StepGate", "TraceError", "TraceQuestionError", "TrackNamespace",

@@ -87,7 +87,7 @@ def parse_address(text: str) -> Address:
     """
     found = _ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > 65535:
-        raise UsageError(f"{text}: must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
+        raise UsageError(f"{text!r} must be HOST:PORT, such as 127.0.0.1:4443 or [::1]:4443")
     return Address(found["six"] or found["host"] or "0.0.0.0", int(found["port"]))  # noqa: S104 - what the user asked for
 
 

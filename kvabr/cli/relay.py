@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Gt, Lt
 
 from kvabr.cli import kv_events, network, serving
 from kvabr.cli.fields import command
@@ -27,11 +27,14 @@ _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_size(text: str) -> int:
-    """Return bytes, from a number with or without a unit; `UsageError` if the text is something else."""
+    """Return bytes, from a number with or without a unit; `UsageError` for something else, or too few for a relay."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"{text}: give bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
+        raise UsageError(f"{text!r}: give bytes, or a number with KiB, MiB, GiB or TiB")
+    size = int(found[1]) << _UNITS[(found[2] or "")[:1].lower()]
+    if size < 1 << 26:
+        raise UsageError(f"{text}: a relay needs at least 64MiB, room for a few groups")
+    return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class RelayCommand:
     """The origin: moqt://HOST[:PORT]/, or an object store, s3://BUCKET/PREFIX; with the #kvcache:MODEL/DIGEST of an
     asset the relay prints how to fetch that."""
     serving: Annotated[serving.ServingOptions, Part()]
-    memory: Annotated[int, Ge(1 << 26), Shown("--memory BYTES", parse=parse_size)] = 1 << 30
+    memory: Annotated[int, Shown("--memory BYTES", parse=parse_size)] = 1 << 30
     """Groups kept in memory, at least 64MiB, as 800MiB or 4GiB (default: 1GiB)."""
     disk: Annotated[str | None, Shown("--disk DIR|URL")] = None
     """Also keep groups in this folder, which survives a restart, or in an object store, which relays can share."""

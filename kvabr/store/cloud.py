@@ -7,7 +7,6 @@ seconds for the first byte and between two pieces; a caller with less time cance
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -63,9 +62,7 @@ class Listing:
             try:
                 if self._stream is None:
                     self._stream = self._begin(self._after, self._at_once)
-                page: Sequence[ObjectMeta] = ()
-                with contextlib.suppress(StopAsyncIteration):
-                    page = await anext(aiter(self._stream))
+                page: Sequence[ObjectMeta] | None = await anext(aiter(self._stream), None)
                 if page:
                     self._after = page[-1]["path"]
             except UNREADABLE:
@@ -77,7 +74,7 @@ class Listing:
                 self._stream = None
                 raise
             else:
-                return page
+                return page or ()
 
 
 T = TypeVar("T")

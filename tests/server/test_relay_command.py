@@ -21,9 +21,9 @@ from tests.server.test_serve_process import running
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("text", ["", "lots", "1.5GiB", "-1", "12XiB"])
+@pytest.mark.parametrize("text", ["", "lots", "1.5GiB", "-1", "1MiB", "12XiB"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(UsageError, match="KiB"):
+    with pytest.raises(UsageError, match="MiB"):
         parse_size(text)
 
 
