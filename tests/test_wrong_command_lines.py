@@ -207,6 +207,9 @@ class Place:
                 said = re.sub(rf"(?<![\w.]){re.escape(form)}(?![\w.]|:\d)", "VALUE", said)
         if not value.strip(" -"):
             said = re.sub(rf"'{re.escape(value)}'|(?<=kvabr: ){re.escape(str(Path(value)))}(?=:)", "VALUE", said)
+        # Some messages cut a value after 40 characters, within or behind this folder's path.
+        cut = str(self.folder)[:40]
+        said = re.sub(r"'(/[^']{39})'", lambda one: "'DIR'" if one[1].startswith(cut) else one[0], said)
         for own, name in ((str(self.folder), "DIR"), (str(ROOT), "REPO"), (f":{self.port}", ":PORT")):
             said = said.replace(own, name)
         said = re.sub(rf"kvabr {command}(?=:| --help)", "kvabr COMMAND", said)
