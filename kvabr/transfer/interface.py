@@ -92,7 +92,7 @@ class Connection(ABC):
     finder: PrefixFinder | None = None
     """Finds prefixes of prompts; None: the peer does, asked for a track (`kvabr.types.naming.prefix_track`)."""
     reached: bool = True
-    """Whether there is a connection, or was one; the first request dials if not."""
+    """Whether there is a connection, or was one, though it is closed by now; the first request dials if not."""
     heals: bool = False
     """Whether requests after a failure need no new dial, and silence no probes: each is an exchange of its own."""
     waits_its_turn: bool = False

@@ -133,12 +133,15 @@ class PeerLane(Carrier):
             persistent: also dial for so long if there was no connection before; otherwise the first dial that fails
                 fails the requests.
             released: called after the end of each transfer.
-            dialled: called after each dial without a connection before, with its error, if it failed.
+            dialled: called with None once there is a first connection, and with the error each time that dialling
+                ends without one.
         """
         self.connection: PeerConnection | None = None
         """The current one; None before the first dial has succeeded."""
         self.health = Health.GOOD
-        self.closed = self.unreachable = False
+        self.closed = False
+        self.unreachable = False
+        """Whether the peer counts as dead: two dials in a row have failed, or the only one so far."""
         self.dials = self._failed_dials = 0
         """How often it has reconnected; and dials that have failed since the last that did not."""
         self._dialler, self._patience_s, self._persistent = dialler, patience_s, persistent
