@@ -82,7 +82,7 @@ COMMANDS = {
     "bench rd": (
         (
             *("bench", "rd", "--model", MODEL, "--texts", "texts", "--domains", "prose", "--retrieval", 0),
-            *("--contexts", 400, "--tokens", 4000, "--continuation", 1000, "--json", "x.json", "--work", "work"),
+            *("--contexts", 200, "--tokens", 4000, "--continuation", 1000, "--json", "x.json", "--work", "work"),
         ),
         None,
     ),

@@ -126,7 +126,7 @@ def _config(data: bytes) -> bool:
         config = refused(Config.read, UsageError)
         if config is None:
             return False
-        return refused(lambda: config.apply(_parser(), "fetch").settle(argparse.Namespace()), UsageError) is not None
+        return refused(lambda: config.apply(_parser(), "fetch") or True, UsageError) is not None
     finally:
         os.environ[VARIABLE] = before
 
