@@ -3,7 +3,7 @@
 A page is named by the chained digest of any of its groups. The first round asks for the pages of every 16th group, each
 of which should be whole, and of the last group; the last one for the pages inside the first one that is absent. Of more
 than `_AT_ONCE` pages, those at the beginning are requested first, and four times as many as so far in each further
-round: a long prompt of which little is cached costs few requests, and at most four of five requests are misses.
+round, so that a long prompt of which little is cached costs few requests.
 
 A page counts only as far as its chained digests are those of the prompt.
 """
@@ -25,8 +25,8 @@ from kvabr.types.records import fields_of
 from kvabr.types.units import hit, units_of
 
 _AT_ONCE, _GROWS = 31, 5
-"""Whole pages that are requested in the first round, enough for prompts of up to 511 groups; and the factor by which the
-pages requested so far grow with each further round."""
+"""Whole pages that are requested in the first round, enough for prompts of up to 511 groups; and the factor by which
+the pages requested so far grow with each further round."""
 
 
 class Ask(NamedTuple):
