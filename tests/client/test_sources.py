@@ -21,7 +21,7 @@ from kvabr.client.result import NothingCached
 from kvabr.moqt.codes import RequestCode
 from kvabr.transfer.peer import Peer
 from kvabr.types.errors import TransportError
-from kvabr.types.events import RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
+from kvabr.types.events import CacheDelivered, RequestCancelled, RequestFailed, RequestSent, SourceLeftOut
 from kvabr.types.peer import PeerOptions
 from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import TOKENS, close
@@ -245,9 +245,10 @@ def slow_to_dial(client, connection, seconds):
 @virtual
 @pytest.mark.parametrize("how", ["by prompt", "by name", "as found"])
 async def test_a_source_that_is_slow_to_dial_joins_the_first_play(origin, long, how):
-    size = long.track("FP16").total_bytes
+    size, events = long.track("FP16").total_bytes, []
+    options = PlayOptions(policy="fixed:FP16", log=events.append)
     near, far = (origin(rate=size / 4, rtt_s=0.01, folder="long") for _ in range(2))
-    async with near, far, AsyncClient(options=PlayOptions(policy="fixed:FP16")) as client:
+    async with near, far, AsyncClient(options=options) as client:
         peers = [slow_to_dial(client, far, 0.5), near]
         if how == "by prompt":
             played = await client.play(LONG, deadline=10.0, peer=peers)
@@ -257,7 +258,7 @@ async def test_a_source_that_is_slow_to_dial_joins_the_first_play(origin, long, 
         assert far.stats().bytes_received > size / 4
         await peers[0].close()
     assert played.coverage == ("FP16",) * 10
-    assert played.ttft_s < 3.95  # near alone takes 4 seconds
+    assert of(events, CacheDelivered)[0].t < 3.95  # near alone takes 4 seconds
 
 
 @virtual
