@@ -73,16 +73,16 @@ def test_doctor_reports_and_says_what_to_do(capsys, tmp_path, monkeypatch):
 @pytest.mark.process
 def test_doctor_asks_an_origin(capsys, root, tmp_path):
     with closing(Served(root / "short", tmp_path)) as origin:
-        main(["doctor", origin.url, "--fingerprint", origin.fingerprint])
+        main(["doctor", origin.url, "--fingerprint", origin.fingerprint, "--timeout", "300"])
         out = " ".join(capsys.readouterr().out.split())
         assert "connected in" in out
         assert "moqt-22" in out
         assert "certificate ok has the given fingerprint" in out
         assert "over quic ok connected in" in out
         assert "over tcp ok connected in" in out
-        main(["doctor", origin.url, "--insecure"])
+        main(["doctor", origin.url, "--insecure", "--timeout", "300"])
         assert "was not verified add: --ca F.pem or --fingerprint HEX" in " ".join(capsys.readouterr().out.split())
-        assert main(["doctor", origin.url]) == 1
+        assert main(["doctor", origin.url, "--timeout", "300"]) == 1
         assert "--fingerprint HEX" in " ".join(capsys.readouterr().out.split())
 
 

@@ -43,13 +43,15 @@ def test_a_snippet_runs(path, code, skip, served, tmp_path, monkeypatch):
     if skip:
         compile(code, str(path), "exec")
         return
-    trusted = f"{served.url!r}, kvabr.PeerOptions(fingerprint={served.fingerprint!r}, token={TOKEN!r})"
+    how = f"fingerprint={served.fingerprint!r}, token={TOKEN!r}, timeout_s={LIMIT_S}"
+    trusted = f"{served.url!r}, kvabr.PeerOptions({how})"
     code = code.replace('"moqt://origin.example/", kvabr.PeerOptions(token=token)', trusted)
     code = code.replace('"moqt://origin.example/"', trusted)
     code = code.replace("deadline=2.0", f"deadline={LIMIT_S}")  # which every machine meets
     monkeypatch.chdir(tmp_path)
     used = []
-    with kvabr.Client(served.url, kvabr.PeerOptions(fingerprint=served.fingerprint, token=TOKEN)) as client:
+    peer = kvabr.PeerOptions(fingerprint=served.fingerprint, token=TOKEN, timeout_s=LIMIT_S)
+    with kvabr.Client(served.url, peer) as client:
         names = {"kvabr": kvabr, "math": math, "client": client, "token": TOKEN, "tokens": TOKENS}
         names |= {"engine": ToyModel(), "use": used.append, "__name__": "snippet"}
         exec(compile(code, str(path), "exec"), names)  # noqa: S102

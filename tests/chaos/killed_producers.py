@@ -208,7 +208,8 @@ async def kill_many(root: Path, runs: int, seed: int = 1, *, at_a_time: int = 4,
         origin = await stack.enter_async_context(live_origin(folder, tls := development()))
         relay = await relay_before(stack, origin, tls)
         clients = [
-            AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint), model=SPEC) for at in (origin, relay)
+            AsyncClient(url_of(at), PeerOptions(fingerprint=at.fingerprint, timeout_s=60.0), model=SPEC)
+            for at in (origin, relay)
         ]
         world = World(folder, asset, tuple([await stack.enter_async_context(client) for client in clients]))
 

@@ -87,11 +87,13 @@ def test_a_prompt_with_a_picture_is_played_as_far_as_it_is_the_same(tmp_path):
     with (
         Served(tmp_path / "assets", tmp_path) as served,
         kvabr.Client(
-            served.url, PeerOptions(fingerprint=served.fingerprint, quic="aioquic"), options=options
+            served.url,
+            PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S),
+            options=options,
         ) as client,
     ):
         for tokens, played in ((seen("a"), 70), (seen("b"), 16), (TOKENS, 16)):
-            assert client.play(tokens, deadline=60.0, model=SPEC).tokens == played
+            assert client.play(tokens, deadline=LIMIT_S, model=SPEC).tokens == played
         for play in (client.play, client.play_asset):
             name = () if play == client.play else (kvabr.TrackNamespace(SPEC.model, "0" * 64),)
             given = {"tokens": seen("a"), "engine": ToyModel(), "deadline": 1.0}

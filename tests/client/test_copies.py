@@ -19,7 +19,7 @@ from kvabr.player.assembler import Assembler
 from kvabr.store import buffers
 from kvabr.transfer.transfer import ReceiveBuffer
 from kvabr.types.peer import PeerOptions
-from tests.client.served import Served
+from tests.client.served import LIMIT_S, Served
 from tests.client.test_play import close
 from tests.client.virtual import virtual
 from tests.memory_transport import Fault
@@ -82,7 +82,7 @@ async def test_plays_that_share_downloads_and_plays_from_memory(origin, short, m
 async def test_over_quic(root, short, tmp_path, monkeypatch):
     counts = Counts(monkeypatch)
     with Served(root / "short", tmp_path) as served:
-        how = PeerOptions(fingerprint=served.fingerprint, quic="aioquic")
+        how = PeerOptions(fingerprint=served.fingerprint, quic="aioquic", timeout_s=LIMIT_S)
         async with AsyncClient(served.url, how, model=SPEC, options=OPTIONS) as client:
             assert close((await client.play(TOKENS, deadline=120.0)).kv, error=1e-5)
     counts.check(short.track("FP16"), 1)

@@ -25,6 +25,7 @@ from kvabr.types import engine as engines
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import ModelError
 from tests.client.playing import play
+from tests.client.served import LIMIT_S
 from tests.toymodel import SPEC, ToyModel, prompt
 
 TRUE = PrefillCost(0.004, 30e-6, 4.8e-10, 1.7e-6, 0.02)
@@ -142,15 +143,14 @@ async def test_a_play_learns_what_its_engine_takes_and_times_nothing_before(orig
     engine = Slow()
     async with origin() as link, AsyncClient(link, engine=engine, cache=tmp_path) as client:
         assert engine.prefilled == 0
-        played = await play(client, tokens[::-1], deadline=4.0)
+        played = await play(client, tokens[::-1], deadline=LIMIT_S)
         assert played.record.tokens_recomputed == len(tokens)
         assert engine.prefilled == len(tokens)
     learnt_s = costs_at(tmp_path / COSTS_FILE).of(engine).cost().seconds(0, 70)
     assert learnt_s > guess_of(engine).seconds(0, 70)
-    for _ in range(200):
-        if (tmp_path / COSTS_FILE).exists():
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(LIMIT_S):
+        while not (tmp_path / COSTS_FILE).exists():  # noqa: ASYNC110  # a thread writes it
+            await asyncio.sleep(0.01)
     assert EngineCosts(tmp_path / COSTS_FILE).of(Slow()).cost().seconds(0, 70) == pytest.approx(learnt_s, rel=0.5)
 
 

@@ -99,7 +99,10 @@ async def origin(root, tls, port=0):
 
 
 def dial(server, tls, **options):
-    return connect(f"moqt://127.0.0.1:{server.address[1]}/", PeerOptions(fingerprint=check(tls).fingerprint, **options))
+    return connect(
+        f"moqt://127.0.0.1:{server.address[1]}/",
+        PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S, **options),
+    )
 
 
 class Followed(Served):
@@ -155,7 +158,9 @@ async def test_a_play_subscribes_again_after_the_origin_was_killed(asset, root, 
         async with origin(root, tls) as server:
             port = server.address[1]
             client = AsyncClient(
-                f"moqt://127.0.0.1:{port}/", PeerOptions(fingerprint=check(tls).fingerprint), model=SPEC
+                f"moqt://127.0.0.1:{port}/",
+                PeerOptions(fingerprint=check(tls).fingerprint, timeout_s=LIMIT_S),
+                model=SPEC,
             )
             play, seen = playing(client)
             await writer.publish(3)
@@ -187,9 +192,9 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
     thread.start()
     tokens, result, log = (tmp_path / name for name in ("tokens.json", "r.json", "l.jsonl"))
     tokens.write_text(json.dumps(TOKENS))
-    words = ("fetch", served.url, "--ca", served.pem, "--deadline", 300, "--prompt", tokens, "--json", result)
+    words = ("fetch", served.url, "--ca", served.pem, "--timeout", 300, "--deadline", 300, "--prompt", tokens)
     try:
-        assert main([str(word) for word in (*words, "--log", log, "--wait-for-producer", 200)]) == 0
+        assert main([str(word) for word in (*words, "--json", result, "--log", log, "--wait-for-producer", 200)]) == 0
         said = capsys.readouterr().out
         assert "160 of 160 tokens in place" in said
         assert "ms after the last group was published" in said
@@ -198,7 +203,7 @@ def test_fetch_plays_what_is_being_prefilled(asset, root, tmp_path, capsys):
         assert edges[-1] == GROUPS
         thread.join()
         end = time.monotonic() + LIMIT_S  # the origin notices the finished asset by itself
-        while main([str(word) for word in (*words, "--no-live")]):
+        while main([str(word) for word in (*words, "--json", result, "--no-live")]):
             assert time.monotonic() < end
     finally:
         over.set()

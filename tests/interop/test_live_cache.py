@@ -113,10 +113,12 @@ async def test_our_relay_forwards_what_its_publisher_computes(growing, tls, draf
         cache.announce()
         names.announce()
         port = int(server.local_addr.rsplit(":", 1)[1])
-        options = DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(draft.alpn,), names="split")
+        options = DialOptions(
+            "127.0.0.1", port, how=PeerOptions(insecure=True, timeout_s=LIMIT_S), drafts=(draft.alpn,), names="split"
+        )
         upstream = await stack.enter_async_context(await dial(options, "aioquic"))
         relay = await stack.enter_async_context(relaying(upstream, tls))
-        peer = PeerOptions(fingerprint=relay.fingerprint)
+        peer = PeerOptions(fingerprint=relay.fingerprint, timeout_s=LIMIT_S)
         client = await stack.enter_async_context(AsyncClient(f"moqt://127.0.0.1:{relay.address[1]}/", peer, model=SPEC))
         how = PlayOptions(wait_for_producer_s=LIMIT_S / 2)
         play = asyncio.ensure_future(client.play(TOKENS, deadline=LIMIT_S, options=how))

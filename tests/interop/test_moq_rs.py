@@ -116,10 +116,12 @@ async def test_our_player_plays_from_our_origin_through_its_relay(asset, library
         await stack.enter_async_context(upstream)
         await routed(upstream, path_of(asset.catalog.namespace))
         port = int(relay.local_addr.rsplit(":", 1)[1])
-        connection = await dial(DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(alpn,)), library)
+        connection = await dial(
+            DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True, timeout_s=300.0), drafts=(alpn,)), library
+        )
         async with connection:
             assert connection.protocol == alpn
-            played = await play_asset(connection, asset.catalog.namespace, deadline=10.0, policy="fixed:AC-5x")
+            played = await play_asset(connection, asset.catalog.namespace, deadline=300.0, policy="fixed:AC-5x")
             assert torch.equal(played.kv, exact(asset, "AC-5x"))
             with pytest.raises(NotFoundError):
                 await read_all(connection.fetch(asset.catalog.namespace, "no-such-track", limit=100))
@@ -138,9 +140,11 @@ async def test_our_player_plays_from_its_origin(asset, library, alpn):
             publish(server, TrackNamespace(catalog.spec.model, catalog.profile), profile),
         ]
         port = int(server.local_addr.rsplit(":", 1)[1])
-        options = DialOptions("127.0.0.1", port, how=PeerOptions(insecure=True), drafts=(alpn,), names="split")
+        options = DialOptions(
+            "127.0.0.1", port, how=PeerOptions(insecure=True, timeout_s=300.0), drafts=(alpn,), names="split"
+        )
         async with await dial(options, library) as connection:
-            played = await play_asset(connection, catalog.namespace, deadline=10.0, policy="fixed:Int8")
+            played = await play_asset(connection, catalog.namespace, deadline=300.0, policy="fixed:Int8")
             assert torch.equal(played.kv, exact(asset, "Int8"))
             assert played.coverage == ("Int8",) * catalog.groups
         del published

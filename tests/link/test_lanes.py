@@ -154,7 +154,7 @@ async def test_a_peer_with_lanes_is_one_peer(large):
 @pytest.mark.process
 async def test_lanes_of_a_client(asset, tls):
     async with origin(asset.store.folder, tls) as server:
-        how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint)
+        how = PeerOptions(transport="tcp", lanes=3, fingerprint=server.fingerprint, timeout_s=300.0)
         async with connect(url_of(server), how) as connection:
             await connection._open()
             assert len(server.peers) == 2

@@ -57,7 +57,9 @@ def url_of(server):
 
 async def relay_before(stack, server, tls, *, quic="aioquic", token=None, **more):
     """A relay in front of a server, until the stack closes; it keeps dialling if the server goes."""
-    connecting = connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic=quic, token=token))
+    connecting = connect(
+        url_of(server), PeerOptions(fingerprint=server.fingerprint, quic=quic, token=token, timeout_s=LONG_S)
+    )
     upstream = await stack.enter_async_context(connecting)
     return await stack.enter_async_context(relaying(upstream, tls, quic=quic, **more))
 

@@ -215,7 +215,7 @@ async def test_an_origin_that_is_started_again_while_something_grows(root, tls):
 
 async def test_an_asset_that_nobody_asks_for_is_forgotten(root, tls, monkeypatch):
     key = new_key()
-    monkeypatch.setattr(relay_live, "IDLE_S", 0.2)
+    monkeypatch.setattr(relay_live, "IDLE_S", 2.0)
     async with chain(root, tls) as (_, relay), decoder(relay) as player:
         with written(root) as writer:
             writer.begin_live(live(key))

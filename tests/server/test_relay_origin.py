@@ -194,7 +194,9 @@ async def test_a_prompt_and_a_name_are_played_through_it(tmp_path, tls):
     async with (
         dialling(url) as upstream,
         relaying(upstream, tls) as server,
-        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
+        AsyncClient(
+            url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic", timeout_s=LIMIT_S)
+        ) as client,
     ):
         played = await client.play((*tokens[:64], 1, 2, 3), deadline=LIMIT_S, model=SPEC)
         assert played.tokens == 64
@@ -216,7 +218,9 @@ async def test_the_longest_prefix_of_a_long_prompt_is_found_through_it(tls, grou
     async with (
         dialling(url) as upstream,
         relaying(upstream, tls) as server,
-        AsyncClient(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as client,
+        AsyncClient(
+            url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic", timeout_s=LIMIT_S)
+        ) as client,
         AsyncClient(url) as direct,
     ):
         for tokens in (

@@ -152,7 +152,9 @@ async def test_a_reset_is_not_taken_for_a_refused_token(asset, tls, fresh):
     """CANCELLED of streams and UNAUTHORIZED of requests are the same number."""
     async with (
         origin(asset.store.folder, tls) as server,
-        connect(url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic")) as upstream,
+        connect(
+            url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic", timeout_s=LONG_S)
+        ) as upstream,
         relaying(upstream, tls) as relay,
         await dialled(relay) as connection,
     ):
@@ -259,7 +261,8 @@ async def test_a_relay_with_a_new_token_keeps_what_it_has(asset, tmp_path, tls, 
     file.write_text(f"{MINE}\n")
     async with origin(tmp_path, tls, grants=Grants([grant(MINE), grant(OTHER)])) as server:
         connecting = connect(
-            url_of(server), PeerOptions(fingerprint=server.fingerprint, quic="aioquic", token_file=file)
+            url_of(server),
+            PeerOptions(fingerprint=server.fingerprint, quic="aioquic", token_file=file, timeout_s=LONG_S),
         )
         async with connecting as upstream, relaying(upstream, tls) as relay, await dialled(relay) as connection:
             await until(lambda: len(log_of(server, MINE)) == 1)

@@ -109,7 +109,7 @@ def test_a_server_reads_a_store_and_clients_play_it(store_url, tmp_path):
     encode(store_url, 100)  # AC and its profile are then smaller than Int8
     with Served(store_url, tmp_path) as origin:
         for policy, coverage in (("fixed:Int8", "Int8"), ("fixed:AC-5x", "AC-5x")):
-            with Client(origin.url, PeerOptions(fingerprint=origin.fingerprint)) as client:
+            with Client(origin.url, PeerOptions(fingerprint=origin.fingerprint, timeout_s=300.0)) as client:
                 options = PlayOptions(policy=policy)
                 played = client.play(prompt(100).tokens, deadline=300.0, model=SPEC, options=options)
             assert played.coverage == (coverage,) * 7

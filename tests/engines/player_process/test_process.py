@@ -158,8 +158,7 @@ def test_a_process_that_dies_fails_its_calls_and_another_one_comes(served, home)
 
 
 def test_a_process_that_hangs_is_not_waited_for(served, home, monkeypatch):
-    monkeypatch.setattr(remote, "_ANSWER_S", 0.5)
-    with engine(served) as client:
+    with engine(served) as client, monkeypatch.context() as patch:
 
         async def hung(client):
             await client.find(TOKENS, model=SPEC, within_s=0.1)
@@ -168,12 +167,14 @@ def test_a_process_that_hangs_is_not_waited_for(served, home, monkeypatch):
             with contextlib.suppress(TransportError):
                 play(client)
                 break
+        patch.setattr(remote, "_ANSWER_S", 0.5)
         os.kill(remote._started[-1].pid, signal.SIGSTOP)
         try:
             with pytest.raises(TransportError, match="does not answer"):
                 client.begin(hung).result(LIMIT_S)
         finally:
             os.kill(remote._started[-1].pid, signal.SIGCONT)
+        patch.undo()
         assert play(client).tokens == 70
 
 
@@ -193,17 +194,16 @@ def full(path, waiting):
 
 
 @pytest.mark.parametrize("waiting", [0, 8], ids=["it takes nobody", "too many wait"])
-def test_the_deadline_holds_while_the_process_starts(served, tmp_path, waiting):
+def test_the_deadline_holds_while_the_process_starts(served, tmp_path, waiting, monkeypatch):
     """It listens, and still imports what it needs."""
+    monkeypatch.setattr(remote, "_ANSWER_S", LIMIT_S)
     with full(tmp_path / "p", waiting), engine(served, tmp_path / "p") as client:
 
         async def find(client):
-            begun_s = time.monotonic()
             with pytest.raises(TransportError, match=r"has not started within 0\.2 s"):
                 await client.find(TOKENS, model=SPEC, within_s=0.2)
-            return time.monotonic() - begun_s
 
-        assert client.begin(find).result(LIMIT_S) < remote._ANSWER_S
+        client.begin(find).result(LIMIT_S / 2)
 
 
 def test_a_policy_is_found_from_where_its_engine_is(served, home, tmp_path, monkeypatch):
@@ -289,21 +289,21 @@ def run(*words):
 
 def test_one_process_serves_a_socket_until_nobody_needs_it(served, home):
     path = home / "mine" / "p.sock"
-    first = run("--socket", str(path), "--idle", "2")
+    first = run("--socket", str(path), "--idle", "5")
     try:
         end_s = time.monotonic() + LIMIT_S
         while not path.exists():
             assert first.poll() is None
             assert time.monotonic() < end_s
             time.sleep(0.01)
-        second = run("--socket", str(path))
-        assert second.communicate()[0] == f"a player process serves {path} already\n"
-        assert second.returncode == 0
-        third = run("--socket", str(path), "--metrics", "127.0.0.1:0")
-        assert "already, without --metrics" in third.communicate()[0]
-        assert third.returncode == 2
-        with engine(served, path) as client:
+        with engine(served, path) as client:  # or it might end before the others have started
             assert play(client).tokens == 70
+            second = run("--socket", str(path))
+            third = run("--socket", str(path), "--metrics", "127.0.0.1:0")
+            assert second.communicate()[0] == f"a player process serves {path} already\n"
+            assert second.returncode == 0
+            assert "already, without --metrics" in third.communicate()[0]
+            assert third.returncode == 2
         assert first.communicate(timeout=LIMIT_S)[0].count("engine left") == 1
         assert first.returncode == 0
         assert not path.exists()
