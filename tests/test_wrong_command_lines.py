@@ -228,7 +228,9 @@ def place(tmp_path_factory):
         # Each line reads the entry points of all that is installed, which never change here.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
         taken.bind(("127.0.0.1", 0))
-        made = Place(tmp_path_factory.mktemp("commands"), taken.getsockname()[1])
+        long = tmp_path_factory.mktemp("commands") / "longer-than-what-messages-show-of-a-value"
+        long.mkdir()
+        made = Place(long, taken.getsockname()[1])
         os.chdir(made.work)  # what a wrong word names is made there
         bucket = f"file://{made.folder}/bucket"
         assert main(["store", "copy", str(made.named["STORE"]), bucket]) == 0

@@ -36,24 +36,27 @@ class ToyModel:
 
     def prefill(self, tokens: Sequence[int], before: torch.Tensor | None = None) -> torch.Tensor:
         self.prefilled += len(tokens)
-        state = self._flat(before)
-        start = len(state)
-        for token in tokens:
+        state, start = self._beside(before, len(tokens))
+        for place, token in enumerate(tokens, start):
             own = self._embed[token]
-            seen = self._attend(own, state)
-            state = torch.cat([state, (own + 0.5 * seen)[None]])
-        new = state[start:]
+            state[place] = own + 0.5 * self._attend(own, state[:place])
         spec = self.spec
-        return new.reshape(len(tokens), spec.layers, 2, spec.kv_heads, spec.head_dim).permute(1, 2, 3, 0, 4).clone()
+        new = state[start:].reshape(len(tokens), spec.layers, 2, spec.kv_heads, spec.head_dim)
+        return new.permute(1, 2, 3, 0, 4).clone()
 
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        state = self._flat(kv)
+        state, start = self._beside(kv, len(tokens))
         rows = []
-        for token in tokens:
+        for place, token in enumerate(tokens, start):
             own = self._embed[token]
-            state = torch.cat([state, (own + 0.5 * self._attend(own, state))[None]])
-            rows.append((state[-1] + self._attend(state[-1], state)) @ self._head)
+            state[place] = own + 0.5 * self._attend(own, state[:place])
+            rows.append((state[place] + self._attend(state[place], state[: place + 1])) @ self._head)
         return torch.log_softmax(torch.stack(rows).double(), dim=-1)
+
+    def _beside(self, kv: torch.Tensor | None, more: int) -> tuple[torch.Tensor, int]:
+        """Return what is there, [token, number], with room for more, and where that begins."""
+        held = self._flat(kv)
+        return torch.cat([held, held.new_empty(more, held.shape[1])]), len(held)
 
     def _flat(self, kv: torch.Tensor | None) -> torch.Tensor:
         if kv is None:

@@ -452,7 +452,8 @@ async def test_a_profile_that_cannot_be_kept_is_told_and_counted(origin, long, t
 
 def test_the_end_may_be_left_to_the_call_that_computes_a_question(served, short, tmp_path, capsys):
     out, told = tmp_path / "cache.safetensors", tmp_path / "told.json"
-    command = ["fetch", f"{served.url}#kvcache:{name(short)}", *map(str, network(served)), "--json", str(told)]
+    command = ["fetch", f"{served.url}#kvcache:{name(short)}", *map(str, network(served)), "--deadline", "60"]
+    command += ["--json", str(told)]
     assert main([*command, "--question", "20", "--tail", "40", "-o", str(out)]) == 0
     said, result = capsys.readouterr().out, json.loads(told.read_text())
     assert result["tail"] > 0

@@ -28,7 +28,7 @@ from kvabr_lab.live.lane import Conditions
 from kvabr_lab.live.shaper import Shaper
 from tests import kvdata
 from tests.lab.live.links import trace
-from tests.toymodel import ToyModel, prompt
+from tests.toymodel import ToyModel, prompt, steady
 
 LIBRARIES = ("aioquic", "qh3")
 SPEC = kvdata.spec(layers=2, heads=4, dim=64, group_tokens=16)
@@ -50,7 +50,7 @@ def engine() -> ToyModel:
 def write_asset(path: Path) -> None:
     """6 groups of 16 tokens; 33 KB each at FP16."""
     with open_store(path).writer(live=True) as writer:
-        catalog = publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer)
+        catalog = steady(publish(engine(), PROMPT, ("FP16", "Int8", "Int4"), None, writer))
         writer.prompt(PROMPT)
         writer.commit(catalog)
 

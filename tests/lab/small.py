@@ -1,9 +1,7 @@
-"""Small catalogs and links whose best caches can be found by trying everything."""
+"""Small catalogs of random sizes."""
 
 import random
 
-from kvabr.replay.link import Capacity
-from kvabr.replay.trace import Trace
 from kvabr.types.catalog import Catalog, Track
 from kvabr.types.naming import TrackNamespace, chain
 from tests.catalogs import SPEC
@@ -27,13 +25,3 @@ def offer(groups=3, seed=0, *, layered=True, decode=1.0, short=0):
         tracks.append(track("layer", 0.15, 0.03, "base"))
     chunks = chain(list(range(tokens)), model=SPEC.model, tokenizer=SPEC.tokenizer)
     return Catalog(TrackNamespace(SPEC.model, chunks[-1]), SPEC, tokens, tuple(chunks), tuple(tracks))
-
-
-def link(offer, share, seed=0, deadline_s=1.0):
-    """A link of random steps whose mean carries ``share`` of FP16 by the deadline."""
-    dice = random.Random(f"link {seed}")
-    rates = [dice.choice((0.0, 0.3, 1.0, 2.5)) + 0.01 for _ in range(20)]
-    mean = sum(rates) / len(rates)
-    scale = share * offer.fp16_bytes / deadline_s / mean
-    times = tuple(deadline_s * index / len(rates) for index in range(len(rates)))
-    return Capacity(Trace("steps", "test", times, tuple(rate * scale for rate in rates), deadline_s))

@@ -57,16 +57,6 @@ def test_pairing_sees_what_means_alone_would_not():
     assert found.versus("one", "two").apart
 
 
-@pytest.mark.slow
-def test_equal_policies_are_seldom_told_apart_however_many_are_compared():
-    wrong = 0
-    for seed in range(60):
-        names, dice = plays(20, 4), random.Random(seed)
-        found = compare({f"p{i}": noisy(names, dice, level=0.2) for i in range(6)}, names, seed=seed)
-        wrong += any(pair.apart for pair in found.pairs)
-    assert wrong <= 9  # 5 % of 60 are 3; more than 9 would be one in a thousand, or a fault
-
-
 def test_better_on_every_trace_is_told_apart_though_rare_misses_make_the_mean_uncertain():
     """One policy is a little better everywhere; where the link fails it is much better, and that is seldom."""
     names, dice = plays(60, 2), random.Random(6)

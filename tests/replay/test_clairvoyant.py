@@ -1,4 +1,4 @@
-"""What the bound depends on; `test_exhaustive` and `tests/lab/test_bound.py` compare it with whole schedules."""
+"""What the bound depends on; `test_exhaustive` compares it with whole schedules."""
 
 from dataclasses import replace
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from kvabr_lab.bench import rate_distortion as rd
 from kvabr_lab.bench import summary
@@ -90,14 +89,6 @@ def test_without_a_profile_tables_come_from_the_cache_and_are_counted(tiny, prof
 
 
 SPEC = kvdata.spec()
-
-
-def test_a_cache_is_computed_once_and_kept_in_the_published_type(tmp_path):
-    made = kvdata.cache(SPEC, 20)
-    first = CacheStore(tmp_path, SPEC).cache("a", 20, lambda: made)
-    assert first.dtype == torch.float16
-    again = CacheStore(tmp_path, SPEC).cache("a", 20, lambda: pytest.fail("computed again"))
-    assert torch.equal(first, again)
 
 
 def test_half_a_file_and_another_length_are_computed_again(tmp_path):

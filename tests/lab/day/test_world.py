@@ -3,7 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -16,7 +16,6 @@ from kvabr.replay.link import FIRST_BYTE_S
 from kvabr.replay.trace import Trace
 from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import FormatError, UsageError
-from kvabr_lab.cli.traces import describe
 from kvabr_lab.day.compare import ORACLE, compare
 from kvabr_lab.day.informed import KNOWLEDGE, other_days, play_informed
 from kvabr_lab.day.nodes import Fleet, FleetShape
@@ -146,19 +145,6 @@ def test_a_turn_comes_after_the_answer_to_the_one_before():
     assert day.next() is None
     with pytest.raises(UsageError, match="the day is over"):
         day.serve(Choice(LOCAL))
-
-
-def test_the_same_seed_gives_the_same_day():
-    one, other = (day_of_requests(DayShape(300), seed) for seed in (1, 2))
-    assert one == day_of_requests(DayShape(300), 1)
-    assert one != other
-    for asked in one:
-        assert asked.tokens == sum(tokens for _, tokens in asked.parts) <= 131_072
-        assert (asked.at_s is None) == any(before.following == asked.number for before in one)
-    counts = [len(day_of_requests(DayShape(1000), seed)) for seed in range(8)]
-    assert fmean(counts) == pytest.approx(1000, rel=0.1)
-    bursts = [len(day_of_requests(DayShape(1000, burst=5.0), seed)) for seed in range(8)]
-    assert fmean(bursts) == pytest.approx(1000, rel=0.2)
 
 
 def small_day(seed):
@@ -312,26 +298,6 @@ def test_mean_and_duration_are_met(kind, mean, duration, step, seed):
     assert trace.duration_s == duration
     assert trace.mean_rate / MBIT == pytest.approx(mean, abs=5e-4)  # half of what rates are rounded to
     assert all(rate % 125 == 0 for rate in trace.rates)
-
-
-def test_outages_are_as_often_and_as_long_as_asked():
-    shape = Shape(outage_every_s=20.0, outage_s=5.0)
-    trace = synthesise("outages", mean_mbps=30, duration_s=20_000, step_s=0.5, seed=1, shape=shape)
-    assert describe(trace)["zero_share"] == pytest.approx(5 / 25, rel=0.1)
-    begins = sum(a > 0 and b == 0 for a, b in pairwise(trace.rates))
-    assert begins == pytest.approx(20_000 / 25, rel=0.15)
-
-
-def test_the_share_of_a_port_is_one_over_the_flows_on_it():
-    shape = Shape(cross=0.5, fan_in=0.0, pause_s=1e-6)
-    trace = synthesise("port", mean_mbps=1e6, duration_s=2000, step_s=0.01, seed=1, shape=shape)
-    peak = max(trace.rates)
-    shares = {round(peak / rate, 4) for rate in trace.rates}
-    assert shares >= {1.0, 2.0, 3.0}
-    assert all(share == round(share) for share in shares)
-    # What the others carry: in every moment their number times the play's rate.
-    others = sum((end - start) * (peak - rate) for start, end, rate in trace.segments())
-    assert others / (peak * 2000) == pytest.approx(0.5, rel=0.15)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "traces").glob("*.csv")), ids=lambda path: path.stem)

@@ -50,21 +50,6 @@ def test_the_rate_is_the_traces_and_what_does_not_fit_the_queue_is_dropped():
         assert stats.most_queued_bytes == 50_000
 
 
-def test_the_trace_starts_where_and_when_it_is_told_and_may_start_again():
-    steps = trace([0, 0, 1e6], 10 * WAIT_S)
-    outage = 20 * WAIT_S
-    with ends() as link:
-        at = time.monotonic()
-        link.shaper.begin(steps, outage - 0.3, Conditions(), at_s=at)
-        link.down(b"x" * SIZE)
-        link.player.recv(2000)
-        assert time.monotonic() - at >= 0.3, "0.3 s of outage were left"
-        link.shaper.begin(steps, outage - 0.01, Conditions(), at_s=(at := time.monotonic()))
-        link.down(b"x" * SIZE)
-        link.player.recv(2000)
-        assert time.monotonic() - at >= 0.01
-
-
 def test_losses_are_as_asked_for_each_direction_alone():
     with ends(Conditions(loss=0.3, seed=4)) as link:
         link.down(*[b"%d" % index for index in range(400)])
@@ -77,19 +62,6 @@ def test_losses_are_as_asked_for_each_direction_alone():
         stats = link.until(lambda stats: stats.forwarded_up + stats.lost_up == 400)
         assert stats.lost_up == pytest.approx(120, abs=45)
         assert stats.lost_down == 0
-
-
-def test_each_player_has_an_address_of_its_own_at_the_origin():
-    with ends() as link, udp() as other:
-        other.connect(link.shaper.address)
-        other.send(b"second")
-        data, back = link.origin.recvfrom(100)
-        assert data == b"second"
-        assert back != link.back
-        link.origin.sendto(b"for the second", back)
-        link.down(b"for the first")
-        assert other.recv(100) == b"for the second"
-        assert link.player.recv(100) == b"for the first"
 
 
 def test_packets_may_overtake_each_other_and_arrive_twice():
