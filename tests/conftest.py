@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -129,18 +130,25 @@ def seaweed(seaweed_server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed
     return seaweed_server
 
 
-@pytest.fixture(scope="session")
-def loaded() -> LoadedModel:
-    """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
+@cache
+def _smollm2() -> LoadedModel:
+    """Load SmolLM2, once a process; it takes many seconds."""
     from kvabr.engines.transformers.model_loader import load_model
 
     return load_model("smollm2")
 
 
 @pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    """SmolLM2 from its package; fails, and says how to install it, where that is missing."""
+    return _smollm2()
+
+
+@pytest.fixture(scope="session")
 def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
     """An asset encoded by the command itself, once for all test processes; losses are measured on a short answer."""
     from kvabr.cli.main import main
+    from kvabr.engines.transformers import model_loader
     from kvabr.publish import tails
     from kvabr.publish.texts import measuring_texts
     from kvabr.store.locations import open_asset
@@ -154,7 +162,10 @@ def encoded(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asset:
         if not out.exists():
             (folder / "text.txt").write_text(measuring_texts()["manual"][:4000])
             words = ["encode", "--text", folder / "text.txt", "--tokens", ASSET_TOKENS, "--continuation", 24]
+            _smollm2()
             with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(model_loader, "load_model", lambda *_, **__: _smollm2())
+                patch.setattr(model_loader, "load_tokenizer", lambda _: ("", _smollm2().tokenizer))
                 patch.setattr(tails, "QUESTIONS", tails.QUESTIONS[1:2])
                 patch.setattr(tails, "ANSWER_TOKENS", 8)
                 assert main([*map(str, words), "--out", str(out), "--json", str(folder / "encode.json")]) == 0

@@ -26,7 +26,7 @@ TRACES = Path(__file__).parent.parent / "traces"
 MODEL = "MODEL"
 STARTED_S = 1.5
 """CPU seconds after which a command that says nothing is past its start."""
-STARTING_S = (0.1, 0.3, 0.6, 0.9, 1.2, STARTED_S)
+STARTING_S = (0.1, 0.4, 0.8, STARTED_S)
 """CPU seconds at which it is still loading what it needs."""
 
 LOOPS = """
@@ -66,10 +66,6 @@ COMMANDS = {
         r"\(contexts\): \d+",
     ),
     "demo": (("demo", "--html", "x.html"), "on average"),
-    "tune": (
-        ("tune", "anytime", TRACES, "--points", 16, "--starts", 1000, "--jobs", 1, "--load", 0.1, "--out", "kept"),
-        r": \d+",
-    ),
     "tune in processes": (
         ("tune", "anytime", TRACES, "--points", 16, "--starts", 1000, "--jobs", 2, "--load", 0.1, "--out", "kept"),
         r": \d+",

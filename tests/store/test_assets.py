@@ -3,14 +3,14 @@
 import itertools
 import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from kvabr.store import names as naming
+from kvabr.store.local import LocalStore
 from kvabr.store.locations import open_asset, open_objects, open_store
 from kvabr.store.memory import MemoryStore
 from kvabr.store.pages import Page
@@ -207,23 +207,31 @@ def test_publishers_in_threads_agree(place):
     assert objects(place, "m/") == ["m/0"]
 
 
+@pytest.fixture(scope="module")
+def process():
+    """Start a function in a process of its own, which need not load torch again: ``process(function, *arguments)``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # for the first
+
+    def start(function, *arguments):
+        started = context.Process(target=function, args=arguments)
+        started.start()
+        return started
+
+    return start
+
+
 def _publish_in_a_process(url, number, tokens):
     put(url, PLAIN, tokens, loss=number / 8)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_publishers_in_processes_agree(seaweed):
+def test_publishers_in_processes_agree(seaweed, process):
     url = seaweed.url()
     open_store(url).prepare()
     prompts = [TOKENS[:300], TOKENS[:300], TOKENS[:300] + TOKENS[:300], TOKENS[:256] + TOKENS[50:90]]
-    spawned = multiprocessing.get_context("spawn")
-    started = [
-        spawned.Process(target=_publish_in_a_process, args=(url, number, tokens))
-        for number, tokens in enumerate(prompts)
-    ]
-    for one in started:
-        one.start()
+    started = [process(_publish_in_a_process, url, number, tokens) for number, tokens in enumerate(prompts)]
     for one in started:
         one.join(300)
     assert len(names(url)) == 3
@@ -231,24 +239,25 @@ def test_publishers_in_processes_agree(seaweed):
         check(open_store(url).open(name))
 
 
+def _publish_and_die(folder, writes):
+    """Publish until the last of these writes, and kill the process."""
+    put_new, left = LocalStore._put_new, itertools.count(writes - 1, -1)
+
+    def dies(self, name, data):
+        if not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put_new(self, name, data)
+
+    LocalStore._put_new = dies
+    put(folder, PLAIN, TOKENS[:600])
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("writes", [3, 9, 30])
-def test_a_publisher_that_is_killed_harms_nobody(tmp_path, writes):
-    script = (
-        "import os, sys; from kvabr.store.local import LocalStore\n"
-        "put, left = LocalStore._put_new, [int(sys.argv[2])]\n"
-        "def dies(self, name, data):\n"
-        "    left[0] -= 1\n"
-        "    if not left[0]: os.kill(os.getpid(), 9)\n"
-        "    return put(self, name, data)\n"
-        "LocalStore._put_new = dies\n"
-        "from tests.store.publishing import PLAIN, put as publish\n"
-        "publish(sys.argv[1], PLAIN, list(range(600)))\n"
-    )
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", script, tmp_path, str(writes)], env=os.environ, timeout=300, check=False
-    )
-    assert done.returncode == -9
+def test_a_publisher_that_is_killed_harms_nobody(tmp_path, process, writes):
+    dies = process(_publish_and_die, tmp_path, writes)
+    dies.join(300)
+    assert dies.exitcode == -signal.SIGKILL
     assert names(tmp_path) == set()
     catalog, writer = put(tmp_path, PLAIN, TOKENS[:600], loss=0.3)
     assert writer.published
