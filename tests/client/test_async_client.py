@@ -276,7 +276,7 @@ class Late(ToyModel):
         self.may = threading.Event()
 
     def prefill(self, tokens, before=None):
-        assert self.may.wait(60.0)
+        assert self.may.wait(300.0)
         return super().prefill(tokens, before)
 
 

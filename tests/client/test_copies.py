@@ -119,7 +119,7 @@ def batches(monkeypatch):
     def counted(self, asked):
         sizes.append(len(asked))
         if len(sizes) == 1:
-            assert came.wait(30)
+            assert came.wait(300)
         return put_many(self, asked)
 
     def coming(self, action):

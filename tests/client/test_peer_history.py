@@ -97,8 +97,8 @@ def test_a_file_that_is_not_ours_or_damaged_is_told_once_and_ignored(tmp_path, s
         priors.heard("b:443", 2e6, 0.01, NOW)
         priors.save()
         priors.save()
-    assert len(told) == 1
-    assert "p.json" in str(told[0].message)
+    (own,) = [str(each.message) for each in told if each.category is RuntimeWarning]  # garbage may warn, too
+    assert "p.json" in own
     if path.is_file():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -146,7 +146,7 @@ def test_several_processes_write_and_nothing_is_lost(tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(300)
         assert worker.exitcode == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -30,10 +30,10 @@ def test_a_version_that_was_not_tested_is_told_once(caplog):
     other = replace(TRANSFORMERS, name="some-engine")
     with caplog.at_level(logging.WARNING, "kvabr.engines"):
         assert other.check("5.18")
-        assert not caplog.records
+        assert not [each for each in caplog.records if each.name == "kvabr.engines"]
         assert not other.check("9.1")
         assert not other.check("9.1")
-    (record,) = caplog.records
+    (record,) = [each for each in caplog.records if each.name == "kvabr.engines"]
     assert "tested with some-engine >=5.17,<5.25, this is 9.1" in record.getMessage()
 
 

@@ -77,6 +77,11 @@ def test_what_loses_more_than_the_engine_may_keep_is_not_used(origin, loop, capl
     assert "a cache is not used: the engine would keep it" in caplog.text
 
 
+def said(caplog):
+    """What the store has logged."""
+    return [record.message for record in caplog.records if record.name == "kvabr.engines.chunk_store"]
+
+
 SHAPE = kvdata.spec(LAYERS, HEADS, DIM)
 KV = kvdata.cache(SHAPE, 1024).half()
 """Cache of a prompt; caches that go by a key are pieces of it."""
@@ -134,14 +139,14 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
         for positions in (None, range(first, first + 1), range(0, 1 << 32, 256)):
             kv = loop.call(other.play(key, positions)).kv
             assert kvdata.is_base_of(kv, piece(first))
-    assert not caplog.records
+    assert said(caplog) == []
     with caplog.at_level(logging.WARNING, "kvabr.engines.chunk_store"):
         for elsewhere in (range(256, 257), range(768, 1 << 32, 256), range(500, 501)):
             assert loop.call(other.find("later", elsewhere)) is None
             assert loop.call(other.play("later", elsewhere)) is None
         assert loop.call(other.leading(["first", "later"], [range(1), range(256, 257)])) == 1
     assert loop.call(other.leading(["first", "later"], [range(1), range(512, 513)])) == 2
-    assert [record.message for record in caplog.records] == [
+    assert said(caplog) == [
         "kvabr: the origin has a cache of another place: token 512 of a prompt, wanted is 256"
     ]
     loop.call(other.close())
@@ -153,7 +158,7 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
         for key, first in (("a", 256), ("b", 512)):
             assert one.put(key, piece(first)).result(300.0)
     loop.call(one.close())
-    assert [record.message for record in caplog.records] == [
+    assert said(caplog) == [
         "kvabr: caches are published without AC-L0, AC-L1, AC-L2, AC-L3: nobody knows"
     ]
     origin.look(2)

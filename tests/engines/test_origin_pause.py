@@ -7,7 +7,7 @@ from kvabr.engines import origin_pause
 from kvabr.engines.origin_pause import MAX_PAUSE_S, OriginPause
 from kvabr.types.errors import ConnectionLostError
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 class Peer:

@@ -290,7 +290,7 @@ class Paused:
 
     def __call__(self, digest):
         self.asked.set()
-        assert self.allowed.wait(60)
+        assert self.allowed.wait(300)
         return True
 
 
@@ -305,14 +305,14 @@ def in_thread(work):
 def test_nobody_writes_into_a_place_that_is_being_decoded_into():
     play, paused = fresh(), Paused()
     slow, slow_verdict = in_thread(lambda: play.put(1, "Int8", FRAMES[1, "Int8"], has_digest=paused))
-    assert paused.asked.wait(60)
+    assert paused.asked.wait(300)
     fast, fast_verdict = in_thread(lambda: play.put(1, "FP16", FRAMES[1, "FP16"]))
     computed, computed_verdict = in_thread(lambda: play.put_computed(0, 2, KV[:, :, :, :256]))
     assert play.put(2, "FP16", FRAMES[2, "FP16"]) is Placement.PLACED  # others go on
     assert play.coverage == (None, None, "FP16", None)
     paused.allowed.set()
     for thread in (slow, fast, computed):
-        thread.join(60)
+        thread.join(300)
     assert slow_verdict == [Placement.PLACED]
     assert fast_verdict in ([Placement.REPLACED], [Placement.STALE])
     assert play.coverage[:2] == ("recomputed", "recomputed")
@@ -324,14 +324,14 @@ def test_a_sealed_cache_does_not_change():
     whole = torch.zeros(SHAPE.shape(TOKENS))
     play, paused = Assembler(CATALOG, SIDE, out=whole), Paused()
     putting, verdict = in_thread(lambda: play.put(1, "Int8", FRAMES[1, "Int8"], has_digest=paused))
-    assert paused.asked.wait(60)
+    assert paused.asked.wait(300)
     sealing, sealed = in_thread(lambda: (play.seal(), whole.clone())[1])
     while not play._taken:
         sealing.join(0.001)
     assert not sealed
     paused.allowed.set()
     for thread in (putting, sealing):
-        thread.join(60)
+        thread.join(300)
     assert verdict == [Placement.LATE]
     assert torch.equal(whole, sealed[0])
     assert play.coverage == (None,) * 4

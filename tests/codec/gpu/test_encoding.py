@@ -123,7 +123,7 @@ def test_what_threads_ask_for_meanwhile_is_done_together():
 
     def work(jobs):
         batches.append(len(jobs))
-        go.wait(10)
+        go.wait(300)
         return [FormatError("odd") if job % 2 else 10 * job for job in jobs]
 
     it = Batches(torch.device("cpu"), work)

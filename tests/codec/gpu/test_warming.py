@@ -57,12 +57,12 @@ def test_an_engine_does_so_in_the_background(side, few, monkeypatch):
     done = []
     monkeypatch.setattr(warming, "expand", lambda groups, _: done.append(len(groups)) or [None] * len(groups))
     spec = Profile.from_bytes(default_profile_bytes()).spec
-    warming.warm_engine(spec, DEVICE, torch.float16).join(60)
+    warming.warm_engine(spec, DEVICE, torch.float16).join(300)
     assert len(done) > 2
     assert _known(Profile.from_bytes(default_profile_bytes()).digest) is not None  # plays use the one that was compared
     assert warming.warm_engine(side.spec, DEVICE, torch.float16) is None  # kvabr ships none
     monkeypatch.setattr(warming, "expand", lambda *_: 1 / 0)
-    warming.warm_engine(spec, DEVICE, torch.bfloat16).join(60)  # not an engine's problem
+    warming.warm_engine(spec, DEVICE, torch.bfloat16).join(300)  # not an engine's problem
     monkeypatch.setattr(gpu, "runs_on", lambda _: False)
     assert warming.warm_engine(spec, DEVICE, torch.float16) is None
     assert warming.warm(side, DEVICE) == 0
@@ -74,7 +74,7 @@ def test_a_play_tries_what_is_new_in_the_background_and_meanwhile_the_processor_
 
     def slowly(tasks):
         compiled.append(threading.current_thread().name)
-        go.wait(60)
+        go.wait(300)
         by_kernels(tasks)
 
     monkeypatch.setattr(together, "_by_kernels", slowly)
@@ -88,7 +88,7 @@ def test_a_play_tries_what_is_new_in_the_background_and_meanwhile_the_processor_
     decode_payload(group.payload, group.track, group.context, 0, wanted)
     assert torch.equal(out.cpu(), wanted)
     go.set()
-    thread.join(60)
+    thread.join(300)
     out.zero_()
     assert expand([group], [TensorPlace(out)]) == [None]
     assert compiled[-1] != "kvabr-warm"

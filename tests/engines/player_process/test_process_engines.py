@@ -44,20 +44,20 @@ async def test_memory_that_a_cancelled_play_is_still_copied_to_is_not_used_for_t
 
     def slowly(region, pieces):
         begun.set()
-        goes_on.wait(60)
+        goes_on.wait(300)
         fill(region, pieces)
         done.set()
 
     monkeypatch.setattr(engine._channel, "send", lambda *_, **__: None)
     monkeypatch.setattr(regions.Region, "fill", slowly)
     first = asyncio.create_task(engine._hand_over(1, played(1)))
-    await asyncio.to_thread(begun.wait, 60)
+    await asyncio.to_thread(begun.wait, 300)
     first.cancel()
     await asyncio.wait({first})
     monkeypatch.setattr(regions.Region, "fill", fill)
     await engine._hand_over(2, played(2))
     goes_on.set()
-    await asyncio.to_thread(done.wait, 60)
+    await asyncio.to_thread(done.wait, 300)
     (region,) = engine._regions._used.values()
     assert (np.frombuffer(region._memory, np.uint8, count=SIZE) == 2).all()
 
