@@ -100,7 +100,7 @@ def test_ctrl_c_keeps_what_was_played(links, tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wal = out / "plays.sqlite-wal"
-    while process.poll() is None and not (wal.exists() and wal.stat().st_size > 400_000):
+    while process.poll() is None and not (wal.exists() and wal.stat().st_size > 200_000):
         with contextlib.suppress(subprocess.TimeoutExpired):  # until some are kept of each kind
             process.wait(timeout=0.02)
     os.killpg(process.pid, signal.SIGINT)
