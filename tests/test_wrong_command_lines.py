@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from kvabr.cli import main as cli
 from kvabr.cli.commands import names
 from kvabr.cli.main import command_parser, main
 from tests.catalogs import catalog
@@ -227,9 +228,10 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         # Each line reads the entry points of all that is installed, which never change here.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
+        patch.setattr(cli, "command_parser", functools.cache(command_parser))  # a third of what a line takes
         taken.bind(("127.0.0.1", 0))
         long = tmp_path_factory.mktemp("commands") / "longer-than-what-messages-show-of-a-value"
-        long.mkdir()
+        long.mkdir(mode=0o700)
         made = Place(long, taken.getsockname()[1])
         os.chdir(made.work)  # what a wrong word names is made there
         bucket = f"file://{made.folder}/bucket"
@@ -332,6 +334,7 @@ def test_wrong_words_are_told_in_a_line_or_two(place, capfd, monkeypatch):
             line = f"{before}{one}{after}"
             check("as a whole", f"kvabr {line}", place.line(line))
     for text in CONFIGS:
+        cli.command_parser.cache_clear()  # a file changes a parser's defaults
         Path("given.toml").write_text(text)
         monkeypatch.setenv("KVABR_CONFIG", "given.toml")
         found = re.match(r"\[(replay|calibrate)\]", text)

@@ -43,7 +43,7 @@ async def test_its_subscribers_decode_what_we_prefill(tmp_path, tls):  # noqa: F
     text, root = tmp_path / "text", tmp_path / "root"
     text.write_text("The relay forwards what it is sent, and keeps it. " * 200)
     root.mkdir()
-    words = ("prefill", "--model", "smollm2", "--text", text, "--tokens", "640", "--out", root, "--live")
+    words = ("prefill", "--model", "smollm2", "--text", text, "--tokens", "384", "--out", root, "--live")
     async with asyncio.timeout(LIMIT_S), chain(root, tls) as (origin, relay):
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvabr", *map(str, words))
         try:

@@ -26,7 +26,7 @@ from kvabr.codec.gpu import decode_many, decoder  # not without Triton
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(0, 2**32), st.sampled_from(DTYPES), st.permutations(range(5)), st.sampled_from([0, 5, 100_000, None])
 )
