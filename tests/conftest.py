@@ -34,7 +34,7 @@ _MODEL_FIXTURES = {"loaded", "encoded"}
 _LONG = {"model", "process", "browser", "slow"}
 _FIRST = (
     *("test_tutorial.py", "test_smollm2.py", "test_wrong_command_lines.py", "test_regret.py", "test_same_bytes.py"),
-    *("test_interrupts.py", "test_long_prompts.py", "test_liars.py", "test_fetch.py", "test_verify.py"),
+    *("test_interrupts.py", "test_long_prompts.py", "test_liars.py", "test_fetch.py"),
 )
 """Files that take longest, about in that order; some of their tests belong to the quick run.
 

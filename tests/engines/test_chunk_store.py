@@ -146,9 +146,7 @@ def test_what_has_a_position_has_layers_and_is_refused_elsewhere(origin, profile
             assert loop.call(other.play("later", elsewhere)) is None
         assert loop.call(other.leading(["first", "later"], [range(1), range(256, 257)])) == 1
     assert loop.call(other.leading(["first", "later"], [range(1), range(512, 513)])) == 2
-    assert said(caplog) == [
-        "kvabr: the origin has a cache of another place: token 512 of a prompt, wanted is 256"
-    ]
+    assert said(caplog) == ["kvabr: the origin has a cache of another place: token 512 of a prompt, wanted is 256"]
     loop.call(other.close())
 
 
@@ -158,9 +156,7 @@ def test_without_a_position_there_are_plain_tracks_and_the_log_says_why_once(ori
         for key, first in (("a", 256), ("b", 512)):
             assert one.put(key, piece(first)).result(300.0)
     loop.call(one.close())
-    assert said(caplog) == [
-        "kvabr: caches are published without AC-L0, AC-L1, AC-L2, AC-L3: nobody knows"
-    ]
+    assert said(caplog) == ["kvabr: caches are published without AC-L0, AC-L1, AC-L2, AC-L3: nobody knows"]
     origin.look(2)
     for asset in origin.holdings.assets:
         assert [track.name for track in asset.catalog.tracks] == ["FP16", "Int8", "Int4"]

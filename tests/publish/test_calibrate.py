@@ -13,7 +13,7 @@ from kvabr.codec.fit import FitConfig, fit_transform
 from kvabr.codec.profile import Profile
 from kvabr.engines.transformers.model_loader import load_model
 from kvabr.publish import collect
-from kvabr.publish.calibrate import GAINS, STAGES, calibrate, cut_contexts
+from kvabr.publish.calibrate import GAINS, calibrate, cut_contexts
 from kvabr.publish.model import opened
 from kvabr.publish.target import HeldOutText, choose_gains, measurements
 from kvabr.publish.texts import calibration_texts, cut_prompt, measuring_texts
@@ -78,19 +78,6 @@ def test_a_model_that_says_nothing_finite_is_named(tmp_path):
     loaded.engine.model.lm_head.weight.data[:] = 3e38  # a number, but not the logits that it makes
     with pytest.raises(ModelError, match="weights are damaged"):
         calibrate(loaded, {"a": "what it says " * 40}, contexts=1, tokens=100)
-
-
-@pytest.mark.model
-def test_a_profile_of_a_real_model(loaded):
-    seen, texts = [], {"a": "some text " * 200}
-    (profile,) = calibrate(loaded, texts, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
-    assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
-    profile.check(loaded.engine.spec)
-    assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
-    # The model minds some channels more than others, and its profile knows.
-    assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
-    with pytest.raises(UsageError, match="16 to 8192 tokens"):
-        calibrate(loaded, {"a": "x"}, tokens=8193)
 
 
 TEXT = {"a": "what it says " * 60}

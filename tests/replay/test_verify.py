@@ -8,7 +8,6 @@ from kvabr.replay.verify import ComputeStep, FetchStep, Verifier, steps_of, veri
 from kvabr.store.locations import open_asset
 from kvabr.store.names import prompt_name
 from kvabr.types.errors import AssetError, FormatError, HoleError, ModelError, UsageError
-from kvabr.types.loss import predicted_loss
 from tests import kvdata
 from tests.assets import frame_file
 from tests.client.classes import SLIDING, WINDOWS, Computer, published
@@ -117,21 +116,3 @@ def test_an_engine_computes_from_a_cut_on(verifier):
     assert 0.001 * first < inherited.predicted < 0.001 * play.groups
     with pytest.raises(UsageError, match="cannot compute"):
         verify.play([*fetch("FP16", range(play.groups))[: first - 1], ComputeStep(first - 1, play.groups)])
-
-
-@pytest.mark.model
-def test_smollm2_with_forced_misses(asset, loaded):
-    """The first group late and recomputed exactly, a hole, a missing end: none is left, all are predicted."""
-    for steps in (
-        [FetchStep(0, "Int4"), FetchStep(2, "FP8"), ComputeStep(1, 2)],
-        [FetchStep(0, "FP8"), ComputeStep(1, 3)],
-        [FetchStep(2, "Int4"), FetchStep(1, "AC-5x"), FetchStep(1, "FP8"), ComputeStep(0, 1)],
-    ):
-        verified = verify_play(asset, loaded.engine, steps)
-        assert 0.5 < verified.predicted / verified.loss < 2.0, (steps, verified)
-        assert verified.top1 > 0.8
-    exact = verify_play(asset, loaded.engine, [ComputeStep(0, 1), ComputeStep(1, 3)])
-    assert exact.kl < 1e-6
-    fp16 = verify_play(asset, loaded.engine, [FetchStep(group, "FP16") for group in range(3)])
-    assert fp16.kl < 1e-5
-    assert fp16.predicted == predicted_loss(asset.catalog, ["FP16"] * 3)

@@ -1,5 +1,6 @@
-"""SmolLM2 from its package: the tokenizer round-trips, the model reads English, holes are filled exactly."""
+"""SmolLM2 from its package: all tests that need the real model in their process, which takes long to load it."""
 
+import re
 from functools import partial
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 
 from kvabr.client.async_client import AsyncClient
 from kvabr.client.options import PlayOptions
-from kvabr.engines.transformers import play_cache_async, smollm2
+from kvabr.codec.profile import Profile
+from kvabr.engines.transformers import model_loader, play_cache_async, smollm2
+from kvabr.publish.calibrate import STAGES, calibrate
 from kvabr.publish.texts import measuring_texts
+from kvabr.replay.verify import ComputeStep, FetchStep, verify_play
 from kvabr.server.grants import EVERYTHING
 from kvabr.server.published_assets import PublishedAssets
-from kvabr.types.errors import ModelError
+from kvabr.types.errors import ModelError, UsageError
 from kvabr.types.kv import RopeSpec
+from kvabr.types.loss import predicted_loss
 from tests.memory_transport import Fault, MemoryConnection, MemoryLink
+from tests.test_examples import ROOT, run
 
 pytestmark = pytest.mark.model
 
@@ -98,7 +104,44 @@ async def test_the_same_greedy_text(loaded, asset, prompt, cold, track, lost):
         MemoryConnection(find, MemoryLink(1e8, 0.01), faults=faults) as link,
         AsyncClient(link, engine=loaded.engine, options=options) as client,
     ):
-        ready = await play_cache_async(client, loaded.engine, prompt, deadline=20.0)
+        ready = await play_cache_async(client, loaded.engine, prompt, deadline=300.0)
     assert ready.tokens == 300
     assert ready.played.coverage == tuple("recomputed" if group == lost else track for group in range(3))
     assert text(loaded, prompt, ready.cache) == cold
+
+
+def test_plays_with_forced_misses_are_verified(asset, loaded):
+    """The first group late and recomputed exactly, a hole, a missing end: none is left, all are predicted."""
+    for steps in (
+        [FetchStep(0, "Int4"), FetchStep(2, "FP8"), ComputeStep(1, 2)],
+        [FetchStep(0, "FP8"), ComputeStep(1, 3)],
+        [FetchStep(2, "Int4"), FetchStep(1, "AC-5x"), FetchStep(1, "FP8"), ComputeStep(0, 1)],
+    ):
+        verified = verify_play(asset, loaded.engine, steps)
+        assert 0.5 < verified.predicted / verified.loss < 2.0, (steps, verified)
+        assert verified.top1 > 0.8
+    exact = verify_play(asset, loaded.engine, [ComputeStep(0, 1), ComputeStep(1, 3)])
+    assert exact.kl < 1e-6
+    fp16 = verify_play(asset, loaded.engine, [FetchStep(group, "FP16") for group in range(3)])
+    assert fp16.kl < 1e-5
+    assert fp16.predicted == predicted_loss(asset.catalog, ["FP16"] * 3)
+
+
+def test_a_profile_is_calibrated(loaded):
+    seen, texts = [], {"a": "some text " * 200}
+    (profile,) = calibrate(loaded, texts, contexts=2, tokens=64, progress=lambda *at: seen.append(at))
+    assert seen == [(stage, done, 2) for stage in STAGES for done in (1, 2)]
+    profile.check(loaded.engine.spec)
+    assert Profile.from_bytes(profile.to_bytes()).digest == profile.digest
+    # The model minds some channels more than others, and its profile knows.
+    assert float(profile.transform.norm.max() / profile.transform.norm.min()) > 3
+    with pytest.raises(UsageError, match="16 to 8192 tokens"):
+        calibrate(loaded, {"a": "x"}, tokens=8193)
+
+
+@pytest.mark.process
+def test_the_example_of_two_engines(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_loader, "load_model", lambda _: loaded)
+    out = run("two_engines", ROOT / "CHANGELOG.md", folder=tmp_path)
+    assert "published: published" in out
+    assert re.search(r"played: (128|256|384) tokens", out)  # the rest is computed with the question, if that pays
