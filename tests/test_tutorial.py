@@ -104,7 +104,7 @@ def test_plays_that_cannot_be_told_apart(folder, capsys):
     assert main(line("lab traces")) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"anytime leads with [^;]*; \./patient\.py:Patient(, cheapfirst)? cannot be told from it", out)
-    assert "sixty plays cannot tell the two apart" in SAID
+    assert "a hundred plays cannot tell the two apart" in SAID
     assert main(line("report")) == 0
 
 

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.slow
 def shown(tmp_path_factory):
     """A page of two loads, two round trips and two engines; and what it was made of."""
     folder = tmp_path_factory.mktemp("report")
-    engines = (EngineSpec.parse("none"), EngineSpec.parse("2x"))
-    what = matrix(rtts=(0.01, 0.08), engines=engines, loads=(0.05, 0.4), starts=1)
+    what = matrix(rtts=(0.01, 0.08), engines=(EngineSpec.parse("none"), EngineSpec.parse("2x")), loads=(0.05, 0.4))
     with PlayStore(folder) as store:
         played = run(what, store, jobs=1)
     totals = result(what, played)
