@@ -64,7 +64,7 @@ def test_payloads_are_those_of_the_processor(make, track, there):
     kv = make(70 if make is usual or DEVICE.type != "cpu" else 44)
     wanted = encode(kv, fitted(), track, 0)
     there()
-    context, given, made = GroupContext(SHAPE, 0, 70, fitted(), memo={}), kv.to(DEVICE), []
+    context, given, made = GroupContext(SHAPE, 0, kv.shape[3], fitted(), memo={}), kv.to(DEVICE), []
     for name in chain_of(track):
         made.append(codec(name).encode(given, context, made))
     assert made == wanted
