@@ -39,12 +39,12 @@ Record = dict[str, Any]
 
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
-"""Kinds of decisions with a record of their own; the others are recorded with the request that they led to."""
+"""Decisions recorded on their own; the others are recorded with their request."""
 _MOST_REQUESTS = 4096
 
 
 class JsonLines(Listener):
-    """Appends to a file. Every line has the ``sid`` of its play, so any number of plays can share the file."""
+    """Appends to a file. Any number of plays can share it: every line has the ``sid`` of its play."""
 
     name: ClassVar[str] = "jsonl"
 
@@ -58,14 +58,13 @@ class JsonLines(Listener):
         self._plays = PlayStates(Cmcd)
 
     def hear(self, heard: Heard) -> None:
-        """Write the records of an event; whenever a play ends the file is flushed."""
+        """Write the records of an event; flush the file when a play ends."""
         play = self._plays.of(heard)
         self._file.writelines(json.dumps(record) + "\n" for record in play.records(heard.wall_s, heard.event))
         if isinstance(heard.event, events.PlayEnded):
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -73,20 +72,19 @@ class Cmcd:
     """Turns the events of one play into records."""
 
     def __init__(self, sid: str) -> None:
-        """Begin a play with a random identifier."""
         self._who: Record = {"sid": sid}
         self._deadline_s = 0.0
         self._segment_s = 0.0
         self._top = 0
         self._decision: events.DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
-        """Time sent and time of the first byte, by request under way."""
+        """Time sent and time of the first byte, by open request."""
         self._pending: Record | None = None
-        """The record of the last request, held back until the next event shows whether another request follows it."""
+        """The record of the last request, held back until the next event shows whether another request follows."""
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
-        """Yield the records of an event at ``wall_s``, seconds since 1970: at most one, after the one held back."""
+        """Yield the records of an event at ``wall_s``, seconds since 1970: the one held back and at most one more."""
         if self._pending is not None and not isinstance(event, events.RequestSent):
             # A decision at the same time may lead to the next request.
             decided = isinstance(event, events.DecisionMade) and event.kind not in _RECORDED
@@ -150,7 +148,7 @@ class Cmcd:
         return ttlb if first_s is None else ttlb | {"ttfb": round(1e3 * (first_s - sent_s))}
 
     def _buffer(self, event: events.DecisionMade | events.ProgressMade | None, t: float | None = None) -> Record:
-        """Return what an event says of time and rate, at time ``t`` or its own."""
+        """Return the CMCD fields for time and rate at ``t`` (default: the event's time)."""
         cmcd: Record = {}
         now = event.t if t is None and event is not None else t
         if self._deadline_s and now is not None:
@@ -176,7 +174,7 @@ class Cmcd:
         return self._record(wall_s, event, cmcd)
 
     def _record(self, wall_s: float, event: events.PlayEvent, cmcd: Record, *keys: str) -> Record:
-        """Return a record with the named fields of an event; with all of them if none is named."""
+        """Return a record with the given fields of an event, or all fields if none are given."""
         line = event.to_json()
         record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}
         record.update((key, line[key]) for key in keys or line if key not in record)
@@ -187,5 +185,5 @@ _NUMBERS = ("slack_s", "rate", "lower")
 
 
 def _hundreds(value: float) -> int:
-    """Round to hundreds, not below 0, as CTA-5004 requires for times and rates."""
+    """Round to hundreds, at least 0, as CTA-5004 requires for times and rates."""
     return max(0, 100 * round(value / 100.0))

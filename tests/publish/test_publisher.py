@@ -17,7 +17,7 @@ from kvabr.publish.publisher import Publisher, PublishOutcome, Slot
 from kvabr.replay.verify import load_profile
 from kvabr.server.published_assets import PublishedAssets
 from kvabr.store.locations import open_asset, open_store
-from kvabr.telemetry.kv_events.told import prompt_of
+from kvabr.telemetry.kv_events.announced import prompt_of
 from kvabr.types.errors import AssetError, ForeignError, TransportError, UsageError
 from kvabr.types.media import MediaTokens, Medium
 from kvabr.types.naming import LAYERS, chain
