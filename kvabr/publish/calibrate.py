@@ -25,31 +25,23 @@ CONTEXTS = 24
 CONTEXT_TOKENS = 1024
 
 STAGES = ("prefill", *PASSES)
-"""Stages of `calibrate` for one layer class, one step per context."""
 
 SEARCH = "steps"
-"""Stage of the step search, one step per measured loss."""
 
 GAINS = "gains"
-"""Stage that chooses gains of decoded values, one step per measured loss."""
 
 _HELD_OUT = 6
-"""With a target or gains, one context in this many is held out for measuring."""
+"""One context in this many is held out for measuring."""
 
 Progress = Callable[[str, int, int], None]
 """Takes a stage, the steps done, and all its steps."""
 
 
 def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int) -> list[tuple[str, Sequence[int]]]:
-    """Cut evenly spaced contexts that do not overlap out of tokenised texts, in proportion to their lengths.
+    """Cut evenly spaced, disjoint contexts of ``tokens`` ids out of tokenised texts.
 
-    Args:
-        texts: token ids by name; `UsageError` if all are empty.
-        contexts: approximate number; every text gives at least one.
-        tokens: length of each; a shorter text gives one shorter context.
-
-    Returns:
-        Pairs of a text's name and a context's token ids.
+    ``contexts`` is approximate: texts count by length, and each gives at least one, shorter if the text is. Return
+    pairs of a text's name and ids; raise `UsageError` if all texts are empty.
     """
     sizes = {name: len(ids) for name, ids in texts.items() if ids}
     if not sizes:
@@ -66,7 +58,7 @@ def cut_contexts(texts: Mapping[str, Sequence[int]], contexts: int, tokens: int)
 
 
 def stages(spec: KVSpec, *, search: bool = False, gain: bool = False, by_layer: bool = False) -> tuple[str, ...]:
-    """Return the stages of `calibrate` for a model, in order; ``by_layer`` is for a `LayerEngine`."""
+    """Return the stages of `calibrate` in order; ``by_layer`` is for a `LayerEngine`."""
     names = spec.names if len(spec.classes) > 1 else ("",)
     first, last = ([_stage(name, stage) for name in names for stage in half] for half in (PASSES[:-2], PASSES[-2:]))
     chosen = [stage for stage, wanted in ((SEARCH, search), (GAINS, gain)) if wanted]
@@ -96,17 +88,15 @@ def calibrate(
         model: the model with its tokenizer.
         texts: by name; the more diverse, the better the profile fits other texts.
         scales: factors of all steps.
-        contexts: approximate number of contexts, see `cut_contexts`.
-        tokens: tokens per context; default `CONTEXT_TOKENS` or the model's context. Caches and gradients are kept in
-            temporary files, see `kvabr.publish.collect`.
+        contexts: see `cut_contexts`.
+        tokens: per context; default `CONTEXT_TOKENS` or the model's context. Caches and gradients are kept in temporary
+            files.
         config: settings of the fit.
-        target: loss of one track, measured on held-out contexts (a sixth). All steps of a layer class scale together,
-            so
-            the other tracks change too. None: the steps of ``config``.
-        gain: choose gains of decoded values on the held-out contexts, see `kvabr.publish.target`; only profiles with
-            scale 1 have them.
+        target: loss of one track on held-out contexts. The steps of a layer class scale together, so other tracks
+            change too.
+        gain: choose gains of decoded values, see `kvabr.publish.target`; only for scale 1.
         progress: called after every step.
-        tell: receives results of the searches as sentences.
+        tell: receives results as sentences.
 
     Raises:
         UsageError: no text, contexts longer than the model's, or a target that cannot be met.

@@ -1,7 +1,6 @@
 """First half of a calibration: caches of texts and their gradients, in temporary files of 16-bit elements.
 
-Memory holds one context at a time (up to four with two threads), or one layer of one context with a
-`kvabr.publish.model.LayerEngine`.
+Memory holds one context at a time (four with two threads), or one layer of it with a `LayerEngine`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from kvabr.types.errors import AssetError, ModelError
 from kvabr.types.kv import KVSpec
 
 _SCORED_SHARE, _MEASURED_SHARE = 8, 4
-"""The last eighth of a context is scored for gradients: a quarter takes a sixth longer with equal results, a sixteenth
-loses more. Losses are measured on the last quarter, for precision.
+"""The last eighth of a context is scored for gradients: a quarter takes longer with equal results, a sixteenth loses
+more. Losses are measured on the last quarter, for precision.
 """
 _SNAPSHOTS = 8
 """Parts of a context; states are snapshotted at the ends of all but the first."""
@@ -39,7 +38,7 @@ Cache = tuple[torch.Tensor, ...]
 
 
 class Spool:
-    """Caches of one layer class in a file, one after the other."""
+    """Caches of one layer class in a file."""
 
     def __init__(self, file: IO[bytes], spec: KVSpec, dtype: torch.dtype) -> None:
         self._file, self._spec, self._dtype = file, spec, dtype
@@ -53,7 +52,7 @@ class Spool:
         self._write(start, cache)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve space for a cache, which `put` fills layer by layer."""
+        """Reserve space for a cache that `put` fills."""
         self._tokens.append(tokens)
         self._starts.append(self._starts[-1] + math.prod(self._spec.shape(tokens)) * self._dtype.itemsize)
 
@@ -86,7 +85,7 @@ class Spool:
 
 
 class ClassFiles:
-    """A layer class with its caches and gradients in temporary files."""
+    """A layer class with its caches and gradients."""
 
     def __init__(self, spec: KVSpec, files: ExitStack) -> None:
         self.spec, self.name = spec, "" if spec.part_of is None else spec.part_of[1]
@@ -108,16 +107,8 @@ def collect(
 ) -> tuple[list[ClassFiles], list[HeldOutText]]:
     """Compute all caches; return files of caches and gradients, and the held-out contexts.
 
-    Args:
-        engine: the model.
-        cuts: token ids of the contexts.
-        held: numbers of the held-out contexts.
-        files: closes the files.
-        progress: takes a stage, the steps done, and all its steps.
-
-    Raises:
-        ModelError: weights, caches or outputs of the model are NaN.
-        AssetError: not enough disk space.
+    ``cuts`` are token ids, ``held`` the numbers of held-out contexts; ``files`` closes the files. Raise `ModelError` if
+    weights, caches or outputs are NaN, `AssetError` if the disk is too small.
     """
     engine.check_weights()
     _check_room(engine, [ids for number, ids in enumerate(cuts) if number not in held])
@@ -165,7 +156,6 @@ def _scored(length: int) -> int:
 
 
 def _check_room(engine: CalibrationEngine, cuts: Sequence[Sequence[int]]) -> None:
-    """Raise `AssetError` if the files do not fit the disk, before hours of work."""
     wanted = room_needed(engine, [len(ids) for ids in cuts])
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -190,7 +180,6 @@ def room_needed(engine: CalibrationEngine, lengths: Sequence[int]) -> int:
 
 
 def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, seed: int) -> tuple[Cache, Cache]:
-    """Return the cache of a context, and the gradients of the loss after ``end`` tokens by the cache before."""
     parts = engine.spec.parts
     if any(part.only.kind == "state" for part in parts):  # the cache has snapshots
         cache, kept = caches_of(engine, ids, end)
@@ -202,7 +191,7 @@ def _differentiated(engine: CalibrationEngine, ids: Sequence[int], end: int, see
 
 
 def caches_of(engine: CalibrationEngine, ids: Sequence[int], end: int) -> tuple[Cache, Cache]:
-    """Return the cache of a context, with several snapshots of each state, and that of its first ``end`` tokens."""
+    """Return a context's cache, with snapshots of states, and the cache of its first ``end`` tokens."""
     parts, total = engine.spec.parts, len(ids)
     states = [part.only.kind == "state" for part in parts]
     marks = {end, *(total * step // _SNAPSHOTS for step in range(2, _SNAPSHOTS))} if any(states) else ()
@@ -237,8 +226,6 @@ def _check_layer(kv: torch.Tensor, layer: int) -> None:
 
 
 class _Sink:
-    """Files the layers that an engine computes."""
-
     def __init__(self, engine: LayerEngine, cuts: Sequence[Sequence[int]], classes: Sequence[ClassFiles]) -> None:
         self._places, self._classes = engine.places(), classes
         self._ends = [len(ids) - _scored(len(ids)) for ids in cuts]

@@ -13,19 +13,15 @@ from kvabr.types.errors import FormatError
 from kvabr.types.units import Unit
 
 _EXACT = ("Raw", "BF16", "FP16", "FP8", "Int8")
-"""Reference tracks; the first available one is used."""
 _MAX_ERROR = 0.25
-"""Allowed difference as a share of a group's largest magnitude; FP4, the coarsest, loses a fifth."""
+"""Share of a group's largest magnitude; FP4, the coarsest, loses a fifth."""
 
 
 def compare_tracks(asset: Asset) -> None:
     """Decode every group on all tracks without a profile, and compare them with the most exact track.
 
-    Frames that this version cannot decode are skipped.
-
-    Raises:
-        AssetError: a frame cannot be read.
-        FormatError: a track differs from the most exact one.
+    Skip frames that this version cannot decode. Raise `AssetError` for an unreadable frame, `FormatError` for a track
+    that differs.
     """
     catalog, known = asset.catalog, set(names())
     tracks = [each.name for each in catalog.tracks if each.name in known and not codec(each.name).needs_profile]
@@ -46,7 +42,7 @@ def compare_tracks(asset: Asset) -> None:
 
 
 class _UndecodableError(Exception):
-    """A frame of another version, or of an unavailable codec."""
+    pass
 
 
 def _decoded(asset: Asset, unit: Unit, track: str) -> torch.Tensor:

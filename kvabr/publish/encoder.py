@@ -36,22 +36,21 @@ Progress = Callable[[str, int, int], None]
 """Takes a stage, the steps done, and all its steps."""
 
 STAGES = ("prefill", "encode", "time", "answers", "measure", "tails", "groups", "mix")
-"""Stages of `publish`, in order; the steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
+"""Stages of `publish`; the steps of ``prefill`` are tokens. Without measurements ``encode`` is the last."""
 
 ON_REQUEST = ("FP4",)
 """Tracks made only if named: Int4 is as small and loses half as much."""
 
 RAW = "Raw"
-"""Keeps the engine's elements; made by default if no other track is exact, see `needs_raw`."""
+"""Keeps the engine's elements; made by default if no other track is exact."""
 
 NO_SMALLER = ("FP16", "BF16", "FP8", "Int8")
-"""Tracks of at least the bits of a quantised cache; made for those only if named."""
+"""Tracks at least as large as a quantised cache."""
 
 _PREFILL_TOKENS = 512
 """Large enough for matrix units, small enough to show progress."""
 
 _OWN_CLASSES = 16
-"""Classes of rows in a profile for a single asset."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +61,8 @@ class PassageBase:
     """[layer, K/V, head, token, dim] float32, keys before rotation."""
     notes: PassageNotes
     before: torch.Tensor
-    """Exact cache of a neutral text of at least one token, in the engine's form. It precedes the passage when losses
-    are
-    measured: without the attention sinks of a prompt's beginning, a model is broken.
+    """Exact cache of a neutral text, before the passage when losses are measured: without the attention sinks of a
+    prompt's beginning, a model is broken.
     """
 
     def at(self, position: int, spec: KVSpec) -> torch.Tensor:
@@ -77,8 +75,8 @@ class PassageBase:
 def ordered_tracks(wanted: Sequence[str] | None, spec: KVSpec | None = None) -> tuple[str, ...]:
     """Return the tracks in coding order, each after the one that it refines.
 
-    None stands for all tracks that suit ``spec`` except `ON_REQUEST`, with `RAW` only if no other is exact. Raise
-    `FormatError` for an unknown codec, `UsageError` for a duplicate or a layer without its base.
+    None stands for all that suit ``spec`` except `ON_REQUEST`. Raise `FormatError` for an unknown codec, `UsageError`
+    for a duplicate or a layer without its base.
     """
     if wanted is None:
         ac = spec is None or has_ac(spec)
@@ -104,11 +102,10 @@ def compute_cache(
     *,
     spec: KVSpec | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the exact cache of a prompt, computed in pieces, in the engine's dtype.
+    """Compute the exact cache of a prompt in pieces, in the engine's dtype.
 
-    One tensor per layer class of ``spec`` (default: the engine's), [layer, K/V, head, token, dim] of all tokens, or of
-    all
-    snapshots of a state.
+    Return one tensor per layer class of ``spec`` (default: the engine's), [layer, K/V, head, token, dim] of all tokens,
+    or of all snapshots of a state.
     """
     total, parts = len(tokens), (spec or engine.spec).parts
     if not total:
@@ -143,7 +140,7 @@ def _check_profile(spec: KVSpec, tracks: Sequence[str], profile: Profile | None)
 
 
 def own_profile(spec: KVSpec, exact: Sequence[torch.Tensor]) -> Profile:
-    """Return a small profile for one cache (one tensor per layer class): no transform, few tables."""
+    """Return a small profile for one cache: no transform, few tables."""
     plain = FitConfig(transform=False, classes=_OWN_CLASSES, sinks=min(FitConfig.sinks, int(exact[0].shape[3]) - 1))
     pairs = zip(spec.parts, exact, strict=True)
     return joined(spec, [fit(part, partial(list, (cache,)), plain) for part, cache in pairs])
@@ -176,29 +173,29 @@ def publish(
         engine: the model.
         prompt: the prompt and its continuation.
         tracks: see `ordered_tracks`.
-        profile: side information of the model; None: a small one for this cache, published with it.
-        store: keeps frames and profile, and returns frames for measuring; usually an asset's writer.
+        profile: side information; None: a small one for this cache, published with it.
+        store: keeps frames and profile, and returns frames for measuring.
         passage: the cache of a passage; None: the engine computes the prompt's.
         group_tokens: tokens per group (default: the engine's).
         snapshots_every: tokens between snapshots of a state, a multiple of the group's (default: the engine's).
-        source: description of the prompt, for the catalog.
+        source: description for the catalog.
         salt: a tenant's secret, see `kvabr.types.naming.chain`. It is not stored, so `Prompt.sealed` must tie the token
             ids to the catalog.
-        digest: kind of the frames' digests, see `kvabr.types.digests`.
-        questions: token ids of questions about the text, see `kvabr.publish.tails.questions`.
-        max_passes: forward passes for attributing losses to groups, see `kvabr.publish.quality`.
+        digest: kind of the frames' digests.
+        questions: token ids, see `kvabr.publish.tails.questions`.
+        max_passes: see `kvabr.publish.quality`.
         time_engine: time a few prefills for the catalog's cost model.
-        estimate: makes a catalog with estimated losses (`kvabr.publish.offer.TrackOffer.catalog`) of a prompt that is
-            no
-            passage, without measuring or timing.
+        estimate: makes a catalog with estimated losses; then nothing is measured. Not for passages.
         named: takes the prompt's digest before any computation; may raise to stop.
         progress: called after every step.
-        tell: receives warnings about the cache as sentences.
+        tell: receives warnings as sentences.
 
-    Raises `ForeignError` for another model's profile, `FormatError` for a group size that is not allowed, snapshots
-    inside
-    groups, tracks that cannot hold the cache, or a model without passages, `NotFiniteError` for NaN or infinity, and
-    `UsageError` for snapshots of a model without states.
+    Raises:
+        ForeignError: another model's profile.
+        FormatError: a group size or snapshot interval that is not allowed, tracks that cannot hold the cache, or a
+            model without passages.
+        NotFiniteError: NaN or infinity in the cache.
+        UsageError: snapshots of a model without states.
     """
     spec = published_spec(engine.spec, group_tokens, snapshots_every)
     needing = needs_profile(tracks)
@@ -295,7 +292,6 @@ def _exact(
     spec: KVSpec,
     progress: Callable[[int, int], None],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the cache that losses are measured against."""
     if passage is None:
         return compute_cache(engine, prompt.tokens, progress, spec=spec)
     check_movable(spec)
@@ -323,12 +319,12 @@ def published_spec(spec: KVSpec, group_tokens: int | None, snapshots_every: int 
 
 
 def needs_raw(spec: KVSpec) -> bool:
-    """Return True if only `RAW` is exact: the cache is quantised, or has float32 states."""
+    """Return True if only `RAW` is exact: for quantised caches and float32 states."""
     return any(each.scales is not None or (each.kind == "state" and each.dtype == "float32") for each in spec.classes)
 
 
 def redundant_tracks(spec: KVSpec | None) -> tuple[str, ...]:
-    """Return the tracks that add nothing for these layer classes; None stands for 16-bit classes."""
+    """Return the tracks that add nothing for these layer classes (None: of 16 bits)."""
     if spec is None or not needs_raw(spec):
         return (RAW,)
     return NO_SMALLER if any(each.scales is not None for each in spec.classes) else ()

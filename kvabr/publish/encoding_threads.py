@@ -1,12 +1,9 @@
 """The encoding threads, and the delay that they may cause to an engine.
 
-One thread has a low priority. On a fully loaded machine it still gets its share, and delays an engine whose threads
-wait
-for each other by all the time that it takes. The other, *patient* thread has idle priority and takes only idle
-processor
-time. During a prefill, caches are encoded in the first thread while the `EncodingBudget` lasts, then in the second;
-after the prefill, in the first, and the second finishes its step at the priority of the first. If a process may not
-raise a priority again, the patient thread has the lowest regular priority instead, so that its step never stalls.
+One thread has a low priority, but gets its share even of a loaded machine, and delays an engine whose threads wait for
+each other. The other, *patient* thread uses only idle processor time. Caches are encoded in the first, but during a
+prefill only while the `EncodingBudget` lasts, then in the second. After the prefill, the second finishes its step at
+the priority of the first. If a process may not raise a priority again, the patient thread has the lowest regular one.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from functools import cache
 import torch
 
 SHARE = 0.03
-"""Maximum delay of a prefill by encoding, as a share of its time; copying the cache is extra."""
+"""Maximum delay of a prefill by encoding, as a share of its time."""
 _NICENESS, _PATIENT_NICENESS = 10, 19
 """The second value is for systems without idle priority."""
 
@@ -33,12 +30,7 @@ class EncodingBudget:
         self._share, self._taken_s, self._steps = share, 0.0, 0
 
     def spend(self, cpu_s: float, wall_s: float) -> None:
-        """Record one step.
-
-        It delayed the engine by at most its processor time and its own waiting time: a thread that never waits for a
-        processor
-        uses an idle one.
-        """
+        """Record one step: it delayed the engine by at most its processor time and its own waiting time."""
         self._taken_s += min(cpu_s, max(0.0, wall_s - cpu_s))
         self._steps += 1
 
@@ -71,7 +63,7 @@ def _be_patient() -> None:
 
 @cache
 def _may_hurry() -> bool:
-    """Return True if a thread may leave idle priority; a temporary thread tries."""
+    """Test in a temporary thread whether a thread may leave idle priority."""
     found: list[bool] = []
 
     def probe() -> None:
@@ -93,7 +85,7 @@ def yield_priority() -> None:
 
 
 def hurry(thread: int) -> None:
-    """Give a thread, if it still runs, its usual priority, by native number."""
+    """Restore a thread's usual priority, by native number."""
     if _may_hurry():
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Encodes a cache into frames, group by group and track by track, and lists them in a catalog."""
+"""Encodes a cache into frames, and lists them in a catalog."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ from kvabr.types.tails import TailLoss
 from kvabr.types.units import cache_length, units_of
 
 _TIMED_GROUPS = 5
-"""Groups whose decoding is timed."""
 _TOKENS_PER_FINER, _MAX_FINER = 128, 4
-"""Tokens of a prompt per finely stored token at its end, and their maximum: beyond it, the next layer of the last group
-saves more per byte.
-"""
+"""Tokens of a prompt per finely stored token at its end, and their maximum: beyond it, layers save more per byte."""
 _TOGETHER, _TOGETHER_ELEMENTS = 32, 1 << 28
-"""Groups encoded together on a GPU, and their elements at about 16 bytes of GPU memory each."""
+"""Groups encoded together on a GPU, and their elements at about 16 bytes each."""
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class MemoryFrames:
 
 
 def finer_tokens(tokens: int) -> int:
-    """Return the number of last tokens that AC tracks store finer, see `GroupContext.finer`."""
+    """Return the number of last tokens that AC tracks store finer."""
     return max(1, min(tokens // _TOKENS_PER_FINER, _MAX_FINER))
 
 
@@ -104,14 +101,13 @@ class FrameEncoder:
             chunks: chained prompt digest of every group.
             tokens: tokens in the cache.
             tracks: see `ordered_tracks`.
-            profile: side information; ignored if no track needs it.
+            profile: ignored if no track needs it.
             store: keeps the frames.
-            position: tokens of the prompt before the cache; for a passage, its position in `decode`.
+            position: tokens before the cache; for a passage, its position in `decode`.
             passage: notes of a passage, whose keys are not rotated.
-            digest: kind of the frames' digests, see `kvabr.types.digests`.
-            finer_end: store the last tokens finer, for players whose engine computes no tail. The last group then
-                differs from
-                the same group of a longer prompt.
+            digest: kind of the frames' digests.
+            finer_end: store the last tokens finer, for players without a tail. A longer prompt then differs in that
+                group.
         """
         self.digest = digest
         self.spec, self.chunks, self.tokens, self.tracks = spec, tuple(chunks), tokens, tuple(tracks)
@@ -120,11 +116,10 @@ class FrameEncoder:
         self._store, self._position, self._passage = store, position, passage
         self._finer_end = finer_end
         self.bytes: dict[str, list[int]] = {track: [0] * len(self.units) for track in tracks}
-        """Size of every frame, by track and group; 0 if not encoded yet."""
+        """By track and group; 0 if not encoded yet."""
         self.digests: dict[str, list[str]] = {track: [unknown(digest)] * len(self.units) for track in tracks}
-        """By track and group."""
         self.outliers: dict[str, int] = dict.fromkeys(tracks, 0)
-        """Tokens stored uncoded, see `kvabr.codec.base.Codec.outliers`."""
+        """Tokens stored uncoded, see `Codec.outliers`."""
         levels = [Level(track, refines=codec(track).refines) for track in tracks]
         digest_of_profile = None if self._profile is None else self._profile.digest
         plain = passage is None and not position and not finer_end
@@ -135,9 +130,8 @@ class FrameEncoder:
     ) -> None:
         """Encode every group on every track, groups in order.
 
-        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; that of a state has its snapshots one
-        after the
-        other, with rows for tokens (`kvabr.types.units.cache_length`).
+        ``cache`` has one tensor per layer class, [layer, K/V, head, token, dim]; that of a state has rows of its
+        snapshots.
         """
         for tensor, part in zip(cache, self.spec.parts, strict=True):
             due = part.shape(cache_length(part, self.tokens))
@@ -155,7 +149,7 @@ class FrameEncoder:
 
     @property
     def together(self) -> int:
-        """Number of groups to encode together, as one does not fill a GPU."""
+        """Number of groups to encode together on a GPU."""
         largest = max(part.group_tokens * part.elements_per_token for part in self.spec.parts)
         return max(1, min(_TOGETHER, _TOGETHER_ELEMENTS // largest))
 
@@ -180,11 +174,9 @@ class FrameEncoder:
         return GroupEncoder(self, self._store, group, kv, replace(self._context(group), memo={}))
 
     def take_over(self, asset: Asset, group: int, store: FrameStore) -> bool:
-        """Reuse a group of another asset on all tracks; return False if it differs.
+        """Reuse a group of another estimated asset on all tracks; return False if it differs.
 
-        Units of states are never shared, and measured assets may end finer. Raise `AssetError` or `FormatError` for
-        missing or
-        damaged frames, before writing any.
+        Raise `AssetError` or `FormatError` for missing or damaged frames, before writing any.
         """
         catalog = asset.catalog
         same = self.spec.even_groups and catalog.estimated and catalog.spec.digest() == self.spec.digest()
@@ -210,7 +202,7 @@ class FrameEncoder:
         decode_group(frame, track, self._context(group), self.chunks[unit.chunk], unit.group, out, below)
 
     def decode_seconds(self, track: str) -> float:
-        """Return the median processor time, in seconds, of checking and decoding a full group on one thread."""
+        """Return the median processor seconds to check and decode a full group on one thread."""
         threads = torch.get_num_threads()
         sizes = [unit.tokens * self.spec.parts[unit.part].elements_per_token for unit in self.units]
         groups = [group for group, size in enumerate(sizes) if size == max(sizes)][:_TIMED_GROUPS]
@@ -252,9 +244,9 @@ class FrameEncoder:
         expected: Mapping[str, Sequence[int]] | None = None,
         **facts: Any,
     ) -> Catalog:
-        """Return the catalog of the tracks in ``loss``, with ``facts`` as further fields of `Catalog`.
+        """Return the catalog of the tracks in ``loss``, with ``facts`` as further fields.
 
-        ``expected`` gives the sizes of a cache that is not encoded yet; its digests are unknown.
+        ``expected`` gives the sizes of a cache that is not encoded yet.
         """
         listed = [track for track in self.tracks if track in loss]
         profile = self._profile if needs_profile(listed) else None
@@ -327,7 +319,7 @@ class GroupEncoder:
         frames.bytes[track][self._group], frames.digests[track][self._group] = len(frame), digest
 
     def make(self, track: str) -> None:
-        """Encode the group on a track for `encode`; raise `FormatError` if the track cannot hold its numbers."""
+        """Encode the group for `encode`; raise `FormatError` if the track cannot hold its numbers."""
         check_holds(track, self.context.spec, self._largest)
         unit, name = self._frames.units[self._group], self.context.spec.track_name
         for lower in _bases(track):
@@ -339,7 +331,7 @@ class GroupEncoder:
 
 
 def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
-    """Encode groups on GPUs together for `GroupEncoder.encode`, on a low-priority stream after the current one."""
+    """Encode groups on GPUs together, on a low-priority stream after the current one."""
     for device in {group.kv.device for group in groups}:
         own = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if own is not None:
@@ -347,7 +339,7 @@ def _prepare(groups: Sequence[GroupEncoder], tracks: Sequence[str]) -> None:
         some = [group for group in groups if group.kv.device == device]
         with nullcontext() if own is None else torch.cuda.stream(own):
             for track in tracks:
-                with suppress(torch.OutOfMemoryError):  # too little memory next to an engine: encode them singly
+                with suppress(torch.OutOfMemoryError):  # too little memory: encode them singly
                     codec(track).prepare([(group.kv, group.context) for group in some])
                 for group in some:
                     group.make(track)
@@ -359,11 +351,9 @@ def needs_profile(tracks: Sequence[str]) -> bool:
 
 
 def holding_tracks(tracks: Sequence[str], spec: KVSpec, magnitudes: Sequence[float]) -> tuple[str, ...]:
-    """Return the tracks that can hold a cache and whose bases can.
+    """Return the tracks that can hold a cache and whose bases can; raise `FormatError` if there are none.
 
-    ``magnitudes`` are the largest per layer class (`kvabr.codec.group.largest`). Raise `FormatError` if there is no
-    such
-    track.
+    ``magnitudes`` are the largest per layer class.
     """
     pairs = tuple(zip(spec.parts, magnitudes, strict=True))
     kept = {track for track in tracks if all(holds(track, part, most) for part, most in pairs)}

@@ -1,9 +1,7 @@
-"""The loss from joining passages, measured once per model and written into catalogs of passages.
+"""The loss from joining passages, which their catalogs must state for a play to join them.
 
-A play joins only passages whose catalog states this loss. It may be the passage's own
-(`kvabr.publish.passages.fusion_losses`), which takes many prefills, or the model's: a file of `FusionLosses`, written
-by
-`kvabr calibrate --blend`, for one model and one way to compute passages.
+It may be the passage's own (`kvabr.publish.passages.fusion_losses`), which takes many prefills, or the model's: a file
+of `FusionLosses`, written by `kvabr calibrate --blend`, for one way to compute passages.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class FusionLosses:
 
     spec: KVSpec
     contexts: int
-    """Number of contexts of a mean; 0 if passages are not means."""
+    """Contexts of a mean; 0 if passages are not means."""
     losses: tuple[tuple[float, float], ...]
     """As `PassageNotes.fusion`."""
     method: str
@@ -53,11 +51,9 @@ class FusionLosses:
         return self
 
     def notes(self, spec: KVSpec, base: str, contexts: int = 0) -> PassageNotes:
-        """Return the notes of a passage with this base, such as ``mean`` over some contexts.
+        """Return the notes of a passage with this base.
 
-        Raises:
-            ForeignError: the losses are of another model.
-            UsageError: the losses are of another base.
+        Raise `ForeignError` for losses of another model, `UsageError` for another base.
         """
         self.check(spec)
         self.check_base(base, contexts)
@@ -73,12 +69,11 @@ class FusionLosses:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {"schema": SCHEMA, **to_json(self, "base", last=_ORDER)}
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> FusionLosses:
-        """Read a file; raise `AssetError` if it cannot be read, `FormatError` if it has no fusion losses."""
+        """Read a file; raise `AssetError` or `FormatError`."""
         try:
             return read(read_text(Path(path), _MAX_BYTES).encode(), FusionLosses, "fusion losses", SCHEMA)
         except FormatError as error:

@@ -1,9 +1,7 @@
 """Publishes a cache during its prefill, so that players have most of it when the prefill ends.
 
-The engine hands over the cache as it is computed, and the asset that `kvabr serve` serves grows
-(`kvabr.store.live_folder`). A group of tokens is announced once its cheapest track is encoded. Its other tracks are
-announced when no group waits for its cheapest one, so they are the first to lag, possibly until after the last token.
-Encoding delays the engine only by a small share of its time (`kvabr.publish.encoding_threads`).
+The asset that `kvabr serve` serves grows as the engine hands over its cache. A group of tokens is announced once its
+cheapest track is encoded. Its other tracks are announced when no group waits for its cheapest one, so they lag first.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ from kvabr.types.live import EdgeMessage, LiveCatalog, LiveEnd, PublishedFrames,
 from kvabr.types.naming import LAYERS
 
 Pace = Sequence[float] | PrefillCost
-"""Time of each group of tokens in seconds since the start of the prefill, or the prefill's cost model."""
+"""Seconds from the start of the prefill to each group of tokens, or the cost model."""
 
 _MAX_HELD = 4
-"""Units kept with their transformed numbers until all tracks are made."""
+"""Units kept with their transformed numbers."""
 
 
 class LivePublisher:
@@ -58,15 +56,14 @@ class LivePublisher:
 
         Args:
             publisher: has the tracks.
-            edge: tracks made while an asset grows; the others follow at the end. Default: the AC layers if offered, as
-                a link
-                slower than the prefill can carry them; else all.
-            share: maximum delay of a prefill by encoding on a busy machine, as a share of its time.
+            edge: tracks made while an asset grows; the others follow at the end. Default: the AC layers, which suit
+                slow links, else all.
+            share: maximum delay of a prefill by encoding, as a share of its time.
             clock: seconds.
             on_announced: takes every announcement, in an encoding thread.
 
         Raises:
-            UsageError: the store is not a folder, unknown edge tracks, or a share outside 0 to 1.
+            UsageError: not a folder, unknown edge tracks, or a share outside 0 to 1.
         """
         offer, store = publisher.offer, publisher.store
         if not isinstance(store.store, LocalStore):
@@ -77,13 +74,11 @@ class LivePublisher:
         self.share, self.on_announced = share, on_announced
         layers = tuple(track for track in offer.tracks if track in LAYERS)
         self.edge = ordered_tracks(edge) if edge is not None else layers or offer.tracks
-        """Tracks made while an asset grows."""
         if absent := [track for track in self.edge if track not in offer.tracks]:
             raise UsageError(
                 f"edge track {absent[0]} is not a track of the publisher, which has {', '.join(offer.tracks)}"
             )
         self.costs = TrackCosts()
-        """Measured encoding times."""
         self._growing: set[LiveProduction] = set()
         publisher.prepare()
 
@@ -102,7 +97,7 @@ class LivePublisher:
             tokens: ids of the prompt.
             pace: when its groups will have been computed.
             salt: a tenant's secret, see `kvabr.types.naming.chain`.
-            model: name of the model with an adapter; None: without one.
+            model: name of the model with an adapter.
             done: takes the outcome, in an encoding thread.
 
         Raises:
@@ -143,10 +138,7 @@ class LivePublisher:
 
 @dataclass(frozen=True, slots=True)
 class LiveSlot:
-    """A cache being computed. Thread-safe; methods return at once.
-
-    They raise `ForkedError` in a forked child; other errors are in the outcome.
-    """
+    """A cache being computed. Thread-safe; methods return at once, and raise only `ForkedError`."""
 
     publisher: Publisher
     production: LiveProduction
@@ -162,14 +154,11 @@ class LiveSlot:
         return self.production.tokens
 
     def groups(self, first_token: int, kv: torch.Tensor | Sequence[torch.Tensor], tokens: int | None = None) -> None:
-        """Hand over the cache of the next tokens.
+        """Hand over the cache of the next tokens, from ``first_token`` on.
 
-        Args:
-            first_token: number of tokens handed over before.
-            kv: [layer, K/V, head, token, dim] of any float dtype, never changed afterwards; one tensor per layer class.
-                A
-                state's has its snapshots within these tokens (`kvabr.types.units.snapshot_ends`), possibly none.
-            tokens: their number, required only for models with states alone.
+        ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim] of any float dtype, never changed
+        afterwards; that of a state has its snapshots within these tokens. ``tokens`` is required only for models with
+        states alone.
         """
         self.publisher.home.check()
         self.production.append(first_token, (kv,) if isinstance(kv, torch.Tensor) else kv, tokens)
@@ -184,7 +173,7 @@ class LiveSlot:
     def fail(self, reason: str) -> None:
         """End the cache early; the tokens so far become the asset of a shorter prompt.
 
-        After `end` or another `fail`, abandon the remaining work and keep the published part.
+        After `end` or another `fail`, abandon the remaining work.
         """
         self.publisher.home.check()
         self.production.fail(reason)
@@ -213,15 +202,12 @@ class TrackCosts:
 
 @dataclass(slots=True)
 class _Pending:
-    """Tracks of a unit to make later."""
-
     chunk: int
-    """Last group of tokens in the unit."""
     index: int
     kv: torch.Tensor
     tracks: tuple[str, ...]
     encoder: GroupEncoder | None = None
-    """The encoder of its cheapest track, with shared results; None: start again."""
+    """The encoder of its cheapest track, with shared results."""
 
 
 class LiveProduction(Production):
@@ -247,18 +233,16 @@ class LiveProduction(Production):
         self._layers: deque[_Pending] = deque()
         """Remaining edge tracks of announced groups."""
         self._late: deque[_Pending] = deque()
-        """Other tracks."""
         self._left_out, self._encoding_s, self._idle_s = 0, 0.0, 0.0
         self._end_announced = False
-        """The end was announced."""
 
     @property
     def _computed(self) -> bool:
-        """Whether the prefill is over; the engine may report the end later than the last tokens."""
+        """The engine may report the end later than the last tokens."""
         return self._ended or self._pieces.tokens == self.tokens
 
     def patient(self) -> bool:
-        """See `Production.patient`: while the prefill runs and its budget is spent."""
+        """Return True while the prefill runs and its budget is spent."""
         return not self._computed and not self._budget.allows(self._clock() - self._began_s)
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
@@ -274,7 +258,7 @@ class LiveProduction(Production):
         return super().has_work() or (self.outcome is None and bool(self._layers))
 
     def step(self) -> None:
-        """See `Production.step`; uses all cores after the last token."""
+        """After the last token, use all cores."""
         with encoding_on(len(os.sched_getaffinity(0)) if self._computed else None):
             super().step()
 
@@ -332,17 +316,14 @@ class LiveProduction(Production):
         self._costs.add(track, time.thread_time() - began_s, elements)
 
     def _rest_s(self, tracks: Sequence[str]) -> float:
-        """Return the encoding time of ``tracks`` for all pending units."""
         return sum(pending.kv.numel() for pending in self._layers) * sum(map(self._costs.of, tracks))
 
     def _news(self, frames: FrameEncoder, chunk: int) -> PublishedFrames:
-        """Return an announcement of all encoded frames of a group of tokens."""
         units = self._pieces.units(chunk)
         whole = all(frames.bytes[track][index] for index, _ in units for track in self._tracks)
         return PublishedFrames(self._key, chunk, 0.0, self._made(frames, chunk, frames.tracks), None if whole else 0.0)
 
     def _publish(self, frames: FrameEncoder, chunk: int, tracks: Collection[str], rest_s: float | None) -> None:
-        """Announce these tracks of a group of tokens."""
         made = self._made(frames, chunk, tracks)
         if self._computed and self._pieces.lag(chunk):
             self._left_out += len(made)
@@ -351,7 +332,7 @@ class LiveProduction(Production):
         self._on_announced(message)
 
     def _made(self, frames: FrameEncoder, chunk: int, tracks: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Return size and digest of the encoded frames of a group of tokens, by published track names."""
+        """Return size and digest of a group's encoded frames, by published track names."""
         parts = self.offer.spec.parts
         return {
             parts[unit.part].track_name(track): (frames.bytes[track][index], frames.digests[track][index])
@@ -393,7 +374,6 @@ class LiveProduction(Production):
         self._shorten(self._frames, why)
 
     def _shorten(self, frames: FrameEncoder | None, why: str) -> None:
-        """Make the announced groups the asset of a shorter prompt, if possible."""
         size = tokens = 0
         if frames is not None and self._live_writer is not None:
             with contextlib.suppress(Exception):
@@ -410,7 +390,7 @@ class LiveProduction(Production):
         return PublishOutcome(verdict, size, why, tokens, self._left_out, self._encoding_s, self._idle_s)
 
     def _discard(self, writer: LiveWriter, frames: FrameEncoder) -> None:
-        """Remove the frames of groups that were not announced: the disk may be full."""
+        """Remove frames that were not announced: the disk may be full."""
         for unit in frames.units:
             if unit.chunk >= self._next:
                 for track in frames.tracks:
@@ -418,7 +398,6 @@ class LiveProduction(Production):
 
 
 def _seconds(pace: Pace, tokens: int, spec: KVSpec) -> tuple[float, ...]:
-    """Return the expected time of each group of tokens."""
     ends = [spec.group_range(group, tokens)[1] for group in range(spec.groups(tokens))]
     found = tuple(pace.seconds(0, end) for end in ends) if isinstance(pace, PrefillCost) else tuple(map(float, pace))
     if len(found) != len(ends) or any(not 0 <= one <= two < float("inf") for one, two in pairwise((0.0, *found))):

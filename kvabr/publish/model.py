@@ -12,17 +12,12 @@ if TYPE_CHECKING:
 
 
 class ScoringEngine(Engine, Protocol):
-    """An engine that can score a continuation, enough to measure losses."""
+    """An engine that can score a continuation."""
 
     def score(self, kv: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the next token after each of ``tokens``, given the cache ``kv``.
+        """Return log-probabilities of the next token after each of ``tokens``, given the cache ``kv`` (None: no cache).
 
-        Args:
-            kv: [layer, K/V, head, token, dim]; not modified. None for no cache.
-            tokens: ids of the continuation.
-
-        Returns:
-            [len(tokens), vocabulary] float64.
+        ``kv`` is [layer, K/V, head, token, dim] and not modified; the result is [len(tokens), vocabulary] float64.
         """
 
 
@@ -46,7 +41,7 @@ class AnsweringEngine(ScoringEngine, Protocol):
     """A scoring engine with its own, faster generation."""
 
     def answer(self, kv: tuple[torch.Tensor, ...] | None, question: Sequence[int], tokens: int) -> list[int]:
-        """Return the ``tokens`` most likely ids after a cache (one tensor per layer class) and a question."""
+        """Return the ``tokens`` most likely ids after a cache and a question."""
 
 
 def answer_of(
@@ -62,7 +57,7 @@ def answer_of(
 
 
 class CalibrationEngine(ScoringEngine, Protocol):
-    """An engine that can report how sensitive a continuation is to each number of a cache."""
+    """An engine that can differentiate a continuation by its cache."""
 
     @property
     def context(self) -> int:
@@ -74,17 +69,11 @@ class CalibrationEngine(ScoringEngine, Protocol):
     def gradient_classes(
         self, kv: tuple[torch.Tensor, ...], tokens: Sequence[int], seed: int = 0
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient by a cache of the log-probability of sampled next tokens.
+        """Return the gradient of the summed log-probability of sampled next tokens by a cache: float32, of its shapes.
 
-        The expectation of its square is the Fisher information, the growth of the KL divergence with an error.
-
-        Args:
-            kv: one tensor per layer class, [layer, K/V, head, token, dim] of all tokens; not modified.
-            tokens: ids of the continuation; a next token is sampled after each.
-            seed: of the sampling.
-
-        Returns:
-            Float32 tensors of the shapes of ``kv``: the gradient of the summed log-probability of the sampled tokens.
+        The expectation of its square is the Fisher information, the growth of the KL divergence with an error. ``kv``
+        has one tensor per layer class, [layer, K/V, head, token, dim], and is not modified; one token is sampled after
+        each of ``tokens``.
         """
 
     def continue_classes(
@@ -98,13 +87,13 @@ class CalibrationEngine(ScoringEngine, Protocol):
 
 
 class LayerSink(Protocol):
-    """Storage for the caches and gradients of an engine that runs layer by layer."""
+    """Storage of a `LayerEngine` for caches and gradients."""
 
     def put_cache(self, context: int, layer: int, kv: torch.Tensor) -> None:
         """Take one layer of a context's cache, [K/V, head, token, dim]."""
 
     def kept(self, context: int, layer: int) -> torch.Tensor:
-        """Return one layer of a context's cache without its scored tokens, [K/V, head, token, dim]."""
+        """Return one layer of a context's cache without its scored tokens."""
 
     def put_gradient(self, context: int, layer: int, gradient: torch.Tensor) -> None:
         """Take the gradient by the result of `kept`, float32."""
@@ -112,14 +101,14 @@ class LayerSink(Protocol):
 
 @runtime_checkable
 class LayerEngine(CalibrationEngine, Protocol):
-    """An engine that holds one layer of its model at a time, and so runs all contexts layer by layer."""
+    """An engine that holds one layer at a time, and runs all contexts layer by layer."""
 
     @property
     def layer_bytes(self) -> int:
         """Bytes per scored token in the temporary file of `by_layer`."""
 
     def places(self) -> list[tuple[int, int]]:
-        """Return, by layer, its class and its index in the class's tensor."""
+        """Return each layer's class and its index in the class's tensor."""
 
     def by_layer(
         self,
@@ -132,13 +121,13 @@ class LayerEngine(CalibrationEngine, Protocol):
 
         Args:
             contexts: token ids of each.
-            scored: number of a context's last tokens that are its continuation; 0: no gradient.
+            scored: number of last tokens that are the continuation; 0: no gradient.
             sink: takes the caches of all tokens, then gradients.
-            progress: takes the stages "forward" and "backward", with steps per context and layer.
+            progress: takes the stages "forward" and "backward".
 
         Raises:
             ModelError: the tokens do not fit the model, or weights or outputs are not finite.
-            OSError: no disk space for the inputs of the layers.
+            OSError: no disk space.
         """
 
 
@@ -147,7 +136,7 @@ class TextModel(Protocol):
 
     @property
     def engine(self) -> CalibrationEngine:
-        """The model."""
+        pass
 
     @property
     def opening(self) -> tuple[int, ...]:
@@ -158,9 +147,6 @@ class TextModel(Protocol):
 
 
 def opened(model: TextModel, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return a prompt that begins with `TextModel.opening`, once.
-
-    Without it, a model predicts worse and has other attention sinks.
-    """
+    """Prepend `TextModel.opening` once: without it, a model predicts worse and has other attention sinks."""
     opening = model.opening
     return tuple(tokens) if tuple(tokens[: len(opening)]) == opening else (*opening, *tokens)

@@ -1,7 +1,7 @@
 """The tracks of an engine's publisher, and catalogs with estimated losses.
 
-An engine has no time for the forward passes of `kvabr encode`. Losses, tails, decode times and expected sizes are those
-of another catalog, the *prior* (ideally of the same model), spread over the groups.
+An engine has no time for the measurements of `kvabr encode`. Losses, decode times and expected sizes are those of
+another catalog, the *prior* (ideally of the same model), spread over the groups.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ CASTS = ("FP16", "BF16")
 _MAX_LAYER_LOSS = 0.9
 """Maximum loss of a layer as a share of its base's."""
 _LAST_GROUPS = 4
-"""Last groups that keep their share of the prior's loss."""
 _EVEN_SHARE = 0.05
-"""Share of the loss that is spread evenly, so that every group has some."""
+"""Share of the loss that is spread evenly."""
 _MAX_NAMED = 64
-"""Cached offers for adapters; preparing a profile takes a second."""
+"""Cached offers for adapters."""
 _FRAME_BYTES = 256
-"""Maximum overhead of a frame."""
 
 
 class TrackOffer:
@@ -54,7 +52,7 @@ class TrackOffer:
         source: str,
         digest: str = SHA256,
     ) -> None:
-        """Choose the tracks; arguments as of `kvabr.publish.publisher.Publisher`."""
+        """Choose the tracks; arguments as of `Publisher`."""
         if tracks is None:
             plain = (*((RAW,) if needs_raw(spec) else ()), *PLAIN_TRACKS, *(LAYERS if profile is not None else ()))
             tracks = [track for track in plain if track not in redundant_tracks(spec)]
@@ -77,7 +75,7 @@ class TrackOffer:
         self._named: dict[str, TrackOffer] = {}
 
     def named(self, model: str) -> TrackOffer:
-        """Return this offer, with its profile, for the model with an adapter."""
+        """Return this offer for the model with an adapter."""
         if model == self.spec.model:
             return self
         if model not in self._named:
@@ -92,7 +90,7 @@ class TrackOffer:
         return self._named[model]
 
     def prepare(self) -> None:
-        """Compute the matrices of the AC tracks, which take a second, before the first group."""
+        """Compute the matrices of the AC tracks, which take a second."""
         if self.profile is not None and any(codec(track).needs_profile for track in self.tracks):
             for part in self.spec.parts:
                 self.profile.of(part).analysis.prepare()
@@ -106,9 +104,9 @@ class TrackOffer:
         passage: PassageNotes | None = None,
         magnitudes: Sequence[float] | None = None,
     ) -> FrameEncoder:
-        """Return an encoder of one cache or ``passage``; a position of None excludes tracks with a profile.
+        """Return an encoder of one cache.
 
-        Known ``magnitudes`` exclude tracks that cannot hold them, see `holding_tracks`.
+        A position of None excludes tracks with a profile, ``magnitudes`` tracks that cannot hold them.
         """
         tracks = self.tracks
         if position is None:
@@ -151,14 +149,13 @@ class TrackOffer:
         )
 
     def _of_prior(self, name: str) -> Track:
-        """Return a track of the prior; Raw, if absent, is a cast without loss."""
+        """Return a track of the prior; Raw may be absent."""
         if name in self.prior.by_name:
             return self.prior.track(name)
         cast = next((self.prior.track(each) for each in CASTS if each in self.prior.by_name), self.prior.tracks[0])
         return replace(cast, loss=(0.0,) * len(cast.loss))
 
     def _losses(self, frames: FrameEncoder, track: str) -> tuple[float, ...]:
-        """Return every unit's loss on a track, class by class if the prior has the same classes."""
         spec, prior, theirs = self.spec, self.prior, self._of_prior(track).loss
         if len(spec.classes) == 1 or prior.spec.names != spec.names:
             return frames.spread(expected_losses(theirs, len(frames.chunks)))
@@ -177,7 +174,6 @@ class TrackOffer:
         return tuple(losses)
 
     def _sizes(self, frames: FrameEncoder, track: str) -> list[int]:
-        """Return the expected bytes of every unit, from the prior's bytes per element."""
         spec, prior = self.spec, self.prior
         alike = len(spec.classes) > 1 and prior.spec.names == spec.names
         rates = [self._rate(track, part if alike else None) for part in range(len(spec.classes))]
@@ -187,7 +183,6 @@ class TrackOffer:
         ]
 
     def _rate(self, track: str, part: int | None) -> float:
-        """Return the prior's bytes per element, for one layer class or all."""
         prior = self.prior
         if track not in prior.by_name:  # only Raw may be absent
             return float(max(ITEM_BYTES[each.dtype] for each in self.spec.classes))
@@ -203,8 +198,7 @@ class TrackOffer:
 def expected_losses(losses: Sequence[float], groups: int) -> tuple[float, ...]:
     """Return the losses of ``groups`` groups from those of another cache, with the same sum.
 
-    The loss of a whole cache hardly grows with its length. Most of it is in the last groups and in the first; the
-    distribution between them depends on the text.
+    The loss of a cache hardly grows with its length, and is mostly in its last groups and the first.
     """
     total, last = sum(losses), min(_LAST_GROUPS, len(losses) - 1, groups - 1)
     made = [total / groups] * groups

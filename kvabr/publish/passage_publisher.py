@@ -27,12 +27,11 @@ def publish_passage(
 
     Args:
         publisher: of this model's caches, see `kvabr.engines.transformers.cache_publisher`.
-        model: the model and its tokenizer, see `kvabr.engines.transformers.model_loader.load_model`.
-        tokens: ids of the passage as in prompts, without the special tokens that begin these.
-        contexts: number of texts to average over, see `contexts_for`; 0: compute it alone.
-        fusion: the model's loss from joining passages of as many contexts (`kvabr calibrate --blend`). Without it, a
-            player
-            computes the passage unless it accepts any loss.
+        model: see `kvabr.engines.transformers.model_loader.load_model`.
+        tokens: ids of the passage, without special tokens at the start.
+        contexts: number of texts to average over; 0: compute it alone.
+        fusion: the model's loss from joining passages (`kvabr calibrate --blend`). Without it, a player computes the
+            passage unless it accepts any loss.
         salt: a tenant's secret, see `kvabr.types.naming.chain`.
 
     Returns:

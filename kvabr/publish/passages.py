@@ -1,9 +1,7 @@
 """Caches of passages: computed alone, after a text, or as a mean over contexts; and the loss from joining them.
 
-A passage is played after texts unknown to its publisher. The mean over several contexts (keys before rotation, values)
-is closer to the cache after any text than a cache computed alone: it has no attention sinks at its first tokens, and
-the
-influence of single contexts averages out. It costs the publisher one prefill per context.
+The mean over several contexts is closer to the cache after any text than a cache computed alone: it has no attention
+sinks at its first tokens, and the influence of single contexts averages out.
 
 All caches here are position-free: [layer, K/V, head, token, dim] float32 with keys before rotation.
 """
@@ -25,15 +23,13 @@ from kvabr.types.errors import UsageError
 from kvabr.types.kv import KVSpec
 
 NEUTRAL = "The following passages may help to answer the question that comes after them.\n\n"
-"""First context, like the beginning of a prompt made of passages."""
 CONTEXTS = 4
-"""Default: the neutral text, and three pieces of other texts."""
+"""The neutral text, and three pieces of other texts."""
 CONTEXT_TOKENS = 96
-"""Tokens of each piece."""
 
 
 class FusionEngine(BlendEngine, CalibrationEngine, Protocol):
-    """An engine that can recompute, score and differentiate, to measure the loss of joined caches."""
+    """An engine for measuring the loss of joined caches."""
 
 
 def free_cache(engine: Engine, ids: Sequence[int], before: Sequence[int] = ()) -> torch.Tensor:
@@ -61,13 +57,9 @@ def mean_cache(
 
 
 def contexts_for(model: TextModel, texts: Mapping[str, str], count: int = CONTEXTS, seed: int = 0) -> list[list[int]]:
-    """Return contexts for computing passages: a neutral text, then pieces of texts in turn.
+    """Return contexts for computing passages: a neutral text, then pieces of ``texts`` in turn.
 
-    Args:
-        model: the model with its tokenizer.
-        texts: by name; not those of the passages.
-        count: number of contexts.
-        seed: selects the pieces; other seeds give held-out contexts.
+    The texts must not be those of the passages; other seeds give held-out contexts.
     """
     dice = random.Random(seed)  # noqa: S311 - reproducible, not secret
     out = [list(opened(model, model.encode(NEUTRAL)))] if count else []
@@ -92,14 +84,14 @@ def unrotated(kv: torch.Tensor, spec: KVSpec, first_token: int) -> torch.Tensor:
 
 
 def joined(parts: Sequence[torch.Tensor], spec: KVSpec, first_token: int = 0) -> torch.Tensor:
-    """Return position-free caches one after the other, rotated to positions from ``first_token`` on."""
+    """Join position-free caches, rotated to positions from ``first_token`` on."""
     kv = torch.cat(list(parts), dim=3)
     kv[:, 0] = rotate(kv[:, 0], spec.rope, first_token)
     return kv
 
 
 def fisher(engine: CalibrationEngine, kv: torch.Tensor, continuation: Sequence[int], draws: int = 1) -> torch.Tensor:
-    """Return the mean squared gradient of a continuation's outputs by a cache, of its shape (`CalibrationEngine`)."""
+    """Return the mean squared gradient of a continuation's outputs by a cache."""
     total = torch.zeros(kv.shape)
     for seed in range(draws):
         total += engine.gradient_classes((kv,), continuation, seed)[0].cpu() ** 2
@@ -122,17 +114,9 @@ def publisher_order(
     contexts: Sequence[Sequence[int]],
     tail: Sequence[int],
 ) -> bytes:
-    """Return the order in which to recompute a passage's tokens if the question is unknown, one byte per token.
+    """Return the rank of each token, 0 (first) to 255, for recomputing a passage if the question is unknown.
 
-    Args:
-        engine: the model.
-        ids: the passage.
-        base: its position-free cache.
-        contexts: held-out contexts to measure errors after.
-        tail: following ids; errors count by their outputs.
-
-    Returns:
-        The rank of each token, 0 (first) to 255, evenly spread.
+    Errors of the position-free cache ``base`` are measured after held-out ``contexts``, by the outputs of ``tail``.
     """
     cost = torch.zeros(len(ids))
     for before in contexts:
@@ -156,21 +140,11 @@ def fusion_losses(
     order: bytes | None = None,
     question: int = 16,
 ) -> tuple[tuple[float, float], ...]:
-    """Measure the loss of a passage's cache after held-out contexts, for several shares of recomputed tokens.
+    """Measure the loss of a passage's position-free cache after held-out contexts, for shares of recomputed tokens.
 
-    Args:
-        engine: the model.
-        ids: the passage.
-        base: its position-free cache.
-        contexts: held-out contexts, other than the base's.
-        tail: following ids; the first ``question`` of them select tokens.
-        selector: makes the selector.
-        shares: increasing shares.
-        order: the publisher's order, if the selector needs it.
-        question: tokens of the tail that stand for the question.
-
-    Returns:
-        (share, loss) pairs: KL against the full prefill over the rest of the tail, nats per token, mean over contexts.
+    The first ``question`` ids of ``tail``, which follow the passage, select the tokens, with the publisher's ``order``
+    if the selector needs it. Return (share, loss) pairs: KL against the full prefill over the rest of the tail, nats
+    per token, mean over contexts.
     """
     if len(tail) < question + 2:
         raise UsageError(f"the tail after the passage must have at least {question + 2} tokens, got {len(tail)}")
@@ -194,7 +168,7 @@ def fusion_losses(
 
 
 def _with_tail(engine: Engine, kv: torch.Tensor, asked: Sequence[int]) -> torch.Tensor:
-    """Return a cache followed by all tokens of a question but the last, which is scored."""
+    """Append all tokens of a question but the last, which is scored."""
     if len(asked) < 2:
         return kv
     return torch.cat((kv, engine.prefill(asked[:-1], kv).to(kv.dtype)), dim=3)

@@ -1,8 +1,7 @@
-"""The production of one asset: runs of tokens arrive, and are encoded step by step, group by group.
+"""The production of one asset: an engine hands over runs of tokens, and an encoding thread takes steps.
 
-Engine threads hand over computed tokens; an encoding thread takes the steps. A `Production` writes an asset that
-appears
-at the end; `kvabr.publish.live_publisher` has one that is played while it grows.
+A `Production` writes an asset that appears at the end; `kvabr.publish.live_publisher` has one that is played while it
+grows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from kvabr.types.passage import PassageNotes
 from kvabr.types.units import Unit, snapshot_ends, units_by_chunk, units_of
 
 PublishVerdict = Literal["full", "known", "published", "failed"]
-"""Queue full; published before; published now; could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,12 @@ class PublishOutcome:
     bytes: int = 0
     """Of all tracks."""
     why: str = ""
-    """Reason of a failure."""
     tokens: int = 0
-    """Published tokens; after a failure, those of the shorter prompt that remains."""
+    """After a failure, those of the shorter prompt that remains."""
     left_out: int = 0
-    """Frames announced only after the last token because encoding was too slow, except the last groups."""
+    """Frames announced only after the last token because encoding was too slow."""
     encoding_s: float = 0.0
-    """Processor time of encoding until the last token."""
+    """Processor time until the last token."""
     idle_s: float = 0.0
     """Part of it taken at idle priority."""
     not_finite: bool = False
@@ -72,33 +69,20 @@ class Production:
     ) -> None:
         """Create a production without tokens.
 
-        Args:
-            offer: the tracks.
-            make_writer: called in the first step.
-            chunks: chained prompt digest of every group of tokens.
-            tokens: number of tokens expected.
-            position: of the first token, see `kvabr.publish.publisher.Publisher.reserve_named`.
-            done: takes the outcome.
-            passage: notes of a passage, whose keys are not rotated.
-            prompt: token ids to keep with the asset.
-            begun: called in the first step; returns an asset with the same beginning and the number of shared groups,
-                which are
-                copied from it.
+        ``position`` and ``passage`` are as in `Publisher.reserve_named` and `reserve_passage`; ``prompt`` is kept with
+        the asset. The first step calls ``make_writer``, and ``begun``, which returns an asset with the same beginning
+        and the number of groups to copy from it. ``done`` takes the outcome.
         """
         self.offer, self.chunks, self.tokens, self.done = offer, tuple(chunks), tokens, done
         self.lock = threading.Lock()
         self.outcome: PublishOutcome | None = None
-        """Set at the end."""
         self.published: str | None = None
-        """Name of the published asset."""
         self.waits_for: bool | None = None
-        """Queue of the next step: True for the patient thread, False for the other, None for no queue. Guarded by
-        `lock`.
-        """
+        """Queue of the next step: patient or not; None: not queued. Guarded by `lock`."""
         self.stepping = False
-        """A thread is running a step; guarded by `lock`."""
+        """Guarded by `lock`."""
         self.patient_thread: int | None = None
-        """Native number of the patient thread while it runs a step; guarded by `lock`."""
+        """Native number of the patient thread in a step. Guarded by `lock`."""
         self._make_writer, self._position, self._passage = make_writer, position, passage
         self._prompt, self._begun = prompt, begun
         self._stack = contextlib.ExitStack()
@@ -107,7 +91,6 @@ class Production:
         self._pieces = _Pieces(offer.spec, tokens)
         self._ended, self._reason, self._hurry = False, "", False
         self._next = 0
-        """Next group of tokens to encode."""
         self._source: tuple[Asset, int] | None = None
         """Result of `begun` while groups are copied."""
         self._not_finite = False
@@ -122,10 +105,7 @@ class Production:
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None = None) -> None:
         """Take the cache of the next tokens; publishing fails if it is malformed.
 
-        ``kv`` has one tensor per layer class, [layer, K/V, head, token, dim], never changed afterwards. That of a state
-        has its
-        snapshots within these tokens one after the other, possibly none. ``tokens`` is required only if all classes are
-        states.
+        See `LiveSlot.groups`; ``kv`` always has one tensor per layer class.
         """
         with self.lock:
             if self._ended:
@@ -164,7 +144,7 @@ class Production:
     # ------------------------------------------------------- the encoding threads, one at a time
 
     def spent(self, cpu_s: float, wall_s: float, *, patient: bool) -> None:
-        """Record the processor time and wall time of a step."""
+        """Record the times of a step."""
 
     def step(self) -> None:
         """Do one group's work, and set the outcome at the end; never raise."""
@@ -215,7 +195,7 @@ class Production:
             self._catch_up(self._frames)
 
     def _take_over(self, frames: FrameEncoder, writer: AssetWriter, asset: Asset, shared: int) -> None:
-        """Copy the next group from an asset with the same beginning; if it is damaged, stop copying."""
+        """Copy the next group from an asset with the same beginning."""
         sound = False
         with contextlib.suppress(KvabrError):  # removed or damaged
             sound = frames.take_over(asset, self._next, writer)
@@ -224,7 +204,6 @@ class Production:
             self._source = None
 
     def _magnitudes(self) -> list[float] | None:
-        """Return the largest magnitude per layer class; None if tokens are missing."""
         return self._pieces.magnitudes()
 
     def _begin(self, frames: FrameEncoder) -> None:
@@ -235,17 +214,15 @@ class Production:
         return frames.together if gpu.runs_on(self._pieces.device) else 1
 
     def _encode(self, frames: FrameEncoder, chunk: int, units: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Encode groups of tokens from ``chunk`` on, given as units with their indices."""
         del chunk
         for encoder in frames.encoders(units):
             for track in frames.tracks:
                 encoder.encode(track)
 
     def _catch_up(self, frames: FrameEncoder) -> None:
-        """Do pending work while no group waits."""
+        pass
 
     def _end(self, frames: FrameEncoder, writer: AssetWriter, reason: str) -> None:
-        """Publish the asset, unless there is a reason not to."""
         if reason:
             self._broken(reason)
             return
@@ -263,23 +240,18 @@ class Production:
 
 
 class _Pieces:
-    """Runs of tokens, held until they are taken as groups."""
-
     def __init__(self, spec: KVSpec, tokens: int) -> None:
         self._spec, self._all = spec, tokens
         self._ends = [snapshot_ends(part, tokens) for part in spec.parts]
         self._held: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in spec.parts]
-        """By layer class: pieces, with their first token (or row of a state)."""
+        """Pieces of a layer class, with their first token (or row of a state)."""
         self._done = [0] * len(spec.parts)
-        """Tokens (rows) received, by layer class."""
         units = units_by_chunk(units_of(spec, tokens), spec.groups(tokens))
         numbers = count()
         self._units = [[(next(numbers), unit) for unit in each] for each in units]
-        """By group of tokens: the units that end in it, with their indices."""
+        """By group of tokens: the units that end in it."""
         self._runs: list[int] = []
-        """Total tokens after each run."""
         self.tokens = 0
-        """Tokens received."""
 
     @property
     def device(self) -> torch.device:
@@ -292,7 +264,6 @@ class _Pieces:
         return len(self._units) if self.tokens == self._all else self.tokens // self._spec.group_tokens
 
     def append(self, first: int, kv: Sequence[torch.Tensor], tokens: int | None) -> None:
-        """See `Production.append`; raises `FormatError`."""
         spec = self._spec
         if len(kv) != len(spec.parts):
             raise FormatError(
@@ -322,7 +293,6 @@ class _Pieces:
         self._runs.append(last)
 
     def magnitudes(self) -> list[float]:
-        """Return the largest held magnitude per layer class; raise `NotFiniteError`."""
         pairs = zip(self._spec.parts, self._held, strict=True)
         return [max((largest(kv, part, at) for at, kv in held), default=0.0) for part, held in pairs]
 
@@ -335,7 +305,6 @@ class _Pieces:
         return self._units[chunk]
 
     def take(self, chunk: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the units of a group of tokens, by index, and drop earlier ones."""
         return [(index, self._cut(unit)) for index, unit in self._units[chunk]]
 
     def _cut(self, unit: Unit) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Looks up whether a store has an undamaged asset, without ever making an engine wait for a slow store.
+"""Looks up whether a store has an undamaged asset, without making an engine wait for a slow store.
 
-When an asset is computed again, it is checked (all parts present; in a folder also every byte), and published again if
-damaged. Checks run at most hourly per asset, one at a time, at a low priority; until then an asset counts as undamaged.
-Buckets verify their objects themselves, so their bytes are not read.
+An asset that is computed again is checked (all parts present; in a folder also every byte), and replaced if damaged.
+Checks run at most hourly per asset, one at a time, at a low priority; until then an asset counts as undamaged.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class PublishedLookup:
         check_s: float = CHECK_S,
         pause_s: float = PAUSE_S,
     ) -> None:
-        """Create a lookup.
+        """Create a lookup; the functions may block.
 
         Args:
-            published: returns whether the store has an asset; may block and raise `KvabrError`.
-            touch: notes the use of an asset, after the answer; may block.
-            sound: returns False for a damaged asset; may block.
+            published: returns whether the store has an asset; may raise `KvabrError`.
+            touch: notes the use of an asset, after the answer.
+            sound: returns False for a damaged asset.
             wait_s: time limit of `ask`.
             check_s: time limit of ``sound``.
             pause_s: pause after a late answer or an error.
@@ -57,7 +56,6 @@ class PublishedLookup:
         self._published, self._touch = published, touch
         self._sound, self._wait_s, self._check_s, self._pause_s = sound, wait_s, check_s, pause_s
         self._late: threading.Thread | None = None
-        """A thread that still waits for a late answer."""
         self._again_s = 0.0
         self._lock = threading.Lock()
 
@@ -114,7 +112,6 @@ class SoundAssets:
         self._store = store
         self._sound: TTLCache[tuple[str, AssetVersion], bool] = TTLCache(_MAX_KNOWN, _RECHECK_S)
         self._damaged: LRUCache[str, AssetVersion] = LRUCache(_MAX_KNOWN)
-        """Damaged version by name."""
         self._lock, self._checking = threading.Lock(), threading.Lock()
 
     def look(self, name: str) -> bool:
@@ -139,7 +136,7 @@ class SoundAssets:
             self._checking.release()
 
     def is_damaged(self, name: str) -> bool:
-        """Return True if a check found an asset of this name damaged; it may have been replaced since."""
+        """Return True if a check found this asset damaged."""
         with self._lock:
             return name in self._damaged
 

@@ -1,6 +1,6 @@
-"""Publishes caches that an engine computed, in the background, into a store for `kvabr serve`.
+"""Publishes caches that an engine computed, in the background, with estimated losses (`kvabr.publish.offer`).
 
-Losses are estimated, see `kvabr.publish.offer`. Caches are dropped rather than delaying the engine.
+Caches are dropped rather than delaying the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvabr.types.passage import PassageNotes, passage_chain
 _log = logging.getLogger(__name__)
 
 _MAX_GROUPS = 1 << 18
-"""Group digests remembered with their assets, about 60 MB."""
+"""Group digests remembered, about 60 MB."""
 
 __all__ = ["PublishOutcome", "PublishVerdict", "Publisher", "Slot", "read_profile", "with_heads", "with_layers"]
 
@@ -64,24 +64,21 @@ class Publisher:
         """Open the store, and start.
 
         Args:
-            location: a folder or a URL; assets are named by their prompt digest.
+            location: a folder or a URL.
             spec: of the caches.
             prior: catalog to estimate losses and decode times from, ideally of the same model.
-            tracks: names, all in the prior except Raw. Default: FP16, Int8, Int4, and with a profile the AC layers; Raw
-                in
-                place of larger tracks for a quantised cache, and for float32 states.
+            tracks: names in the prior, or Raw. Default: FP16, Int8, Int4, with a profile the AC layers; Raw in place of
+                larger tracks for a quantised cache, and for float32 states.
             profile: codec profile of the model; `ForeignError` if of another.
             queue: maximum number of caches waiting or in work, all in memory.
-            max_bytes: limit of engine assets in a folder, see `kvabr.store.quota`; None: no limit.
-            source: description of the caches for the catalogs.
-            digest: kind of the groups' digests, see `kvabr.types.digests`.
-            keep_tokens: store the token ids of prompts without salt, for KV events (`kvabr.telemetry.kv_events`);
-                folders only.
+            max_bytes: limit of engine assets in a folder, see `kvabr.store.quota`.
+            source: description for the catalogs.
+            digest: kind of the groups' digests.
+            keep_tokens: store the token ids of prompts without salt, for KV events; folders only.
         """
         if queue < 1:
             raise UsageError(f"queue must be at least 1, got {queue}")
         self.offer = TrackOffer(spec, prior=prior, tracks=tracks, profile=profile, source=source, digest=digest)
-        """The tracks."""
         self.store = open_store(location)
         self._folder = self.store.store if isinstance(self.store.store, LocalStore) else None
         if keep_tokens and self._folder is None:
@@ -105,23 +102,20 @@ class Publisher:
         self._lookup = PublishedLookup(self.store.has, self._touch, sound=self._sound.look)
         self._free = threading.BoundedSemaphore(queue)
         self._known: set[str] = set()
-        """Assets in production."""
         self._longest: LRUCache[str, str] = LRUCache(_MAX_GROUPS)
         """Longest asset published here, by digests of its groups."""
         self._lock = threading.Lock()
         self.home = HomeProcess("the publisher")
-        """The process that owns the threads."""
         self._thread, self._patient_thread = encoding_thread(), encoding_thread(patient=True)
         self._closed, self._keep_tokens = False, keep_tokens
         self.not_finite = 0
         """Caches refused for NaN or infinity."""
 
     def reserve(self, tokens: Sequence[int], salt: bytes = b"", model: str | None = None) -> Slot | PublishVerdict:
-        """Return a slot for a future cache of these tokens, or the reason for none; blocks half a second at most.
+        """Return a slot for a future cache of these tokens, or the reason for none; block half a second at most.
 
-        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`; ``model`` names the model with an adapter, with
-        the same
-        shape. Raise `UsageError` for invalid token ids.
+        ``salt`` is a tenant's secret, see `kvabr.types.naming.chain`; ``model`` names the model with an adapter. Raise
+        `UsageError` for invalid token ids.
         """
         spec, model = self.offer.spec, model or self.offer.spec.model
         chunks = chain(tokens, model=model, tokenizer=spec.tokenizer, group_tokens=spec.group_tokens, salt=salt)
@@ -133,9 +127,9 @@ class Publisher:
         return replace(slot, model=model, prompt=Prompt(tuple(tokens), ()) if self._keep_tokens and plain else None)
 
     def reserve_passage(self, tokens: Sequence[int], notes: PassageNotes, salt: bytes = b"") -> Slot | PublishVerdict:
-        """As `reserve`, for a passage with float32 keys before rotation (`kvabr.publish.passages`) and these ``notes``.
+        """Reserve a slot for a passage, with float32 keys before rotation (`kvabr.publish.passages`).
 
-        Raise `FormatError` if the model cannot have passages, or not with these notes.
+        Raise `FormatError` if the model cannot have such passages.
         """
         spec = self.offer.spec
         notes.check(spec, len(tokens))
@@ -145,10 +139,9 @@ class Publisher:
         return replace(slot, passage=notes) if isinstance(slot, Slot) else slot
 
     def reserve_named(self, chunks: Sequence[str], tokens: int, position: int | None = 0) -> Slot | PublishVerdict:
-        """As `reserve`, for group digests of 64 hex digits each; the last one names the asset.
+        """Reserve a slot by group digests of 64 hex digits each; the last one names the asset.
 
-        ``position`` is that of the first token. None (unknown) excludes tracks with a profile, which undo the rotary
-        embedding.
+        A ``position`` of None (unknown) excludes tracks with a profile, which undo the rotary embedding.
         """
         self.home.check()
         if not chunks:
@@ -217,10 +210,7 @@ class Publisher:
         self.wake(made)
 
     def _published_prefix(self, chunks: Sequence[str]) -> tuple[Asset, int] | None:
-        """Return the asset published here that shares the most groups with a prompt, and their number.
-
-        Thus each turn of a conversation is encoded once.
-        """
+        """Return the asset published here that shares the most groups, so that conversations are encoded once."""
         if self._folder is None:
             return None  # reading groups from a bucket is slower than encoding them
         with self._lock:
@@ -251,7 +241,6 @@ class Publisher:
         (self._patient_thread if patient else self._thread).submit(self._work, production, patient)
 
     def _work(self, production: Production, patient: bool) -> None:
-        """Run one step of a cache, and queue the next."""
         with production.lock:
             if production.waits_for is not patient:
                 return
@@ -307,25 +296,20 @@ class Slot:
     chunks: tuple[str, ...]
     tokens: int
     position: int | None = 0
-    """See `Publisher.reserve_named`."""
     passage: PassageNotes | None = None
-    """See `Publisher.reserve_passage`."""
     model: str | None = None
-    """See `Publisher.reserve`."""
     replaces: bool = False
     """Replaces a damaged asset."""
     prompt: Prompt | None = None
-    """Token ids to keep with the asset."""
 
     @property
     def offer(self) -> TrackOffer:
-        """The tracks."""
         return self.publisher.offer if self.model is None else self.publisher.offer.named(self.model)
 
     def fill(self, kv: torch.Tensor | tuple[torch.Tensor, ...], done: Callable[[PublishOutcome], object]) -> None:
-        """Publish a cache, [layer, K/V, head, token, dim] of any float dtype, never changed afterwards.
+        """Publish a cache, one tensor [layer, K/V, head, token, dim] per layer class, never changed afterwards.
 
-        ``kv`` has one tensor per layer class. ``done`` takes the outcome, in an encoding thread.
+        ``done`` takes the outcome, in an encoding thread.
         """
         self.publisher._fill(self, (kv,) if isinstance(kv, torch.Tensor) else kv, done)  # noqa: SLF001  # its own
 
@@ -335,7 +319,7 @@ class Slot:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a codec profile; raise `AssetError` if the file cannot be read, `FormatError` if it has no profile."""
+    """Read a codec profile; raise `AssetError` or `FormatError`."""
     try:
         with Path(path).open("rb") as file:
             return Profile.from_bytes(file.read(MAX_PROFILE_BYTES + 1))
@@ -346,7 +330,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
-    """Return the spec of some heads' cache, under its own name, or the spec itself if these are all.
+    """Return the spec, under its own name, of some heads' cache, or the spec itself if these are all.
 
     ``heads`` has one range per layer class, or one for all.
     """
@@ -359,10 +343,7 @@ def with_heads(spec: KVSpec, heads: range | Sequence[range]) -> KVSpec:
 
 
 def with_layers(spec: KVSpec, layers: range) -> KVSpec:
-    """Return the spec of consecutive layers' cache, numbered from 0, under its own name, or the spec itself if all.
-
-    Classes without such layers are dropped.
-    """
+    """Return the spec, under its own name, of consecutive layers from 0, or the spec itself if these are all."""
     if layers == range(1 + max(each.layers[-1] for each in spec.classes)):
         return spec
     own = [one for each in spec.classes if (one := each.of_layers(layers)) is not None]

@@ -1,17 +1,13 @@
 """Expected loss of every group on every track, measured with the model.
 
-For every track, the continuation is scored once after the whole decoded cache: KL (also of the first tokens), change of
-NLL, and top-1. The loss is `kvabr.types.catalog.Quality.loss`, which weights the first tokens more. For a few tracks,
-one
-group at a time is then replaced in the exact cache, and the loss of that run is the group's own, with the same weights;
-the KL over all tokens alone would underrate the last groups, and double the loss of caches with a better end. Coding
-noise is nearly independent across groups and KL is quadratic in small noise, so these losses nearly add up (SmolLM2: to
-0.75 to 1.3 of the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. Tracks
-differ in where they hurt (one that keeps the attention sinks exact spares the first group), so lossy tracks have shares
-of their own; others take those of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a tail.
+For every track, the continuation is scored after the whole decoded cache; the loss is `Quality.loss`, which weights the
+first tokens more. For a few tracks, one group at a time is then replaced in the exact cache, with the same weights: the
+KL over all tokens alone would underrate the last groups, and double the loss of caches with a better end. Coding noise
+is nearly independent across groups and KL is quadratic in small noise, so these losses nearly add up (SmolLM2: to 0.75
+to 1.3 of the whole cache's loss for 3 and 4 bits, to half for AC-L0); they are scaled to the track's loss. Other tracks
+take the shares of the track with the nearest KL. `kvabr.publish.tails` measures the loss after a tail.
 
-Forward passes are limited by `MAX_PASSES`. Finally a few mixed caches, as plays produce, are scored, and the catalog
-lists their predicted and measured losses.
+Finally a few mixed caches, as plays produce, are scored, and the catalog lists their predicted and measured losses.
 """
 
 from __future__ import annotations
@@ -37,20 +33,18 @@ Decoder = Callable[[int, str, torch.Tensor], None]
 """Decodes ``(group, track, out)`` into a tensor [layer, K/V, head, token, dim] of the group's tokens."""
 
 MAX_PASSES = 192
-"""Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups. A question adds one
-track's.
-"""
+"""Forward passes for attribution, beyond one per track: enough for four tracks of 48 groups."""
 
 LEAST_UNITS = 16
-"""Minimum number of units of a long cache, even if tracks must share their attribution."""
+"""Minimum number of units of a long cache."""
 
 NOISE_FLOOR = 1e-4
 """KL below which single groups are not measured."""
 
 _ATTRIBUTED = 64
-"""Tokens of the continuation for single groups: the first ones bear most of the loss."""
+"""Scored tokens for single groups: the first ones bear most of the loss."""
 _LEAST_SHARE = 0.01
-"""Share of a track's loss that is spread evenly: one continuation may ignore a group by chance."""
+"""Share of a loss that is spread evenly: one continuation may ignore a group by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +54,12 @@ class Measured:
     quality: Mapping[str, Quality]
     """Of the whole cache, by track."""
     loss: Mapping[str, tuple[float, ...]]
-    """By track and group, nats per token; the sum is the track's `Quality.loss`."""
+    """By track and group, nats per token; sums to `Quality.loss`."""
     method: str
-    """Description of the attribution."""
     tails: Mapping[str, tuple[TailLoss, ...]]
-    """By track, see `kvabr.types.catalog.Track.tails`; empty if not measured."""
+    """By track; empty if not measured."""
     asked: tuple[float, ...]
-    """By group, see `kvabr.types.catalog.Catalog.asked`; empty if not measured."""
+    """By group; empty if not measured."""
 
 
 def measure_quality(
@@ -86,12 +79,11 @@ def measure_quality(
     Args:
         reference: scores of the exact cache.
         exact: that cache, one tensor per layer class, [layer, K/V, head, token, dim] of all tokens, or all snapshots of
-            a
-            state; not modified.
+            a state; not modified.
         spec: its shape and groups.
         tracks: names.
         decode: decodes one group of one track.
-        tokens: tokens of the prompt; default: those of the first tensor, which must not be a state's.
+        tokens: of the prompt; required if the first layer class is a state.
         max_passes: see `MAX_PASSES`.
         meter: measures losses after tails.
         progress: takes a stage (``measure``: whole tracks, ``tails``, ``groups``), its measurements done, and all.
@@ -131,7 +123,6 @@ def measure_quality(
             asked = behind[0]
 
     def of_units(values: Sequence[float]) -> tuple[float, ...]:
-        """Spread values of the visible groups over all groups; the others have 0."""
         given = dict(zip(seen, values, strict=True))
         return tuple(given.get(group, 0.0) for group in range(len(work.units)))
 
@@ -145,8 +136,6 @@ def measure_quality(
 
 
 class _Work:
-    """A cache with groups replaced by decoded ones, and restored."""
-
     def __init__(self, exact: tuple[torch.Tensor, ...], spec: KVSpec, units: Sequence[Unit], decode: Decoder) -> None:
         self._exact, self._spec, self._decode, self.units = exact, spec, decode, units
         self.cache = tuple(part.clone() for part in exact)
@@ -168,10 +157,9 @@ def _measured_tails(
     losses: Mapping[str, float],
     progress: Callable[[str, int, int], None],
 ) -> dict[str, tuple[TailLoss, ...]]:
-    """Measure tails on whole tracks: the lossy ones, or else the worst."""
 
     def decoded(track: str) -> tuple[torch.Tensor, ...]:
-        # A shorter prompt sees groups of a window that the whole one does not.
+        # A shorter prompt sees more groups of a window.
         work.put(track, range(len(work.units)))
         return work.cache
 
@@ -184,11 +172,9 @@ def _measured_tails(
 
 
 def sample_mixes(catalog: Catalog, seed: int = 0) -> list[list[str]]:
-    """Return seeded assignments of tracks to groups like those at the end of plays; a layer counts as a track.
+    """Return seeded assignments of tracks to groups like those at the end of plays.
 
-    Two are random, one has a good beginning and a cheap rest, the others have recomputed runs at the end, in the
-    middle, at
-    the beginning, or scattered over a cheap cache.
+    Two are random, one has a good beginning, the others have recomputed runs in several places.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     groups = catalog.groups
@@ -228,10 +214,7 @@ def measure_mixes(
     *,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Mix]:
-    """Assemble each mixed cache, recomputing groups after those in place, and score it.
-
-    A mix has one track per group, or `RECOMPUTED`. The catalog predicts its loss.
-    """
+    """Assemble each mixed cache (one track per group, or `RECOMPUTED`), and score it."""
     spec = catalog.spec
     engine = reference.engine
     work = torch.empty(spec.shape(catalog.tokens), dtype=engine.prefill(prompt[:1]).dtype)
@@ -253,7 +236,7 @@ def measure_mixes(
 
 
 def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[range], list[str]]:
-    """Return units of groups to replace together, and the tracks to do it for, within ``max_passes`` forward passes."""
+    """Return units of groups to replace together, and tracks to do it for, within ``max_passes``."""
     if groups == 1:
         return [range(1)], []
     lossy = max(1, sum(value > NOISE_FLOOR for value in kl.values()))
@@ -262,12 +245,7 @@ def _plan(kl: Mapping[str, float], groups: int, max_passes: int) -> tuple[list[r
 
 
 def _units(groups: int, limit: int) -> list[range]:
-    """Return at most ``limit`` runs of neighbouring groups.
-
-    The first group (attention sinks) and the last ones bear most of the loss, so each is its own unit; the middle is
-    cut
-    into equal runs.
-    """
+    """Return at most ``limit`` runs of neighbouring groups, single ones at the lossy ends of the prompt."""
     if groups <= limit:
         return [range(group, group + 1) for group in range(groups)]
     tail = limit // 4
@@ -278,13 +256,13 @@ def _units(groups: int, limit: int) -> list[range]:
 
 
 def _pick(kl: Mapping[str, float], most: int) -> list[str]:
-    """Return tracks to measure group by group, evenly spread by loss."""
+    """Return tracks evenly spread by loss."""
     lossy = sorted((track for track in kl if kl[track] > NOISE_FLOOR), key=lambda track: -kl[track])
     return evenly(lossy or [max(kl, key=lambda track: kl[track])], most)
 
 
 def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[int]) -> list[float]:
-    """Return every group's share of a track's loss: its unit's, split by size."""
+    """Return every group's share: its unit's, split by size."""
     everything, whole = sum(singles), sum(sizes)
     shares = []
     for unit, single in zip(units, singles, strict=True):

@@ -12,24 +12,15 @@ from kvabr.types.catalog import Quality
 from kvabr.types.errors import ModelError
 
 Cache = torch.Tensor | tuple[torch.Tensor, ...]
-"""[layer, K/V, head, token, dim]; a tuple with one tensor per layer class."""
+"""[layer, K/V, head, token, dim], or one such tensor per layer class."""
 
 
 def compare(exact: torch.Tensor, other: torch.Tensor, tokens: Sequence[int]) -> Quality:
     """Return the loss of a continuation between two runs.
 
-    Args:
-        exact: log-probabilities after the exact cache, [token, vocabulary] float64.
-        other: the same after the cache to measure.
-        tokens: the continuation; row i of both is the distribution of ``tokens[i + 1]``.
-
-    Returns:
-        Mean KL(exact || other) over all rows, and over the first 8 and 32 of more; top-1 agreement over all rows;
-        change of
-        the negative log-likelihood over rows with a known next token.
-
-    Raises:
-        ModelError: a run has probabilities that are not finite.
+    ``exact`` and ``other`` are log-probabilities, [token, vocabulary] float64; row i is the distribution of ``tokens[i
+    + 1]``. The result has the mean KL(exact || other) over all rows, and over the first 8 and 32; top-1 agreement; and
+    the change of the negative log-likelihood. Raise `ModelError` for probabilities that are not finite.
     """
     # Row by row: a matrix of distributions is large, and fresh memory is slow.
     rows = [float(torch.dot(row.exp(), row - same)) for row, same in zip(exact, other, strict=True)]
@@ -57,9 +48,8 @@ class Reference:
     ) -> None:
         """Score a continuation of at least two ids after the exact cache.
 
-        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``asked`` ids are a question: only
-        the ids
-        after them are compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
+        ``before``, [layer, K/V, head, token, dim], precedes every cache. The first ``asked`` ids are a question, which
+        is not compared. Raise `ModelError` if the continuation is too short, or does not fit the model.
         """
         if len(continuation) < 2 + max(0, asked - 1):
             raise ModelError(
@@ -72,12 +62,9 @@ class Reference:
             self._exact = self._exact.clone()  # free the rows of the question
 
     def calibration(self) -> tuple[float, float]:
-        """Return the NLL of the continuation after the exact cache, and the model's entropy as its expected NLL.
+        """Return the mean NLL of the continuation after the exact cache, and its expectation (entropy), in nats.
 
-        Both are means over the tokens except the first, in nats. If they are equal, a small error changes the NLL about
-        as much
-        as the KL suggests. If not, the NLL has a slope there, and errors may change it many times as much, in both
-        directions.
+        If they differ, the NLL has a slope at the exact cache, and errors may change it far more than the KL suggests.
         """
         rows = self._exact[:-1]
         following = self.continuation[max(1, self.asked) :]
@@ -95,10 +82,7 @@ class Reference:
         return compare(self._exact[rows], scored[rows], self.continuation[max(0, self.asked - 1) :][rows])
 
     def score(self, kv: Cache | None, most: int | None = None) -> torch.Tensor:
-        """Return log-probabilities after a cache, without those of the question.
-
-        They are float64, [token, vocabulary], for the first ``most`` ids or all.
-        """
+        """Return log-probabilities after a cache, float64 [token, vocabulary], of ``most`` ids after the question."""
         skipped = max(0, self.asked - 1)
         ids = self.continuation[: None if most is None else skipped + most]
         return score_classes(self.engine, placed(kv, self.before), ids)[skipped:]

@@ -1,16 +1,11 @@
 """Measures the remaining loss of tracks after a tail, see `kvabr.types.tails`.
 
-Single continuations mislead by up to 13 times, so several are scored: the text's own continuation, and the exact
-cache's
-answers to questions about the text. A question is itself a tail, as is the beginning of the text's continuation. Longer
-tails are the last tokens of the prompt, computed on the coded cache before them for a few tracks; every other track is
-assumed to fall like the one of these with the most similar reduction by questions.
+Single continuations mislead by up to 13 times, so several are scored: the text's own, and the exact cache's answers to
+questions. A question is itself a tail, as is the beginning of the continuation. Longer tails are the last tokens of the
+prompt, computed on the coded cache of a few tracks; other tracks are assumed to fall like the one with the most similar
+reduction by questions. Questions depend on other groups than the continuation, so one is also scored for single groups.
 
-Questions depend on other groups than the text's continuation, and nearly all on the same ones. So one question is also
-scored when single groups are measured, at 3 % of the time of `encode`.
-
-The catalog keeps the geometric mean over the continuations (about the median loss) and the standard deviation of their
-logarithms.
+The catalog keeps the geometric mean over the continuations and the standard deviation of their logarithms.
 """
 
 from __future__ import annotations
@@ -44,15 +39,14 @@ QUESTIONS = (
 ANSWER_TOKENS = 24
 """Compared tokens of an answer."""
 _TRACKS = 3
-"""Tracks measured after tails of prompt tokens."""
 _SCORED = 48
-"""Scored tokens of the text's continuation after such tails."""
+"""Scored tokens of the text's continuation."""
 _ROUNDING = 1e-12
 """Smaller losses are rounding errors."""
 
 
 def questions(model: TextModel, prompt: int = 0) -> list[tuple[int, ...]]:
-    """Return the token ids of the `QUESTIONS` that fit the model with a prompt of ``prompt`` tokens and an answer."""
+    """Return the token ids of the `QUESTIONS` that fit the model after ``prompt`` tokens, with an answer."""
     limit = model.engine.context - prompt - ANSWER_TOKENS
     return [ids for ids in (tuple(model.encode(question)) for question in QUESTIONS) if len(ids) <= limit]
 
@@ -64,7 +58,7 @@ def answered(
     before: torch.Tensor | None = None,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> list[Reference]:
-    """Return references for the exact cache's answers to questions; arguments as those of `Reference`."""
+    """Return references for the exact cache's answers to questions."""
     references = []
     for number, question in enumerate(asked, 1):
         answer = answer_of(engine, placed(exact, before), question, ANSWER_TOKENS)
@@ -77,7 +71,7 @@ class TailMeter:
     """Collects losses after tails during `kvabr.publish.quality.measure_quality`."""
 
     def __init__(self, text: Reference, asked: Sequence[Reference], prompt: Sequence[int]) -> None:
-        """Take references of the text's continuation and of answers (see `answered`), and the prompt's token ids."""
+        """Take references of the continuation and of answers (see `answered`), and the prompt's token ids."""
         self._text, self._asked, self._prompt = text, tuple(asked), tuple(prompt)
         self._near: dict[str, list[float]] = {}
         self._reduction: dict[str, float] = {}
@@ -85,7 +79,7 @@ class TailMeter:
         self._far: dict[str, dict[int, list[float]]] = {}
         states = any(part.kind == "state" for part in text.engine.spec.classes)
         self.lengths = () if states else tuple(tail for tail in TAILS[1:] if tail < len(prompt))
-        """Tails of prompt tokens; none with states, which have no snapshots there."""
+        """States have no snapshots where such tails begin."""
 
     @property
     def tracks(self) -> int:
@@ -107,7 +101,7 @@ class TailMeter:
             self._reduction[track] = _geometric_mean(losses) / max(_ROUNDING, self._text.compared(scored).loss)
 
     def far(self, decoded: Callable[[str], tuple[torch.Tensor, ...]], progress: Callable[[], None]) -> None:
-        """Compute longer tails on a few tracks' caches, returned by ``decoded``, and score all continuations."""
+        """Compute longer tails on a few tracks' caches, and score all continuations."""
         for track in self._picked():
             kv = decoded(track)
             for tail in self.lengths:
@@ -121,17 +115,15 @@ class TailMeter:
                 progress()
 
     def single(self, kv: Cache) -> list[float]:
-        """Return the loss of an answer after a cache with one coded group; empty without questions.
+        """Return the loss of an answer after a cache with one coded group.
 
-        The relevant groups hardly depend on the question, so one is enough: the second, which asks for a summary. Empty
-        also for
-        several layer classes, for which this is untested.
+        The relevant groups hardly depend on the question. Empty without questions, and for several layer classes
+        (untested).
         """
         chosen = self._asked[:2][-1:] if len(self._text.engine.spec.classes) == 1 else ()
         return [one.measure(kv).loss for one in chosen]
 
     def _picked(self) -> list[str]:
-        """Return the track with the largest loss after questions, and others evenly spread by their reduction."""
         worst = max(self._near, key=lambda track: _geometric_mean(self._near[track]), default=None)
         others = sorted(self._reduction.keys() - {worst}, key=self._reduction.__getitem__)
         return [] if worst is None else [worst, *evenly(others, _TRACKS - 1)]
@@ -162,7 +154,6 @@ class TailMeter:
         return self._reduction[one] / self._reduction[other]
 
     def _length(self, tail: int) -> int:
-        """Return the typical length of a tail with a question or with the beginning of the text's continuation."""
         lengths = [*(tail + one.asked for one in self._asked), tail or TAILS[0]]
         return round(math.exp(fmean(map(math.log, lengths))))
 

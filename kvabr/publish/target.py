@@ -1,12 +1,8 @@
-"""Chooses quantiser steps and gains by measured loss: `kvabr calibrate --target-kl` and `--gain`.
+"""Chooses quantiser steps and gains by the loss on held-out texts: `kvabr calibrate --target-kl` and `--gain`.
 
-The same relative step costs each model, and each layer class, another loss. The search codes caches of held-out texts
-and measures the model's loss.
-
-A coarse quantiser rounds many values to zero, so that decoded values are too small and the model attends too weakly to
-the context. Scaling decoded values about their mean by slightly more than 1 repairs that at no cost
-(`kvabr.codec.transform.Transform.scale`), most of all for the first tokens. Keys must not be scaled: their noise would
-grow too, and shift attention.
+A coarse quantiser rounds many values to zero, so that the model attends too weakly to the context. Scaling decoded
+values about their mean by slightly more than 1 repairs that at no cost. Keys must not be scaled: their noise would grow
+too, and shift attention.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from kvabr.types.naming import LAYERS
 COARSEST, FINEST = 16.0, 1 / 64
 """Bounds of the factors of steps."""
 _ROUNDS = 3
-"""Measurements of each kind of coefficients alone."""
+"""Measurements of each kind alone."""
 _MORE_ROUNDS = 6
 """Maximum number of measurements of all kinds together."""
 _MARGIN = 0.97
@@ -55,25 +51,25 @@ class HeldOutText:
     """A prompt to try steps on."""
 
     cache: tuple[torch.Tensor, ...]
-    """The exact cache, one tensor per layer class, [layer, K/V, head, token, dim], finite and within FP16."""
+    """One tensor per layer class, [layer, K/V, head, token, dim], finite and within FP16."""
     reference: Reference
 
 
 Factors = tuple[tuple[float, ...], ...]
-"""Factors of steps, by layer class: for keys and values, or one for both."""
+"""By layer class: for keys and values, or one for both."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Factors of the steps, and the loss measured with them."""
+    """Factors of the steps, and their loss."""
 
     factors: Factors
     kl: float
-    """Of the target's track, nats per token, mean over the samples."""
+    """Nats per token, mean over the samples."""
 
 
 class CodedClass:
-    """One layer class: simulates its coding without the lossless entropy coder."""
+    """Simulates the coding of one layer class, without the lossless entropy coder."""
 
     kinds: int
     """2 if keys and values are separate, else 1."""
@@ -96,7 +92,7 @@ class CodedClass:
         self._power = [power[self._kind == kind] for kind in range(self.kinds)]
 
     def coded(self, number: int, factors: Sequence[float], gains: tuple[float, ...] = ()) -> torch.Tensor:
-        """Return a decoded cache, with steps times ``factors`` and gains of the decoder."""
+        """Return a decoded cache with scaled steps and gains."""
         step, cache, found = factors[0] * self._step, self._caches[number], self._coefficients[number]
         others = torch.tensor(factors)[self._kind, None] / factors[0]
         index = quantise(found.rows / others, step, self._dead).clamp_(-FARTHEST, FARTHEST)
@@ -109,13 +105,13 @@ class CodedClass:
         return turned_back(out, self._part)
 
     def slope(self, kind: int, factor: float) -> float:
-        """Return roughly the extra bits, over all samples, of halving a kind's step: its live rows."""
+        """Return roughly the extra bits of halving a kind's step."""
         power = self._power[kind]
         return self._tokens * float((power / (power + (factor * self._step / 2) ** 2)).sum())
 
 
 class StepSearch:
-    """Searches steps: first for keys and values of each layer class alone, then for all together."""
+    """Searches steps: first for keys and values of each layer class alone, then together."""
 
     def __init__(
         self,
@@ -125,7 +121,7 @@ class StepSearch:
         target: Target,
         progress: Progress = lambda _done, _all: None,
     ) -> None:
-        """Take the transforms of all layer classes, in the order of `KVSpec.parts`, and at least one sample."""
+        """Take the transforms in the order of `KVSpec.parts`, and at least one sample."""
         self._samples, self._target, self._progress = samples, target, progress
         caches = zip(*(sample.cache for sample in samples), strict=True)
         pairs = zip(transforms, caches, strict=True)
@@ -136,9 +132,8 @@ class StepSearch:
     def choose(self) -> Chosen:
         """Return the coarsest steps with a measured loss within the target.
 
-        Each layer class, and keys and values if separate, gets a share of the loss in proportion to the bits that
-        halving its
-        step costs; moving loss between them then saves nothing. Raise `UsageError` if even the finest steps lose more.
+        Each class and kind gets a share of the loss in proportion to the bits that halving its step costs; moving loss
+        between them then saves nothing. Raise `UsageError` if even the finest steps lose more.
         """
         target = self._target.kl
         balance = self._balanced()
@@ -169,14 +164,13 @@ class StepSearch:
         return self._each(factors)
 
     def _each(self, factors: Mapping[tuple[int, int], float]) -> Factors:
-        """Return factors by class, 0 if not given."""
         return tuple(
             tuple(factors.get((number, kind), 0.0) for kind in range(each.kinds))
             for number, each in enumerate(self._classes)
         )
 
     def _loss(self, factors: Factors) -> float:
-        """Measure the loss with these factors; 0 leaves the keys or values of a class exact."""
+        """Measure the loss; a factor of 0 leaves the keys or values of a class exact."""
         losses = []
         for number, sample in enumerate(self._samples):
             coded = []
@@ -195,7 +189,7 @@ class StepSearch:
 
     @staticmethod
     def _reach(loss: Callable[[float], float], target: float, first: float, rounds: int) -> tuple[float, float]:
-        """Return the largest factor found with a loss within ``target``, else the finest, with the loss."""
+        """Return the largest factor found within ``target``, else the finest, with its loss."""
         factor, best = first, (0.0, math.inf)
         last: tuple[float, float] | None = None
         finest = (math.inf, math.inf)
@@ -216,7 +210,7 @@ class StepSearch:
 
 
 def _next(factor: float, kl: float, last: tuple[float, float] | None, wanted: float) -> float:
-    """Return the factor for a loss of ``wanted`` on a power law, from the last two measurements or with exponent 2."""
+    """Return the factor for a loss of ``wanted`` on a power law through the last two measurements."""
     power = 2.0
     if last is not None and last[0] != factor and min(last[1], kl) > 0:
         power = min(4.0, max(0.5, math.log(last[1] / kl) / math.log(last[0] / factor)))
@@ -234,7 +228,6 @@ TRIAL_GAIN = 1.1
 """Measured gain of each stack; the losses at 1, this and its square define a parabola."""
 MAX_GAIN = 1.25
 _MIN_SAVING = 0.01
-"""Share of the loss that gains must save to be used."""
 
 Gains = tuple[tuple[float, ...], ...]
 """By layer class and stack."""
@@ -253,13 +246,8 @@ def choose_gains(
 ) -> tuple[Gains, float]:
     """Return the gains of every layer class (empty if they save too little), and the share of the loss saved.
 
-    Each stack of values is measured alone, then all together.
-
-    Args:
-        transforms: of all layer classes, in the order of `KVSpec.parts`.
-        configs: likewise; only the steps count.
-        samples: at least one held-out text.
-        progress: called after every measurement.
+    Each stack of values is measured alone, then all together, on held-out samples. Transforms and configs are in the
+    order of `KVSpec.parts`.
     """
     caches = zip(*(sample.cache for sample in samples), strict=True)
     triples = zip(transforms, configs, caches, strict=True)
@@ -291,7 +279,6 @@ def choose_gains(
 
 
 def _stacks(transform: Transform) -> list[int]:
-    """Return the stacks of values, if separate from keys."""
     structure = transform.structure
     return [number for number, stack in enumerate(structure.stacks) if stack.kind == 1]
 

@@ -16,10 +16,10 @@ _MEASURING_MODULES = ("calendar", "heapq", "textwrap", "zipfile")
 SYLLABLES = ("ka", "lo", "mi", "ran", "to", "vel", "zu", "shi", "ber", "dan", "gor", "hul", "ith", "jo", "nex", "pra")
 _RECORDS = 600
 _FRONT = 4
-"""Maximum number of tokens that a model adds before a text."""
+"""Maximum number of tokens that a model prepends."""
 _MIN_CONTINUATION = 2
 _CHARACTERS_PER_TOKEN = 16
-"""More than any text's average; limits the first tokenised part of a long text."""
+"""More than any text's average."""
 
 
 def calibration_texts() -> dict[str, str]:
@@ -31,7 +31,7 @@ def calibration_texts() -> dict[str, str]:
 
 
 def _records() -> str:
-    """Return invented names, numbers, addresses and codes, which no model can predict."""
+    """Return invented names, numbers and codes, which no model can predict."""
     dice = random.Random(7)  # noqa: S311 - reproducible, not secret
 
     def name() -> str:
@@ -63,10 +63,7 @@ def measuring_texts() -> dict[str, str]:
 
 
 def _topics() -> tuple[str, str]:
-    """Return the language reference of `pydoc` in two halves, topics in alphabetical order.
-
-    Topics repeat each other, so the second half has only topics that share no paragraph with the first.
-    """
+    """Return the language reference of `pydoc` in two halves without common paragraphs."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     every = [topics[name] for name in sorted(topics)]
     first = every[::2]
@@ -97,17 +94,14 @@ def _licence() -> str | None:
 
 
 def check_length(encode: Callable[[str], Sequence[int]], text: str, tokens: int, continuation: int) -> None:
-    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before its model is loaded.
-
-    ``encode`` is the model's tokenizer without added tokens.
-    """
+    """Raise `UsageError` if a text is clearly too short for `cut_prompt`, before its model is loaded."""
     wanted = tokens + continuation
     if len(text) <= wanted * _CHARACTERS_PER_TOKEN and (found := len(encode(text))) + _FRONT < wanted:
         raise too_short(found, tokens, continuation)
 
 
 def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
-    """Return an error for a text of ``found`` tokens, too short for a prompt and its continuation."""
+    """Return an error for a text of ``found`` tokens."""
     more = f" and {continuation} of continuation" if continuation else ""
     advice = _shorter(found, tokens, continuation)
     return UsageError(
@@ -119,7 +113,7 @@ def too_short(found: int, tokens: int, continuation: int = 0) -> UsageError:
 def cut_prompt(model: TextModel, text: str, tokens: int, continuation: int, *, passage: bool = False) -> Prompt:
     """Return the first tokens of a text as a prompt, and the following ones as its continuation.
 
-    A passage lacks `TextModel.opening`. Raise `UsageError` if the text is too short, or exceeds the model's context.
+    A passage lacks `TextModel.opening`. Raise `UsageError` if the text is too short, or exceeds the context.
     """
     if tokens < 1 or continuation < _MIN_CONTINUATION:
         raise UsageError(f"a prompt must have at least 1 token and its continuation 2, got {tokens} and {continuation}")
@@ -145,10 +139,7 @@ def _cut_ids(model: TextModel, text: str, *, passage: bool) -> tuple[int, ...]:
 
 
 def _shorter(total: int, tokens: int, continuation: int) -> str:
-    """Return options with which both parts fit in ``total`` tokens, empty if none do.
-
-    The continuation is shortened only if it exceeds half of the tokens.
-    """
+    """Return options with which both parts fit in ``total`` tokens, empty if none do."""
     if not continuation:
         return f"--tokens {total}" if total else ""
     if total >= 2 * continuation:

@@ -1,13 +1,12 @@
 """Observe the events of many plays.
 
-`Telemetry` passes the events of any number of plays to listeners, each in its own thread: `JsonLines` (with CMCD names
-where one fits), `PlayerMetrics` (Prometheus) and `OpenTelemetry` (spans; extra ``otel``)::
+`Telemetry` passes the events of plays to listeners, each in its own thread: `JsonLines`, `PlayerMetrics` (Prometheus)
+and `OpenTelemetry` (spans; extra ``otel``)::
 
     with Telemetry(JsonLines("plays.jsonl"), PlayerMetrics()) as telemetry:
         played = client.play(tokens, deadline=2.0, options=PlayOptions(telemetry=telemetry))
 
-A listener cannot disturb a play. If it is too slow, events are dropped and counted; its exceptions are counted and
-logged once.
+If a listener is too slow, events are dropped and counted; its exceptions are counted and logged once.
 """
 
 from kvabr.telemetry.hub import Telemetry

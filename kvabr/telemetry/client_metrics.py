@@ -1,4 +1,4 @@
-"""Metrics of a client that many plays share; `kvabr.telemetry.PlayerMetrics` has those of the plays."""
+"""Metrics of a client; `kvabr.telemetry.PlayerMetrics` has those of plays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class ClientMetrics(MetricSet):
-    """Metrics of a client, served by `kvabr.telemetry.prometheus.ScrapeServer`."""
+    """Metrics of a client, for `ScrapeServer`."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__(registry)
@@ -60,7 +60,6 @@ class ClientMetrics(MetricSet):
             "kvabr_client_store_kept_bytes", "Bytes of groups protected from eviction by hints, by tier.", "tier"
         )
         self._seen: WeakKeyDictionary[CacheTier[Any], tuple[int, int]] = WeakKeyDictionary()
-        """Evictions and damaged groups already counted, by tier."""
         self.peers = self.gauge("kvabr_client_peers", "Connected peers.")
         self.dials_failed_total = self.counter("kvabr_client_dials_failed_total", "Peers that could not be reached.")
         self.wrong_answers_total = self.counter(

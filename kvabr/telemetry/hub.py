@@ -19,11 +19,9 @@ from kvabr.types.events import Log, PlayCalled, PlayEnded, PlayEvent
 from kvabr.types.home import HomeProcess
 
 _QUEUE_LIMIT = 8192
-"""Events; enough for several plays of a hundred groups."""
 _ENDS_RESERVE = 1024
 """Extra places for `PlayEnded`."""
 _CLOSE_S = 5.0
-"""Time for listeners to drain their queues at `close`."""
 
 
 @dataclass(slots=True)
@@ -32,19 +30,14 @@ class ListenerCounts:
 
     heard: int = 0
     dropped: int = 0
-    """Queue full."""
     errors: int = 0
-    """The listener raised an exception."""
 
 
 class Telemetry:
     """Connects any number of plays to listeners; a context manager."""
 
     def __init__(self, *listeners: Listener, limit: int = _QUEUE_LIMIT) -> None:
-        """Create queues of at most ``limit`` events per listener; events beyond that are dropped and counted.
-
-        A listener's thread starts with its first event.
-        """
+        """Create queues of at most ``limit`` events per listener; further events are dropped and counted."""
         if not listeners or limit < 1:
             raise UsageError(
                 f"telemetry needs at least 1 listener and a limit of at least 1, got {len(listeners)} and {limit}"
@@ -89,9 +82,9 @@ class Telemetry:
         tap.end(time.time())
 
     def feed(self, events: Iterable[PlayEvent], began_s: float | None = None) -> str:
-        """Pass on the events of a finished (for instance simulated) play, waiting for slow listeners.
+        """Pass on the events of a finished play, waiting for slow listeners; return its identifier.
 
-        ``began_s`` is its start in seconds since 1970 (default now). Return the play's identifier.
+        It began at ``began_s`` seconds since 1970, by default now.
         """
         self._home.check()
         begun = time.time() if began_s is None else began_s
@@ -146,7 +139,6 @@ class _ListenerQueue:
             return self._changed.wait_for(lambda: self._taken >= queued, timeout_s)
 
     def end(self) -> None:
-        """Refuse new events; the thread drains the queue, closes the listener and ends."""
         with self._changed:
             if not self._closed:
                 self._closed = True

@@ -1,26 +1,25 @@
-"""`JsonLines`: one JSON object per event, under the names of CMCD (CTA-5004, Common Media Client Data) where one fits.
+"""`JsonLines`: one JSON object per event, under CMCD names (CTA-5004, Common Media Client Data) where one fits.
 
-A cache differs from a video: its groups are not played one by one, but must all be in place by one deadline. There the
-names mean:
+Unlike segments of a video, all groups of a cache have one deadline, so the names mean:
 
 ============  ========================================================================================================
 ``sid``       The play: random.
 ``cid``       The digest of the prompt, as in the asset's name.
 ``d``         A group's duration: its equal share of the deadline, ms.
-``br``        Rate of the requested object over that duration, kbit/s. ``tb``: that of the asset's largest track.
+``br``        Rate of the requested object over that duration, kbit/s. ``tb``: of the asset's largest track.
 ``dl``        Time to the deadline, ms.
-``bl``        Buffer: the slack, time to the deadline less what the rest needs at the lower bound of the rate, ms.
+``bl``        Buffer: time to the deadline less the time for the rest at the lower bound of the rate, ms.
 ``mtp``       The expected rate, kbit/s.
-``rtp``       The rate that would suffice: five times ``br``, the factor of dash.js and Shaka, kbit/s.
-``su``        The group is missing: without it the cache cannot be handed over.
+``rtp``       Five times ``br``, the factor of dash.js and Shaka, kbit/s.
+``su``        The group is missing; the cache cannot be delivered without it.
 ``bs``        The deadline has passed since the previous request; on a delivery: it was late.
 ``nor``       The next object, requested together with this one: ``track/group``.
 ``st sf ot``  ``v``, ``o``, ``o``: video on demand; other format; other kind of object.
 ============  ========================================================================================================
 
-Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and its last byte. As CTA-5004
-requires, ``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is never below 0.
-``slack_s``, ``rate`` and ``lower`` (bytes per second) follow unrounded.
+Responses have ``ttfb`` and ``ttlb`` of version 2: ms from the request to its first and last byte. As CTA-5004 requires,
+``dl`` and ``bl`` are rounded to 100 ms, ``mtp`` and ``rtp`` to 100 kbit/s, and a buffer is at least 0. ``slack_s``,
+``rate`` and ``lower`` (bytes per second) follow unrounded.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Record = dict[str, Any]
 
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
-"""Decisions recorded on their own; the others are recorded with their request."""
+"""Other decisions are recorded with their request."""
 _MOST_REQUESTS = 4096
 
 
 class JsonLines(Listener):
-    """Appends to a file. Any number of plays can share it: every line has the ``sid`` of its play."""
+    """Appends to a file, which plays can share: every line has the ``sid`` of its play."""
 
     name: ClassVar[str] = "jsonl"
 
@@ -78,9 +77,9 @@ class Cmcd:
         self._top = 0
         self._decision: events.DecisionMade | None = None
         self._requests: dict[int, tuple[float, float | None]] = {}
-        """Time sent and time of the first byte, by open request."""
+        """Times sent and of the first byte, by open request."""
         self._pending: Record | None = None
-        """The record of the last request, held back until the next event shows whether another request follows."""
+        """The last request's record, held back until the next event shows whether another request follows."""
         self._starved = False
 
     def records(self, wall_s: float, event: events.PlayEvent) -> Iterator[Record]:
@@ -148,7 +147,6 @@ class Cmcd:
         return ttlb if first_s is None else ttlb | {"ttfb": round(1e3 * (first_s - sent_s))}
 
     def _buffer(self, event: events.DecisionMade | events.ProgressMade | None, t: float | None = None) -> Record:
-        """Return the CMCD fields for time and rate at ``t`` (default: the event's time)."""
         cmcd: Record = {}
         now = event.t if t is None and event is not None else t
         if self._deadline_s and now is not None:
@@ -174,7 +172,6 @@ class Cmcd:
         return self._record(wall_s, event, cmcd)
 
     def _record(self, wall_s: float, event: events.PlayEvent, cmcd: Record, *keys: str) -> Record:
-        """Return a record with the given fields of an event, or all fields if none are given."""
         line = event.to_json()
         record: Record = {"ts": round(1e3 * wall_s), "t": event.t, "event": event.name, "cmcd": self._who | cmcd}
         record.update((key, line[key]) for key in keys or line if key not in record)
@@ -185,5 +182,5 @@ _NUMBERS = ("slack_s", "rate", "lower")
 
 
 def _hundreds(value: float) -> int:
-    """Round to hundreds, at least 0, as CTA-5004 requires for times and rates."""
+    """Round as CTA-5004 requires."""
     return max(0, 100 * round(value / 100.0))

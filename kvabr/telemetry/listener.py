@@ -1,4 +1,4 @@
-"""The listener protocol, and bounded per-play state for listeners."""
+"""The listener protocol, and bounded per-play state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Heard:
     """One event of one play."""
 
     play: str
-    """Random identifier of the play, the ``sid`` of CMCD."""
+    """Random, the ``sid`` of CMCD."""
     wall_s: float
-    """Time of the event, seconds since 1970."""
+    """Seconds since 1970."""
     event: PlayEvent
     """`PlayCalled` is the first event of every play, `PlayEnded` the last."""
 
@@ -30,15 +30,12 @@ class Listener(ABC):
     """Receives the events of plays, one at a time, in its own thread."""
 
     name: ClassVar[str] = "listener"
-    """For messages and counters."""
 
     @abstractmethod
     def hear(self, heard: Heard) -> None:
-        """Handle one event.
+        """Handle one event; may block or raise.
 
-        It may block or raise: plays do not wait for it. When its queue is full, events are dropped, `PlayEnded` last,
-        so any
-        event may be the first one received of a play.
+        When the listener's queue is full, events are dropped, `PlayEnded` last, so any event may be a play's first.
         """
 
     def close(self) -> None:  # noqa: B027  # a hook that few need
@@ -46,7 +43,7 @@ class Listener(ABC):
 
 
 class PlayStates(Generic[S]):
-    """State of the last 1,024 active plays; bounded because the end of a play may be dropped."""
+    """State of the last 1,024 active plays: the end of a play may be dropped."""
 
     def __init__(self, make: Callable[[str], S]) -> None:
         """Create states with ``make``, which takes a play's identifier."""

@@ -1,7 +1,7 @@
 """`OpenTelemetry`: a span for every play, with child spans for lookup, transfers, decoding and prefill.
 
-The span of a play is a child of the caller's current span, and so is part of the trace of its request. The application
-chooses the exporter; kvabr needs only the package ``opentelemetry-api`` (extra ``otel``).
+The span of a play is a child of the caller's current span. The application chooses the exporter; kvabr needs only
+``opentelemetry-api`` (extra ``otel``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _DECIDED = ("kind", "reason", "rate", "lower", "slack_s")
 _LOOKUP, _TOKENS = ("lookup", 0), ("recompute tokens", 0)
 
 Key = tuple[str, int]
-"""Kind of a span, and the number of its request or 0."""
 
 
 class OpenTelemetry(Listener):
@@ -64,7 +63,6 @@ class _Spans:
         self._decision: events.DecisionMade | None = None
 
     def hear(self, now: int, event: events.PlayEvent) -> None:
-        """Handle one event; ``now`` is in nanoseconds since 1970."""
         if self._root is None:
             self._root = self._tracer.start_span("kvabr.play", start_time=now, attributes={"kvabr.sid": self._sid})
             self._below = self._trace.set_span_in_context(self._root)
@@ -88,7 +86,6 @@ class _Spans:
                 self._course(now, event)
 
     def _course(self, now: int, event: events.PlayEvent) -> None:
-        """Handle an event of the whole play, or one without its own span."""
         match event:
             case events.PlayCalled():
                 self._begin(_LOOKUP, now)
@@ -105,7 +102,6 @@ class _Spans:
                     self._end(_LOOKUP, now, error=event.reason)
 
     def _annotate(self, now: int, event: events.PlayEvent) -> None:
-        """Add an event to the span of the play."""
         self._event_counts[event.name] += 1
         if self._event_counts[event.name] > _MOST_EVENTS:
             self._events_left_out += 1
@@ -173,5 +169,4 @@ class _Spans:
 
 
 def _named(event: events.PlayEvent, fields: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of an event that are not None as span attributes."""
     return {f"kvabr.{key}": value for key in fields if (value := getattr(event, key)) is not None}

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: sets of metrics, the metrics of plays, and an HTTP server for a set."""
+"""Metrics for Prometheus, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 MAX_LABEL_VALUES = 256
-"""Plus ``other``."""
 _TIMEOUT_S = 5.0
 _MAX_CONNECTIONS = 32
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
@@ -38,7 +37,6 @@ class MetricSet:
     """Metrics of `prometheus_client` in one registry; subclasses create them as attributes."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        """Create an empty set in ``registry``, by default a new one."""
         self.registry = CollectorRegistry() if registry is None else registry
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -75,7 +73,7 @@ class _Undescribed(Collector):
 
 
 class BoundedLabel:
-    """Bounds the values of a label: peers choose track names, and every value costs memory."""
+    """Bounds the values of a label: peers choose track names."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
@@ -95,7 +93,6 @@ class _PlayState:
     sid: str
     deadline_s: float | None = None
     kinds: dict[int, str] = field(default_factory=dict)
-    """``fetch`` or ``upgrade``, by open request."""
     sent_s: dict[int, float] = field(default_factory=dict)
     computing_s: float = 0.0
     result: str | None = None
@@ -206,15 +203,12 @@ class PlayerMetrics(Listener, MetricSet):
 
 
 class ScrapeServer:
-    """Serves ``/metrics`` and ``/healthz`` from its own threads; a context manager.
-
-    It accepts at most 32 connections at once, for 5 seconds each.
-    """
+    """Serves ``/metrics`` and ``/healthz`` to at most 32 connections, for 5 seconds each; a context manager."""
 
     def __init__(self, metrics: MetricSet, host: str, port: int, healthy: Callable[[], bool] = lambda: True) -> None:
         """Prepare a server; entering it binds the address. Port 0 takes a free one.
 
-        ``/healthz`` answers 200 if ``healthy()`` is true, else 503.
+        ``/healthz`` answers 503 unless ``healthy()`` is true.
         """
         self._metrics, self._host, self._port, self._healthy = metrics, host, port, healthy
         self._server: _Server | None = None

@@ -164,7 +164,7 @@ def test_the_group_size_does_not_matter_and_the_model_does():
     [
         ("mean", 2, "the mean over 2 contexts: .*means over 4"),
         ("alone", 0, "alone: .*--base alone"),
-        ("behind", 0, "one behind another text: .*--base behind"),
+        ("behind", 0, "one after another text: .*--base behind"),
     ],
 )
 def test_passages_that_were_computed_otherwise_are_refused(base, contexts, said):

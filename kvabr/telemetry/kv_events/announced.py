@@ -1,7 +1,7 @@
 """Turns a store's assets into events as assets are added and removed.
 
-Assets share prefixes: a block is removed with its last asset. A block's hash covers all tokens before it, so prompts
-sorted by their hashes lie next to those with which they share the most blocks.
+A block is removed with the last asset that has it. Chained hashes put prompts with common blocks next to each other in
+sorted order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from kvabr.telemetry.kv_events.wire import (
 from kvabr.types.errors import KvabrError, UsageError
 
 Reason = Literal["no tokens", "salted", "passage", "short", "another model", "unreadable"]
-"""Why an asset is not announced."""
 _EVENT_TOKENS = 8192
 _WIDTH = 8
 MODEL = "{model}"
-"""Placeholder for the model's name in a topic."""
 
 T = TypeVar("T")
 
@@ -40,9 +38,7 @@ class AnnouncedPrompt:
     """An asset's prompt."""
 
     model: str
-    """Model name in the asset's namespace."""
     asset: str
-    """Prompt digest in the asset's namespace."""
     tokens: Sequence[int]
 
 
@@ -64,7 +60,6 @@ def prompt_of(asset: Asset) -> AnnouncedPrompt | Reason:
 class _Entry(Generic[T]):
     asset: T
     topic: str
-    """Empty if not announced."""
     hashes: bytes = b""
     """8 bytes per block."""
 
@@ -86,26 +81,22 @@ class AnnouncedAssets(Generic[T]):
         Args:
             hashes: computes block hashes.
             read: returns an asset's prompt, or the reason not to announce it; may raise `KvabrError`.
-            topic: topic of the messages; ``{model}`` stands for the asset's model. Without it, only the first model is
-                announced.
+            topic: 1 to 1,024 bytes of UTF-8, else `UsageError`; ``{model}`` stands for the asset's model. Without it,
+                only the first model is announced.
             models: shell pattern of the models to announce.
-            warn: takes the name of the first skipped asset for each reason, and the reason.
-
-        Raises:
-            UsageError: the topic is empty, too long, or not UTF-8.
+            warn: takes the first skipped asset for each reason.
         """
         size = len(topic.encode(errors="replace"))
         if not 0 < size <= MAX_TOPIC_BYTES or any("\ud800" <= each <= "\udfff" for each in topic):
             raise UsageError(f"topic must be 1 to {MAX_TOPIC_BYTES} bytes of UTF-8, got {size} bytes")
         self._hashes, self._read, self._topic, self._models, self._warn = hashes, read, topic, models, warn
         self._entries: dict[str, _Entry[T]] = {}
-        """By name, including skipped assets."""
+        """Including skipped assets."""
         self._ordered: dict[str, list[bytes]] = {}
-        """Hashes of the announced prompts by topic, sorted."""
+        """Sorted hashes of the announced prompts by topic."""
         self._only = ""
-        """The model of a topic without ``{model}``; empty until the first asset."""
+        """The model of a topic without ``{model}``."""
         self.skipped: dict[Reason, int] = {}
-        """Number of skipped assets by reason."""
 
     def __len__(self) -> int:
         """Return the number of announced assets."""
@@ -209,7 +200,7 @@ def _numbers(hashes: bytes) -> tuple[int, ...]:
 
 
 def _shared_blocks(one: bytes, other: bytes) -> int:
-    """Return the number of blocks that two prompts share; chained hashes allow bisection."""
+    """Return the number of blocks that two prompts share, by bisection of chained hashes."""
     low, high = 0, min(len(one), len(other)) // _WIDTH
     while low < high:
         middle = (low + high + 1) // 2

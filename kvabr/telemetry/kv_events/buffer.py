@@ -16,7 +16,7 @@ class SentBatch(NamedTuple):
 
 
 class ReplayBuffer:
-    """Numbers batches and keeps the last ones, up to a number of bytes and batches."""
+    """Numbers batches and keeps the last ones, within limits."""
 
     def __init__(self, first: int, *, max_bytes: int = 16 << 20, max_batches: int = 4096) -> None:
         """Start at ``first``, which must exceed every earlier number (also after a restart): readers drop old ones."""

@@ -1,11 +1,9 @@
-"""Orders the events of one publisher; requests lost batches, or forgets the publisher's blocks. No I/O, no clock.
+"""Orders the events of one publisher; requests lost batches, or forgets its blocks. No I/O, no clock.
 
-Rules:
 1. Batches are numbered consecutively. A missing batch is requested; later batches wait for it.
 2. Batches published before the first one received are requested, but may be unavailable.
 3. If a gap stays open, removals may have been lost: all blocks are forgotten.
-4. A number that does not increase means a restarted or faulty publisher: its blocks are forgotten, and it is treated as
-   new.
+4. A number that does not increase means a restarted or faulty publisher, which is treated as new.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from collections.abc import Callable, Sequence
 from kvabr.telemetry.kv_events.wire import KVBlocksCleared, KVEvent
 
 MOST_WAITING = 4096
-"""Batches that may wait for a replay."""
 MOST_WAITING_BYTES = 64 << 20
 
 
@@ -28,20 +25,17 @@ class EventFeed:
     ) -> None:
         """Create a feed.
 
-        Args:
-            hear: takes the topic and the events of each batch, in order.
-            forget: takes a reason; all blocks of this publisher are void.
-            replays: True if lost batches can be requested.
+        ``hear`` takes the topic and events of each batch, in order; ``forget`` takes the reason why all blocks are
+        void; ``replays`` is True if lost batches can be requested.
         """
         self._hear, self._forget, self._replays = hear, forget, replays
         self._next: int | None = None
-        """The next number expected; None before the first batch."""
         self._last = -1
-        """The last number received live, not replayed."""
+        """The last number received live."""
         self._waiting: deque[tuple[int, str, Sequence[KVEvent], int]] = deque()
         self._waiting_bytes = 0
         self.wanted: int | None = 0 if replays else None
-        """First number to request in a replay; None if no replay is needed."""
+        """First number to request in a replay, if one is needed."""
 
     def receive(self, number: int, topic: str, events: Sequence[KVEvent], nbytes: int = 0) -> None:
         """Take a published batch of ``nbytes``."""
@@ -77,7 +71,6 @@ class EventFeed:
             self._follow(number, topic, events)
 
     def _follow(self, number: int, topic: str, events: Sequence[KVEvent]) -> None:
-        """Apply a batch, unless it is a duplicate."""
         if self._next is not None and number < self._next:
             return
         if self._next is not None and number > self._next:

@@ -1,8 +1,8 @@
-"""vLLM's block hashes: chained hashes of a prompt's tokens (``vllm.v1.core.kv_cache_utils``).
+"""vLLM's block hashes (``vllm.v1.core.kv_cache_utils``).
 
-A block's hash covers the hash of the block before it, its tokens, and extra keys (absent for plain text). The first
-block follows the hash of a seed: PYTHONHASHSEED if set, as in vLLM. ``sha256``, vLLM's default, hashes a Python pickle;
-``sha256_cbor`` hashes canonical CBOR (RFC 8949), which other languages can reproduce.
+A block's hash covers the hash before it, its tokens, and extra keys (absent for plain text). The first one follows the
+hash of a seed, PYTHONHASHSEED if set. ``sha256`` hashes a Python pickle; ``sha256_cbor`` hashes canonical CBOR (RFC
+8949), which other languages can reproduce.
 """
 
 from __future__ import annotations
@@ -26,15 +26,9 @@ class BlockHashes:
     """Computes the hashes of a prompt's blocks."""
 
     def __init__(self, block: int = 16, algorithm: str = "sha256", seed: str | None = None) -> None:
-        """Prepare.
+        """Take blocks of 1 to 65,536 tokens, else raise `UsageError`.
 
-        Args:
-            block: tokens per block, 1 to 65,536.
-            algorithm: ``sha256`` or ``sha256_cbor``.
-            seed: hashed before the first block; None: PYTHONHASHSEED, or vLLM's default.
-
-        Raises:
-            UsageError: a block size or algorithm that is not allowed.
+        The seed is by default PYTHONHASHSEED, or vLLM's default.
         """
         if algorithm not in ALGORITHMS:
             raise UsageError(f"block hashes: algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")

@@ -1,4 +1,4 @@
-"""Announces a store's assets to routers, from a thread with two ZeroMQ sockets, as vLLM's publisher does.
+"""Announces a store's assets to routers over two ZeroMQ sockets, as vLLM's publisher does.
 
 A new subscriber receives all assets, then changes. A subscriber that missed batches requests a replay; if they are no
 longer buffered, the replay clears all blocks and everything is announced again, to all subscribers.
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 _BATCH_TOKENS = 16_384
 _MOST_WAITING = 1024
-"""Batches queued for a slow subscriber; it misses the rest."""
+"""Batches queued for a slow subscriber."""
 _MOST_REQUEST_BYTES = 4096
 _SHARED_BYTES = 4096
-"""Batches of at least this size are not copied for each replay."""
+"""Larger batches are not copied for each replay."""
 _SETTLE_S = 0.2
-"""Seconds for others to subscribe before everything is announced again."""
+"""Seconds for others to subscribe before a full announcement."""
 _RECONNECT_S = 30.0
-"""Seconds after the start in which subscribers of an earlier process reconnect."""
+"""Seconds in which subscribers of an earlier process reconnect."""
 _PAUSE_FACTOR, _MIN_PAUSE_S = 4.0, 1.0
-"""Pause between two full announcements: a multiple of the time that the last one took, and a minimum in seconds."""
+"""Pause after a full announcement: a multiple of its duration, and a minimum in seconds."""
 _REPLAY_EVERY_S = 0.05
 _MOST_STEP_S = 0.1
 _IDLE_S = 60.0
@@ -97,7 +97,6 @@ class EventSockets:
 
     endpoint: str
     replay: str | None = None
-    """None: no replays."""
 
     @classmethod
     def parse(cls, text: str, option: str) -> Self:
@@ -120,19 +119,10 @@ class KVEventPublisher(Generic[T]):
         *,
         buffer: ReplayBuffer | None = None,
     ) -> None:
-        """Bind the sockets.
+        """Bind the sockets; port 0 takes a free one.
 
-        Args:
-            sockets: endpoints; port 0 takes a free one.
-            announced: turns assets into events.
-            assets: returns all assets by name; called in the publisher's thread.
-            log: receives events.
-            metrics: receives counts.
-            buffer: keeps batches for replays.
-
-        Raises:
-            UsageError: malformed endpoint, or ZeroMQ is not installed.
-            TransportError: an address is in use, or not one of this machine.
+        ``assets`` returns all assets by name, in the publisher's thread. Raise `UsageError` for a malformed endpoint or
+        without ZeroMQ, `TransportError` for an address in use or of another machine.
         """
         zmq = self._zmq = zeromq()
         self._announced, self._assets, self._log = announced, assets, log
@@ -160,10 +150,8 @@ class KVEventPublisher(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="kvabr-kv-events", daemon=True)
         self._began_s = time.monotonic()
         self._announce_all_s: float | None = None
-        """Time of the next full announcement, if one is requested."""
         self._earliest_all_s = self._replay_s = 0.0
         self._topic, self._batch, self._tokens = "", list[KVEvent](), 0
-        """The batch being filled."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -245,12 +233,10 @@ class KVEventPublisher(Generic[T]):
             pause_s = min(time.monotonic() - began_s, _MOST_STEP_S)
 
     def _idle_s(self, now: float) -> float:
-        """Return the seconds until the next scheduled work."""
         due = [at for at in (self._announce_all_s, self._replay_s if self._replay_s > now else None) if at is not None]
         return max(0.0, min(due, default=now + _IDLE_S) - now)
 
     def _schedule_all(self, now: float) -> None:
-        """Schedule a full announcement."""
         if self._announce_all_s is None:
             self._announce_all_s = max(now + _SETTLE_S, self._earliest_all_s)
 
@@ -263,13 +249,11 @@ class KVEventPublisher(Generic[T]):
         self._earliest_all_s = now + max(_MIN_PAUSE_S, _PAUSE_FACTOR * (now - began_s))
 
     def _send_each(self, events_by_topic: Iterator[tuple[str, list[KVEvent]]]) -> Iterator[None]:
-        """Send events, yielding after each asset."""
         for topic, events in events_by_topic:
             self._add(topic, events)
             yield
 
     def _add(self, topic: str, events: list[KVEvent]) -> None:
-        """Append events to the batch in order; send it once it is large enough."""
         if events and topic != self._topic:
             self._flush()
         for event in events:
@@ -290,7 +274,6 @@ class KVEventPublisher(Generic[T]):
         self._metrics.batches_total.inc()
 
     def _answer(self, frames: list[bytes], now: float) -> None:
-        """Answer a replay request; ignore anything else."""
         self._replay_s = now + _REPLAY_EVERY_S
         if len(frames) != 3 or len(frames[2]) != len(END):
             self._log.debug("not a request for a replay", frames=len(frames))

@@ -32,7 +32,6 @@ _MOST_WAITING = 128
 """Queued batches of up to 8 MiB each; lost ones are requested again."""
 _RECONNECT_MS, _MOST_RECONNECT_MS = 100, 5000
 _MOST_LOGGED = 8
-"""Refused messages to log; more are only counted."""
 
 
 class KVEventSubscriber:
@@ -50,21 +49,17 @@ class KVEventSubscriber:
         """Connect; the publisher may start later.
 
         Args:
-            sockets: the publisher's endpoints.
+            sockets: the publisher's endpoints; `UsageError` if malformed, or without ZeroMQ.
             hear: takes the topic and events of each batch, in order, in the subscriber's thread.
-            forget: takes a reason, in that thread; all blocks of this publisher are void.
+            forget: takes the reason why all blocks of this publisher are void, in that thread.
             log: receives events.
             replay_s: time limit of a replay.
-
-        Raises:
-            UsageError: malformed endpoint, or ZeroMQ is not installed.
         """
         zmq = self._zmq = zeromq()
         self._sockets, self._log, self._replay_s = sockets, log, replay_s
         self._feed = EventFeed(hear, self._forgetting(forget), replays=sockets.replay is not None)
         self._decoder = MessageDecoder()
         self.refused = 0
-        """Malformed messages."""
         self._context = zmq.Context()
         try:
             self._publications = self._connected(zmq.SUB, sockets.endpoint)
@@ -75,7 +70,6 @@ class KVEventSubscriber:
             self._context.destroy(linger=0)
             raise
         self._replies: Any = None
-        """Socket of the replay in progress."""
         self._until_s = 0.0
         self._home = HomeProcess("the subscriber to KV events")
         self._bell, self._ear = socket.socketpair()
@@ -170,7 +164,7 @@ class KVEventSubscriber:
         self._feed.replay_ended()
 
     def _read(self, frames: list[bytes]) -> tuple[int, str, list[KVEvent]] | None:
-        """Return the number, topic and events of a message; None if it is malformed, which leaves a gap."""
+        """Return the number, topic and events of a message; a malformed one leaves a gap."""
         why = f"a message must have 3 frames (topic, number, batch), got {len(frames)}"
         if len(frames) == 3 and len(frames[0]) <= MAX_TOPIC_BYTES:
             topic, number, payload = frames

@@ -1,13 +1,12 @@
 """Messages of KV events, as exchanged by vLLM, Dynamo, llm-d, LMCache and SGLang.
 
-A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a batch in MessagePack: an array of
-the time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (current vLLM), or
-an
-array of its name and its fields in the order given here (older vLLM, SGLang). Both are read; maps are written. Unknown
-fields and events are skipped.
+A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a MessagePack batch: an array of the
+time, a list of events and a data parallel rank. An event is a map with its name under ``type`` (current vLLM), or an
+array of its name and its fields in this order (older vLLM, SGLang). Both are read; maps are written. Unknown fields and
+events are skipped.
 
 A replay is requested at another socket, by its first sequence number. The answers are such messages after an empty
-frame; `END` as sequence number ends them.
+frame, up to a sequence number of `END`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Limit of a received batch."""
 MAX_TOPIC_BYTES = 1024
 STORAGE = "STORAGE"
-"""Medium of kvabr's events: vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events
-that
-name an owner.
-"""
+"""vLLM's name for storage beyond memory. Dynamo skips unknown media, ``REMOTE``, and events that name an owner."""
 _MAX_BLOCK = 1 << 16
 
 BlockHash = Annotated[int, Meta(ge=-(1 << 63))] | Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -41,7 +37,7 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    """Hash of the block before them; None at the start of the prompt."""
+    """None at the start of the prompt."""
     token_ids: list[_TokenId]
     block_size: Annotated[int, Meta(ge=0, le=_MAX_BLOCK)]
     """In tokens."""
@@ -50,7 +46,7 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
     """None: the engine's own cache."""
     lora_name: _Text | None = None
     extra_keys: Any = None
-    """Per block, what its hash depends on in addition to tokens."""
+    """Per block, what its hash covers in addition to tokens."""
     group_idx: int | None = None
     kv_cache_spec_kind: _Text | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -58,7 +54,7 @@ class KVBlocksStored(Struct, frozen=True, tag="BlockStored"):
     ownership: _Text | None = None
     session_id: _Text | None = None
     kvabr_asset: _Text | None = None
-    """Digest of the prompt in kvabr's asset name; other readers skip it."""
+    """Digest in kvabr's asset name; other readers skip it."""
 
 
 class KVBlocksRemoved(Struct, frozen=True, tag="BlockRemoved"):
@@ -95,7 +91,7 @@ _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
 """Fields that vLLM's reader requires, even if None."""
 _MOST_FIELDS, _ARRAY_FIELDS = 32, 11
-"""For array events: the maximum number of fields, and the number of fields with the same position in all versions."""
+"""Array events: maximum number of fields, and fields with the same position in all versions."""
 _ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)]))
 
 
@@ -104,7 +100,6 @@ class MessageDecoder:
 
     def __init__(self) -> None:
         self.skipped = 0
-        """Number of unknown or malformed events."""
 
     def events(self, payload: bytes | memoryview) -> list[KVEvent]:
         """Return the events of a batch, skipping malformed ones; raise `FormatError` if the batch is malformed."""
