@@ -136,7 +136,7 @@ class TextModel(Protocol):
 
     @property
     def engine(self) -> CalibrationEngine:
-        pass
+        """The model."""
 
     @property
     def opening(self) -> tuple[int, ...]:
