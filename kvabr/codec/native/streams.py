@@ -37,12 +37,12 @@ _ALIGN = 16
 
 
 def has_streams(data: bytes | memoryview) -> bool:
-    """Return whether a payload says that it is cut into several streams."""
+    """Return True for a payload in several streams."""
     return memoryview(data).nbytes >= _NUMBER.size and bool(_NUMBER.unpack_from(data)[0] >= STREAMED)
 
 
 def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return what precedes the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
+    """Return the bytes before the streams in payloads, [group, byte], from words and escapes, [group, stream, 2]."""
     groups, streams = counts.shape[:2]
     numbers = counts.reshape(groups, -1)
     if streams > 1:
@@ -51,7 +51,7 @@ def payload_heads(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
-    """Return how many rows each stream has; see `cut`."""
+    """Return the number of rows of each stream; see `cut`."""
     runs, rest = divmod(rows, LANES)
     out = np.full(streams, LANES * (runs // streams))
     out[: runs % streams] += LANES
@@ -60,6 +60,6 @@ def rows_of_streams(rows: int, streams: int) -> NDArray[np.int64]:
 
 
 def gathered_places(payloads: Sequence[bytes | memoryview]) -> list[int]:
-    """Return where `coder.gather` puts each payload, and, last, the room that it needs."""
+    """Return the places of `coder.gather` for payloads, and, last, the total size."""
     sizes = (-(-memoryview(payload).nbytes // _ALIGN) * _ALIGN for payload in payloads)
     return list(accumulate(sizes, initial=0))
