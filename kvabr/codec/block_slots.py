@@ -175,6 +175,7 @@ class BlockSlots:
 
     @property
     def checked(self) -> BlockLayers:
+        """`layers`, after the checks."""
         assert isinstance(self.layers, BlockLayers)  # noqa: S101  # see `__post_init__`
         return self.layers
 
