@@ -95,7 +95,7 @@ from kvabr.types.kv import FP16_MAX
 from kvabr.types.naming import LAYERS
 
 _MEMO = "ac"
-_MOST_INDEX = 32767 - RATIO ** len(LAYERS)
+_MAX_INDEX = 32767 - RATIO ** len(LAYERS)
 """Maximum index of the finest layer, less the rounding of the base."""
 
 
@@ -438,7 +438,7 @@ def _plan(track: str, work: _Work, context: GroupContext, below: Sequence[bytes]
     if track == LAYERS[0]:
         # The layers above code multiples of this index in 16 bits, even for stored tokens.
         finest = min(profile.depths[track].step for track in LAYERS if track in profile.depths)
-        far |= (work.coefficients.largest > _MOST_INDEX * finest).numpy()
+        far |= (work.coefficients.largest > _MAX_INDEX * finest).numpy()
     lower, below_outliers, references = _lower(refines, context, work, below)
     new = far & ~below_outliers
     if refines is None:

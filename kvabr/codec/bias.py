@@ -42,9 +42,9 @@ _ROUNDED = 3
 """Tenths added before rounding down: rounding to nearest costs a third more bits, and saves no loss."""
 LEAST_TOKENS = 64
 """With fewer tokens the biases would cost more than they save."""
-_MOST = 127
+_MAX_VALUE = 127
 _HEAD = struct.Struct("<IB")
-_MOST_LOW = 16
+_MAX_LOW = 16
 
 
 def value_rows(structure: Structure) -> NDArray[np.intp]:
@@ -85,7 +85,7 @@ def biases(sums: NDArray[np.int64], tokens: int, unit: int) -> NDArray[np.int16]
         return np.zeros(len(sums), np.int16)
     whole = coder.ERROR_UNIT * tokens * unit
     mean = (10 * FINE * np.abs(sums) + _ROUNDED * whole) // (10 * whole)
-    out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MOST)).astype(np.int16)
+    out: NDArray[np.int16] = (np.sign(sums) * np.minimum(mean, _MAX_VALUE)).astype(np.int16)
     return out
 
 
@@ -96,7 +96,7 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
     value = numbers[at].astype(np.int64)
     value = np.where(value < 0, -2 * value - 2, 2 * value - 1)
     # As many low bits as halve the mean distance about once too often (Golomb's rule for geometric distances).
-    low = min(_MOST_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
+    low = min(_MAX_LOW, max(0, int(np.log2(max(1.0, 0.7 * float(skipped.mean())))))) if len(at) else 0
     unary = np.concatenate([skipped >> low, value])
     ends = np.cumsum(unary + 1) - 1
     size = int(ends[-1]) + 1 if len(ends) else 0
@@ -110,11 +110,11 @@ def join_biases(numbers: NDArray[np.int16]) -> bytes:
 def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
     """Decode untrusted bytes to ``count`` numbers; raise `FormatError` unless an encoder writes them."""
     bad = FormatError(f"{what}: the biases of {count} rows of values are corrupt")
-    if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MOST + 1):
+    if len(data) < _HEAD.size or len(data) > _HEAD.size + count * (_MAX_VALUE + 1):
         raise bad
     some, low = _HEAD.unpack_from(data)
     bits = np.unpackbits(np.frombuffer(data, np.uint8, offset=_HEAD.size))
-    if not 0 < some <= count or low > _MOST_LOW:
+    if not 0 < some <= count or low > _MAX_LOW:
         raise bad
     ends = np.flatnonzero(bits == 0)[: 2 * some]
     size = int(ends[-1]) + 1 if len(ends) == 2 * some else len(bits) + 1
@@ -125,7 +125,7 @@ def split_biases(data: memoryview, count: int, what: str) -> NDArray[np.int16]:
     tail = rest.reshape(some, low) @ (1 << np.arange(low, dtype=np.int64)[::-1])
     at = np.cumsum((unary[:some] << low) + tail + 1) - 1
     value = unary[some:]
-    if int(at[-1]) >= count or int(value.max()) >= 2 * _MOST:
+    if int(at[-1]) >= count or int(value.max()) >= 2 * _MAX_VALUE:
         raise bad
     out = np.zeros(count, np.int16)
     out[at] = np.where(value % 2, (value + 1) // 2, -value // 2 - 1)

@@ -25,8 +25,8 @@ WINDOW = 64
 """Neighbouring hashes per mark."""
 MOST_MARKS = 1 << 14
 """Maximum marks of a profile; the least hashes are kept."""
-_MOST_TEXTS = 256
-_MOST_LETTERS = 80
+_MAX_TEXTS = 256
+_MAX_LETTERS = 80
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -41,7 +41,7 @@ class SeenText:
     """Contexts cut from it."""
 
     def __post_init__(self) -> None:
-        good = isinstance(self.name, str) and len(self.name) <= _MOST_LETTERS
+        good = isinstance(self.name, str) and len(self.name) <= _MAX_LETTERS
         good = good and isinstance(self.sha256, str) and len(self.sha256) == 64 and set(self.sha256) <= _HEX
         if not good or type(self.contexts) is not int or not 0 <= self.contexts < 1 << 32:
             raise FormatError("profile: what it says of a text that it was calibrated on is not valid")
@@ -64,8 +64,8 @@ class Seen:
             counts[name] += 1
             found.append(marks_of(ids))
         listed = tuple(
-            SeenText(name[-_MOST_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
-            for name, text in list(texts.items())[:_MOST_TEXTS]
+            SeenText(name[-_MAX_LETTERS:], hashlib.sha256(text.encode()).hexdigest(), counts[name])
+            for name, text in list(texts.items())[:_MAX_TEXTS]
         )
         return cls(listed, np.unique(np.concatenate(found))[:MOST_MARKS])
 
@@ -91,7 +91,7 @@ class Seen:
         """Parse untrusted output of `to_json`; raise `FormatError`."""
         try:
             texts, data = value["texts"], base64.b64decode(value["marks"], validate=True)
-            if len(texts) > _MOST_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
+            if len(texts) > _MAX_TEXTS or len(data) > 8 * MOST_MARKS or len(data) % 8:
                 raise FormatError(f"profile: {len(texts)} texts and {len(data)} bytes of marks")
             return cls(tuple(SeenText(*text) for text in texts), np.frombuffer(data, "<u8").astype(np.uint64))
         except (LookupError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ CENTRED = "-centred"
 """Suffix of the names."""
 
 
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """With fewer tokens the medians would cost more than a bit per value."""
 
 
@@ -33,7 +33,7 @@ def centring_helps(group: torch.Tensor, spec: KVSpec) -> bool:
     False for a class without values (`LayerClass.split`).
     """
     _, values = keys_and_values(group.float(), spec)
-    if values.shape[2] < _LEAST_TOKENS or not values.shape[3]:
+    if values.shape[2] < _MIN_TOKENS or not values.shape[3]:
         return False
     before, after = (part.amax(dim=3) - part.amin(dim=3) for part in (values, values - _medians(values).float()))
     return 2 * int((2 * after < before).sum()) > before.numel()

@@ -54,7 +54,7 @@ _Found = TypeVar("_Found")
 
 PASSES = ("means", "outliers", "channels", "stacks", "tables", "references")
 
-_LEAST = 1e-6
+_FLOOR = 1e-6
 _RIDGE = 1e-6
 """Added to covariances, relative to the mean power, so that constant channels have components too."""
 
@@ -302,7 +302,7 @@ def _outliers(transform: Transform, source: _Source, config: FitConfig, gradient
         values += more[:1]
         minded += more[1:]
     every = torch.cat(keys, dim=1)  # [layer, token]: few numbers
-    spread = every.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
+    spread = every.double().mean(dim=1).clamp(min=_FLOOR).sqrt().float()
     loudness = (every.sqrt() / spread[:, None]).amax(dim=0).numpy()
     share = config.outliers
     threshold = float(np.quantile(loudness, 1 - share, method="higher")) if share else float("inf")
@@ -316,7 +316,7 @@ def _quiet(power: torch.Tensor, minded: torch.Tensor, share: float) -> Quiet | N
     ``power`` is the squared distance of values from their mean, [layer, token]; ``minded`` are squared gradients,
     [token].
     """
-    usual = power.double().mean(dim=1).clamp(min=_LEAST).sqrt().float()
+    usual = power.double().mean(dim=1).clamp(min=_FLOOR).sqrt().float()
     score = torch.from_numpy(quietness(power.numpy(), usual.numpy()))
     order = score.argsort()
     most = int(share * len(order))
@@ -367,11 +367,11 @@ def _channels(transform: Transform, source: _Source, config: FitConfig, gradient
     mean = (torch.from_numpy(transform.mean.astype(np.float64)) + off.reshape(transform.mean.shape)).half().numpy()
     if not config.transform:
         power = (scatter / count - off.square()).clamp(min=0).view(spec.layers, structure.halves, -1).mean(dim=2)
-        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_LEAST).float().numpy())
+        return replace(transform, mean=mean, norm=power.sqrt().clamp(min=_FLOOR).float().numpy())
     common = scatter / count - off[:, :, None] * off[:, None, :]
     shapes = _shapes(_steady(common), minded if slopes is not None else _by_side(common, structure), config)
     top = shapes.abs().amax(dim=(1, 2)).view(spec.layers, structure.halves, -1).amax(dim=2)
-    norm = (top / LARGEST).clamp(min=_LEAST).float()
+    norm = (top / LARGEST).clamp(min=_FLOOR).float()
     whole = norm.repeat_interleave(structure.per_layer, dim=1).reshape(blocks, 1, 1)
     return replace(transform, mean=mean, norm=norm.numpy(), block=rounded(shapes / whole))
 
@@ -383,7 +383,7 @@ def _by_side(common: torch.Tensor, structure: Structure) -> torch.Tensor | None:
         return None
     power = common.diagonal(dim1=1, dim2=2).reshape(len(common), structure.block_heads, keys + values)
     sides = (side.mean(dim=(1, 2), keepdim=True).expand_as(side) for side in power.split_with_sizes([keys, values], 2))
-    return torch.diag_embed(1 / torch.cat(tuple(sides), dim=2).clamp(min=_LEAST**2).reshape(len(common), -1))
+    return torch.diag_embed(1 / torch.cat(tuple(sides), dim=2).clamp(min=_FLOOR**2).reshape(len(common), -1))
 
 
 def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig) -> torch.Tensor:
@@ -402,7 +402,7 @@ def _shapes(common: torch.Tensor, minded: torch.Tensor | None, config: FitConfig
         level = minded.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=1e-300)
         values, vectors = torch.linalg.eigh(minded / level[:, None, None] + config.evenness * one)
         ahead, back = (
-            (vectors * values.clamp(min=_LEAST).pow(power)[:, None]) @ vectors.transpose(1, 2)
+            (vectors * values.clamp(min=_FLOOR).pow(power)[:, None]) @ vectors.transpose(1, 2)
             for power in (config.sensitivity / 2, -config.sensitivity / 2)
         )
     seen = ahead @ common @ ahead
@@ -479,6 +479,6 @@ def _depths(analysis: Analysis, source: _Source, config: FitConfig) -> tuple[dic
 
 def _steady(common: torch.Tensor) -> torch.Tensor:
     """Return covariances [..., channel, channel] regularised so that no channel is constant."""
-    ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_LEAST**2)
+    ridge = _RIDGE * common.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=_FLOOR**2)
     out: torch.Tensor = common + ridge[..., None, None] * torch.eye(common.shape[-1], dtype=common.dtype)
     return out

@@ -51,7 +51,7 @@ _MAX_HEADER_BYTES = 256 << 10
 MAX_SINKS = 64
 FORMAT = "kvabr.profile/1"
 MAX_STEP = 1024.0
-_MOST_COPIES = 128.0
+_MAX_COPIES = 128.0
 _NOT_A_FILE = SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError
 _Arrays = dict[str, NDArray[Any]]
 
@@ -297,7 +297,7 @@ def _unpacked(spec: KVSpec, facts: Mapping[str, Any], arrays: _Arrays) -> ClassP
         )
         for track, listed in facts["depths"].items()
     }
-    copies = _number(facts["copies"], _MOST_COPIES) if "copies" in facts else None
+    copies = _number(facts["copies"], _MAX_COPIES) if "copies" in facts else None
     return ClassProfile(spec, facts["sinks"], transform, depths, copies)
 
 

@@ -42,7 +42,7 @@ FINE_LAYERS = 2
 """Layers above a base that refine its coarse parts."""
 _AT_ONCE = 4
 """Fine parts per byte."""
-_MOST = 32
+_MAX_COARSE = 32
 """The largest coarse part."""
 _USUAL_ROWS = 1 << 14
 """Models of more rows are not cached: hostile payloads could fill the memory."""
@@ -58,15 +58,15 @@ def _model(table: int, rows: int) -> CoderModel:
 def _new_model(table: int, rows: int) -> CoderModel:
     """Make the model for a number of rows, with integers, so that it is the same on every machine."""
     likely = [1 << 40]
-    for _ in range(_MOST):
+    for _ in range(_MAX_COARSE):
         likely.append(likely[-1] * (_OF - _FALLS[table]) // _OF)
-    both = [likely[abs(number)] for number in range(-_MOST, _MOST + 1)]
+    both = [likely[abs(number)] for number in range(-_MAX_COARSE, _MAX_COARSE + 1)]
     room = TOTAL - len(both) - 1
     freqs = [1 + room * each // sum(both) for each in both] + [1]  # the last one is the escape's
-    freqs[_MOST] += TOTAL - sum(freqs)
+    freqs[_MAX_COARSE] += TOTAL - sum(freqs)
     return CoderModel(
         row_class=np.zeros(rows, np.uint8),
-        radius=np.array([_MOST], np.uint8),
+        radius=np.array([_MAX_COARSE], np.uint8),
         freqs=np.array([[freqs]], np.uint16),
         flag_freq=np.full((1, rows), TOTAL - 1, np.uint16),
         delta=np.zeros(1, np.uint8),
@@ -105,7 +105,7 @@ def split_coarse(data: memoryview, rows: int, width: int, what: str) -> Codes:
     """Decode untrusted bytes, without their size, to [row, number], both at least 1; raise `FormatError`."""
     if len(data) and data[0] < len(_FALLS):
         out: Codes = coder.decode_indices(_model(data[0], rows), data[1:], width)
-        if max(int(out.max()), -int(out.min())) <= _MOST:
+        if max(int(out.max()), -int(out.min())) <= _MAX_COARSE:
             return out
     raise FormatError(f"{what}: the {rows * width} coarse numbers of the stored tokens are corrupt")
 

@@ -52,7 +52,7 @@ RUN = 4
 """Neighbouring columns of a stack's matrix that share a gain: a decoder multiplies as many bytes at a time."""
 LEAST_GAIN, MOST_GAIN = 0.5, 2.0
 """Bounds of factors of decoded elements."""
-_MOST_ENTRIES = 1 << 30
+_MAX_ENTRIES = 1 << 30
 """Maximum entries of all matrices together."""
 
 
@@ -336,7 +336,7 @@ class Transform:
         need(bool(((self.norm > 0) & (self.norm <= FP16_MAX)).all()), f"a norm is not in (0, {FP16_MAX}]")
         need(bool(((self.spread > 0) & np.isfinite(self.spread)).all()), "a spread is not positive")
         entries = sum(each.mantissa.size for each in (*self.stack, self.block or NO_MATRIX))
-        need(entries <= _MOST_ENTRIES, f"{entries} numbers of transforms, at most {_MOST_ENTRIES}")
+        need(entries <= _MAX_ENTRIES, f"{entries} numbers of transforms, at most {_MAX_ENTRIES}")
 
     def scaled(self, factors: Sequence[float]) -> Transform:
         """Return a transform with coefficients in larger units: a factor for keys, and one for values if separate."""

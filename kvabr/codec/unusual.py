@@ -53,7 +53,7 @@ USUAL_COPIES = 1.35
 """Default of the usual number of effective copies."""
 _REPEATED = 0.4
 """Share of `repeated` tokens from which on a base contains L1."""
-_MANY = 32
+_MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
 """Channels for comparing tokens: few, since consecutive ones must be equal, too."""
@@ -61,9 +61,9 @@ _SAME = 2.0**-7
 """Largest difference of equal tokens, relative to the largest distance: engines may round them differently."""
 _ALIKE = 0.4
 """Common share of the errors' power from which on another codec is used."""
-_MOST_ASIDE = 8
+_MAX_ASIDE = 8
 """Maximum of separately stored tokens: one in this many, and four; beyond that another codec is used."""
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """Shorter tiles are not judged."""
 _SAMPLED, _GLANCED = 2048, 256
 """Rows to compare, and for a first look."""
@@ -192,7 +192,7 @@ class Likeness:
 
 def crowded(outlying: torch.Tensor) -> bool:
     """Return True if too many tokens stand out, [token] bool, to store them separately."""
-    return int(outlying.sum()) > 4 + len(outlying) // _MOST_ASIDE
+    return int(outlying.sum()) > 4 + len(outlying) // _MAX_ASIDE
 
 
 def sample(rows: int, most: int = _SAMPLED) -> NDArray[np.intp]:
@@ -216,7 +216,7 @@ def likeness(rows: torch.Tensor, step: float, keep: NDArray[np.bool_]) -> Likene
     found = [
         _likeness(coder.similarity(rows.numpy(), every, tile, step).astype(np.float64))
         for tile in tiles
-        if len(tile) >= _LEAST_TOKENS
+        if len(tile) >= _MIN_TOKENS
     ]
     return Likeness(max((it.common for it in found), default=0.0), max((it.copies for it in found), default=0.0))
 
@@ -258,7 +258,7 @@ def contained(
 
 
 def repeated(group: torch.Tensor, spec: KVSpec) -> float:
-    """Return the share of tokens in repetitions of `_MANY` and more, in the tile with the largest share.
+    """Return the share of tokens in repetitions of `_MIN_REPETITION` and more, in the tile with the largest share.
 
     In a model's first layer, values depend only on the token itself, so equal tokens are detected without their ids.
     Return 0 for a class without that layer, and if keys do not rotate: such a model may add positions to its tokens.
@@ -271,7 +271,7 @@ def repeated(group: torch.Tensor, spec: KVSpec) -> float:
     heads, dims = (torch.from_numpy(each).to(group.device) for each in places)
     numbers = group[0, -1][heads, :, dims].detach().float().cpu().numpy()
     tiles = (numbers[:, first : first + TILE] for first in range(0, numbers.shape[1], TILE))
-    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _MANY), default=0.0)
+    return max((_repeated(tile) for tile in tiles if tile.shape[1] > _MIN_REPETITION), default=0.0)
 
 
 @lru_cache(maxsize=64)
@@ -295,7 +295,7 @@ def _repeated(numbers: NDArray[np.float32]) -> float:
     limit = np.float32(_SAME) * np.maximum(farthest[:, None], farthest)
     begins = np.tril((apart <= limit) & (limit > 0), -1)
     length = 1
-    while length < _MANY:  # of a token and one before it: are as many following ones equal again?
+    while length < _MIN_REPETITION:  # of a token and one before it: are as many following ones equal again?
         begins = begins[:-length, :-length] & begins[length:, length:]
         length *= 2
-    return float((np.convolve(begins.any(axis=1), np.ones(_MANY, np.intp)) > 0).mean())
+    return float((np.convolve(begins.any(axis=1), np.ones(_MIN_REPETITION, np.intp)) > 0).mean())

@@ -14,7 +14,7 @@ from kvabr.types.kv import KVSpec, LayerClass
 
 _LENGTH = 8
 """Bytes of a safetensors file's header length; the header is padded to a multiple of it."""
-_MOST_NAMES = 8 << 10
+_MAX_NAMES = 8 << 10
 """Maximum difference in size from the names of two models, with escapes."""
 
 
@@ -120,7 +120,7 @@ def shipped_bytes(sha256: str, size: int, spec: KVSpec) -> bytes | None:
             return each.read()
     fitting = shipped_profile(spec)
     # Binding changes names only, so other sizes need not be read.
-    if fitting is None or abs(size - fitting.size) > _MOST_NAMES:
+    if fitting is None or abs(size - fitting.size) > _MAX_NAMES:
         return None
     data = fitting.bound(spec)
     return data if len(data) == size and hashlib.sha256(data).hexdigest() == sha256 else None

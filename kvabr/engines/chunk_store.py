@@ -449,7 +449,7 @@ class ChunkStore:
                 deadline=max(left_s, 1e-3),
                 options=PlayOptions(
                     policy=settings.policy,
-                    time_price=TIME_PRICE / place.beside,
+                    time_price=TIME_PRICE / place.concurrent,
                     patience=settings.patience,
                     question_tokens=place.following,
                 ),

@@ -21,7 +21,7 @@ from kvabr.engines.clients import EngineClient
 from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
-_MOST_PROMISED, _PROMISED_S = 1 << 16, 60.0
+_MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
 """Remembered promises, and their lifetime: an engine asks again before it fetches."""
 
 
@@ -30,7 +30,7 @@ class PromisedPlace(NamedTuple):
 
     following: int
     """Tokens after it."""
-    beside: int
+    concurrent: int
     """Caches fetched at the same time; one second is waited for all of them."""
 
 
@@ -42,7 +42,7 @@ class KeyedTails:
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Current tails: latest time of computation, and tokens."""
-        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MOST_PROMISED, _PROMISED_S)
+        self._promised: TTLCache[str, PromisedPlace] = TTLCache(_MAX_PROMISED, _PROMISED_S)
 
     def place(self, key: str) -> PromisedPlace:
         """Return the position of a cache in the prompt that it was last promised for; by default alone."""

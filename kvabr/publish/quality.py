@@ -43,7 +43,7 @@ NOISE_FLOOR = 1e-4
 
 _ATTRIBUTED = 64
 """Scored tokens for single groups: the first ones bear most of the loss."""
-_LEAST_SHARE = 0.01
+_MIN_SHARE = 0.01
 """Share of a loss that is spread evenly: one continuation may ignore a group by chance."""
 
 
@@ -269,7 +269,7 @@ def _shares(singles: Sequence[float], units: Sequence[range], sizes: Sequence[in
         size = sum(sizes[group] for group in unit)
         for group in unit:
             measured = single / everything * sizes[group] / size if everything > 0 else sizes[group] / whole
-            shares.append((1 - _LEAST_SHARE) * measured + _LEAST_SHARE * sizes[group] / whole)
+            shares.append((1 - _MIN_SHARE) * measured + _MIN_SHARE * sizes[group] / whole)
     return shares
 
 
@@ -292,5 +292,5 @@ def _in_words(continuation: int, shaped: Sequence[str], units: Sequence[range]) 
     return (
         f"{whole}; split over groups in proportion to the same mean over up to {_ATTRIBUTED} tokens, measured with "
         f"{unit} at a time on the track and all others exact, run for {', '.join(shaped)} and taken for every other "
-        f"track from the one of these with the nearest KL; {_LEAST_SHARE:.0%} of it spread evenly."
+        f"track from the one of these with the nearest KL; {_MIN_SHARE:.0%} of it spread evenly."
     )

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 _RATE_FACTOR = 5
 _RECORDED = frozenset({"plan", "recompute"})
 """Other decisions are recorded with their request."""
-_MOST_REQUESTS = 4096
+_MAX_REQUESTS = 4096
 
 
 class JsonLines(Listener):
@@ -132,7 +132,7 @@ class Cmcd:
             if self._pending["t"] == event.t:
                 self._pending["cmcd"]["nor"] = f"{event.track}/{event.group}"
             yield self._pending
-        if len(self._requests) < _MOST_REQUESTS:
+        if len(self._requests) < _MAX_REQUESTS:
             self._requests[event.request] = (event.t, None)
         record = self._record(wall_s, event, cmcd, "request", "group", "track", "bytes")
         if decision is not None:

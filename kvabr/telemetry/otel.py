@@ -15,9 +15,9 @@ from kvabr.types import events
 from kvabr.types.errors import UsageError
 from kvabr.types.installing import WHERE, extra
 
-_MOST_SPANS = 2000
+_MAX_SPANS = 2000
 """Child spans per play; the rest are counted in ``kvabr.spans_left_out``."""
-_MOST_EVENTS = 100
+_MAX_EVENTS = 100
 """Events per kind on the span of a play (a live cache has one per group); the rest are counted in
 ``kvabr.events_left_out``.
 """
@@ -103,7 +103,7 @@ class _Spans:
 
     def _annotate(self, now: int, event: events.PlayEvent) -> None:
         self._event_counts[event.name] += 1
-        if self._event_counts[event.name] > _MOST_EVENTS:
+        if self._event_counts[event.name] > _MAX_EVENTS:
             self._events_left_out += 1
             return
         fields = tuple(key for key in event.to_json() if key not in {"t", "event"})
@@ -137,7 +137,7 @@ class _Spans:
                 self._end(key, now, attributes, error=event.reason if failed else None)
 
     def _begin(self, key: Key, now: int, attributes: Mapping[str, Any] | None = None) -> None:
-        if self._spans >= _MOST_SPANS:
+        if self._spans >= _MAX_SPANS:
             self._spans_left_out += 1
             return
         self._spans += 1

@@ -60,11 +60,11 @@ DEPTHS = len(LAYERS)
 """Maximum depths of a track."""
 _CROWDED = 512
 """Streams from which on the coarse table is used: it is faster if many programs share a cache."""
-_MOST_WORDS = (1 << 31) - 1
+_MAX_WORDS = (1 << 31) - 1
 """Maximum of a stream, and of escapes."""
 _WGMMA_ROWS = 64
 """Rows of the smallest tile that Triton multiplies with wgmma, in four warps."""
-_MOST_POSITIONS = 1 << 17
+_MAX_POSITIONS = 1 << 17
 """Positions up to which rotary turns stay on the device."""
 
 
@@ -258,7 +258,7 @@ class _Gathered:
         self._tokens, self._groups = [job.out.shape[3] for job in jobs], groups
         self._places = gathered_places(self._payloads)
         self.parts = coder.gather(self._payloads, self._tokens, groups, rows, None)
-        if int(self.parts[:, 4:6].max()) > _MOST_WORDS:
+        if int(self.parts[:, 4:6].max()) > _MAX_WORDS:
             raise FormatError("entropy coded part: more words than a group can have; the payload is corrupt")
 
     def room(self, staging: Staging) -> Staged | None:
@@ -414,7 +414,7 @@ def _places(
     offsets, positions = np.full((len(tasks), stride), -1, np.int64), np.full((len(tasks), stride), -1, np.int32)
     rope = tasks[0].job.transform.structure.coded.rope
     ends = [0 if job.first_token is None else job.first_token + job.out.shape[3] for job, _ in tasks]
-    near = max(ends) <= _MOST_POSITIONS
+    near = max(ends) <= _MAX_POSITIONS
     far, rows = [], 0
     for group, (job, into) in enumerate(tasks):
         tokens = job.out.shape[3]

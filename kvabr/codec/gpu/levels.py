@@ -26,7 +26,7 @@ from kvabr.codec.native.coder_model import DTYPES
 from kvabr.codec.native.streams import gathered_places
 from kvabr.types.errors import FormatError
 
-_FIRST_BYTES, _MOST_BYTES = 16 << 20, 128 << 20
+_FIRST_BYTES, _MAX_BYTES = 16 << 20, 128 << 20
 """Bytes of payloads copied at once: few at first, so that the copy begins soon."""
 _TOKENS, _WARPS = 16, 4
 
@@ -99,7 +99,7 @@ def _pieces(batch: Sequence[_Task]) -> Iterator[list[_Task]]:
     for task in batch:
         if some and size + len(task.job.payload) > most:
             yield some
-            some, size, most = [], 0, min(2 * most, _MOST_BYTES)
+            some, size, most = [], 0, min(2 * most, _MAX_BYTES)
         some.append(task)
         size += len(task.job.payload)
     yield some

@@ -28,7 +28,7 @@ _TYPES = {
 }
 _ALIGN = 16
 """Of every array and payload, in bytes."""
-_LEAST_APART = 512 << 10
+_MIN_APART = 512 << 10
 """Minimum bytes of a payload in pinned memory that is copied directly; gathering smaller ones costs less than a copy
 each.
 """
@@ -115,7 +115,7 @@ def _await_copies(there: torch.Tensor, device: torch.device) -> None:
 
 def lie_apart(payloads: Sequence[bytes | memoryview]) -> bool:
     """Return True if a device copies payloads best directly: large ones, all in pinned memory."""
-    return sum(map(len, payloads)) >= _LEAST_APART * len(payloads) and all(map(_is_pinned, payloads))
+    return sum(map(len, payloads)) >= _MIN_APART * len(payloads) and all(map(_is_pinned, payloads))
 
 
 def _is_pinned(payload: bytes | memoryview) -> bool:

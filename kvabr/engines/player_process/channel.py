@@ -25,11 +25,11 @@ from kvabr.types.errors import ConnectionLostError, FormatError, PlayError
 
 _HEAD = struct.Struct("=QB")
 """Bytes of the following message, and number of its files."""
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _READ_BYTES = 256 << 10
-_MOST_FILES = 8
+_MAX_FILES = 8
 _NOTHING = memoryview(b"")
-_MOST_CATALOG_BYTES = 16 << 20
+_MAX_CATALOG_BYTES = 16 << 20
 """Limit of kept catalogs per direction, pickled: two for a million tokens, or hundreds for 8,192. One larger catalog is
 kept alone. Objects take two to three times as much.
 """
@@ -169,7 +169,7 @@ class ProcessChannel:
 
     def _read(self) -> None:
         try:
-            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MOST_FILES)
+            data, files, flags, _ = socket.recv_fds(self._link, _READ_BYTES, _MAX_FILES)
         except BlockingIOError:
             return
         except OSError as error:
@@ -185,7 +185,7 @@ class ProcessChannel:
         self._came += data
         while self._open and len(self._came) >= _HEAD.size:
             size, count = _HEAD.unpack_from(self._came)
-            if size > _MOST_BYTES or count > _MOST_FILES:
+            if size > _MAX_BYTES or count > _MAX_FILES:
                 self._fail(FormatError(f"a message of {size:,} bytes with {count} files"))
                 return
             end = _HEAD.size + size
@@ -221,7 +221,7 @@ class _Catalogs:
                 self._kept[digest] = catalog, nbytes
                 self._nbytes += nbytes
             self._kept.move_to_end(digest)
-        while self._nbytes > _MOST_CATALOG_BYTES and len(self._kept) > 1:
+        while self._nbytes > _MAX_CATALOG_BYTES and len(self._kept) > 1:
             self._nbytes -= self._kept.popitem(last=False)[1][1]
 
 

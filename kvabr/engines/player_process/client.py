@@ -59,7 +59,7 @@ _IDLE_S = 60
 _START_S, _NAP_S = 30.0, 0.05
 _ANSWER_S = 10.0
 """Additional time for an answer, for processes that hang; calls have their own limits."""
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _started: list[subprocess.Popen[bytes]] = []
 """Referenced, so that Python does not warn about processes that outlive this one."""
 
@@ -97,7 +97,7 @@ class RemoteClient:
         self._speeds = speeds_at(None if arguments.cache is None else arguments.cache / SPEEDS_FILE)
         self._link: asyncio.Task[_Link] | None = None
         self._home = HomeProcess("the client of the player process")
-        self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S), 0.0
+        self._pauses, self._again_s = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S), 0.0
         """Earliest restart after a process that ended at once."""
         self._playing = 0
         """Running plays, which share this process' GPU."""
@@ -227,7 +227,7 @@ _LIMITS = ("deadline", "within_s", "probe_s")
 """Options with a call's time limit."""
 
 
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 """Minimum time limit of a call, as 0 is not allowed."""
 
 
@@ -242,7 +242,7 @@ def _shorten(options: dict[str, Any], waited_s: float) -> None:
     """Subtract the time waited for the process from a call's limits."""
     for name in _LIMITS:
         if options.get(name):
-            options[name] = max(min(options[name], _LEAST_S), options[name] - waited_s)
+            options[name] = max(min(options[name], _MIN_S), options[name] - waited_s)
 
 
 def _from_here(plugin: str) -> str:

@@ -45,7 +45,7 @@ _KEEP_S = 60.0
 """Seconds to keep an unused client, with its connections and groups."""
 _ENGINES = 64
 """Engines that may share a client."""
-_MOST_SPARE_BYTES = 512 << 20
+_MAX_SPARE_BYTES = 512 << 20
 _PAUSE_S = 1.0
 """Pause of a listener that could not accept an engine."""
 
@@ -148,7 +148,7 @@ class _Engine:
         self._arguments: ClientArguments | None = None
         self._client: AsyncClient | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._regions = Regions(_MOST_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
+        self._regions = Regions(_MAX_SPARE_BYTES, lambda region: self._channel.send(ForgetRegion(region)))
 
     def close(self) -> None:
         """End all calls and the connection."""

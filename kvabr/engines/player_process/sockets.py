@@ -16,7 +16,7 @@ from pathlib import Path
 from kvabr import __version__
 from kvabr.types.errors import UsageError
 
-_MOST_CHARACTERS = 107
+_MAX_CHARACTERS = 107
 """Limit of a Unix socket's path on Linux."""
 
 
@@ -67,8 +67,8 @@ def listening(path: Path) -> tuple[socket.socket, int] | None:
         UsageError: the path is too long, or others can enter its folder.
         OSError: it cannot be used.
     """
-    if len(os.fsencode(path)) > _MOST_CHARACTERS:
-        raise UsageError(f"{path}: the path of a socket has at most {_MOST_CHARACTERS} characters; give a shorter one")
+    if len(os.fsencode(path)) > _MAX_CHARACTERS:
+        raise UsageError(f"{path}: the path of a socket has at most {_MAX_CHARACTERS} characters; give a shorter one")
     private_folder(path.parent)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     made = socket.socket(socket.AF_UNIX)

@@ -35,7 +35,7 @@ from kvabr.engines.sglang.pages import HostPages, read_settings
 from kvabr.types.errors import FormatError, UsageError
 
 _MAX_POSITION = 1 << 32
-_LEAST_TOKENS = 256
+_MIN_TOKENS = 256
 """SGLang's default minimum of found tokens for a fetch."""
 
 
@@ -121,7 +121,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
             "hicache-storage-backend-extra-config; ranks of decode context parallelism share a page",
             version=weight_version,
             step_tokens=step_tokens(),
-            least=_LEAST_TOKENS,
+            least=_MIN_TOKENS,
             origin=origin,
         )
         self.metrics = origin.client.metrics

@@ -20,7 +20,7 @@ from kvabr.telemetry.kv_events.wire import STORAGE, KVBlocksRemoved, KVBlocksSto
 
 MOST_BLOCKS = 1 << 19
 """Blocks remembered for their removal."""
-_MOST_PENDING = 1024
+_MAX_PENDING = 1024
 
 
 class AnnouncedBlocks:
@@ -55,7 +55,7 @@ class AnnouncedBlocks:
         if not _plain(request):
             return
         self._pending[request.request_id] = (request, 0)
-        while len(self._pending) > _MOST_PENDING:
+        while len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
 
     def published(self, request: str, tokens: int) -> None:

@@ -33,8 +33,6 @@ Store = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
-    """Layers of one class with one block table."""
-
     pages: Pages
     part: KVSpec
     layers: tuple[torch.Tensor, ...]
@@ -57,8 +55,6 @@ class _Shelf:
 
 @dataclass(frozen=True, slots=True)
 class _StateShelf:
-    """States of one class with one block table."""
-
     pages: Pages
     form: StateForm
     layers: tuple[torch.Tensor, ...]
@@ -96,16 +92,13 @@ class _GroupPlace:
 
 
 _CLEARED_BLOCKS = 64
-"""Blocks cleared at once."""
 
 
 class _Own(NamedTuple):
     """The part of a played class that this rank holds."""
 
     part: int
-    """Index of the class in the play."""
     rows: range
-    """Layers in the play."""
     heads: range
     whole: bool
     """True for all layers and heads."""
@@ -136,7 +129,6 @@ class EngineBlocks:
             held = torch.uint8 if kept.itemsize == 1 else kept
             wanted = (part.only.heads, pages.held, sum(part.only.split))
             layers = tuple(_tokens(name, caches[name], wanted, held) for name in pages.names)
-            # One vector per token has only one possible order.
             layout = layout_of(layers[0]) if part.only.v_dim else BlockLayout.PLAIN
             blocks = block_layers(layers, layout, part.only.split, kept)
             self._shelves.append(_Shelf(pages, part, layers, layout, blocks))
@@ -148,7 +140,6 @@ class EngineBlocks:
 
     @property
     def layers(self) -> tuple[BlockLayers, ...]:
-        """The layers of each block table."""
         return tuple(shelf.blocks for shelf in self._shelves)
 
     @property
@@ -324,7 +315,6 @@ def _store_some(
 
 
 def _tokens(name: str, cache: torch.Tensor, wanted: tuple[int, int, int], held: torch.dtype) -> torch.Tensor:
-    """Return a layer's cache; raise if its form is unexpected."""
     cache = codes(cache)
     if tuple(cache.shape[1:]) != wanted or cache.dtype != held:
         raise UsageError(

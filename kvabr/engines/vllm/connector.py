@@ -1,7 +1,7 @@
 """`KvabrConnector`, vLLM's interface to the two halves. Only this module imports vLLM.
 
-It implements vLLM's ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py) in the versions of
-`kvabr.engines.vllm.ADAPTER`; vLLM calls that interface experimental.
+It implements ``KVConnectorBase_V1`` (vllm/distributed/kv_transfer/kv_connector/v1/base.py), an experimental interface,
+in the versions of `kvabr.engines.vllm.ADAPTER`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ with contextlib.suppress(ModuleNotFoundError):  # vLLM 0.31 does not count hits 
 
     _HIT_SOURCE = CacheHitSource.P2P
 _REPORTED = "kvabr_told"
-"""Attribute of a request for which a connector has reported the served cache."""
+"""Attribute of a request whose served cache a connector has reported."""
 _BLOCKS_MAY_FAIL = hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors")
-"""Whether this vLLM accepts single failed blocks."""
 
 
 class KvabrMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -95,9 +94,7 @@ class KvabrPlaced(KVConnectorWorkerMetadata):  # type: ignore[misc]
         self.published = published
         """Requests that have finished publishing, with the number of tokens now cached."""
         self.cost = cost
-        """New cost of the engine's prefill, if any."""
         self.publishing = publishing
-        """A cache is being published."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another worker's report."""
@@ -135,7 +132,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._client, self._settings = None, settings
         self._publishing = self._to_count = False
-        # The worker reports them before the scheduler sees the first request.
         self._scales = scales_of(vllm_config) if role == KVConnectorRole.WORKER else {}
         self._served = partial(
             served_model,
@@ -152,7 +148,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvabr: caches of this model are neither played nor published: %s", error)
             self._scheduler, self._worker = IdleScheduler(), IdleWorker()
             return
-        # Open the client last: an error here must not leave one behind.
+        # last: an error here must not leave it open
         publishers = _publishers(settings, model) if produces and role == KVConnectorRole.WORKER else None
         self._client = take_client(settings) if consumes else None
         if role == KVConnectorRole.SCHEDULER:
@@ -224,13 +220,13 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.preempted(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: loads began with the step, and no step waits for one."""
+        """Do nothing: loads began with the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is computed only after its load."""
+        """Do nothing: a request is computed after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: caches are copied after a step, or when a request ends."""
+        """Do nothing: caches are copied later."""
 
     def wait_for_save(self) -> None:
         """End the computation of a step."""
@@ -248,7 +244,6 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return ended plays and the cost of a prefill for the scheduler."""
         placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
         published = self._worker.published()
         now = self._publishing = self._to_count
@@ -411,7 +406,6 @@ class KvabrPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _description(settings: VllmSettings, model: ServedModel, *, consumes: bool, produces: bool) -> str:
-    """Describe the connector's work in one line."""
     parts = []
     if consumes:
         where, kept = str(settings.url).partition("?")[0], settings.keep_loss

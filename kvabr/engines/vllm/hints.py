@@ -37,11 +37,11 @@ from kvabr.types.kv import KVSpec
 
 _log = logging.getLogger("vllm.kvabr")
 _MAX_KEEP_S = 3600.0
-_MOST = 64
+_MAX_HINTS = 64
 """Hints in progress at once; the rest is dropped and counted."""
-_WITHIN_S = 60.0
+_TIMEOUT_S = 60.0
 """Time limit of a hint."""
-_MOST_REFINED = 4
+_MAX_REFINED = 4
 """Prompts fetched again at once."""
 _LOOK_S = 1.0
 """Seconds between lookups of a cache that is being published."""
@@ -101,7 +101,7 @@ class RequestHints:
         hint = _Hint(names, time.monotonic() + seconds)
         if publishing:
             self._publishing[request.request_id] = hint, 0
-            if len(self._publishing) > _MOST:
+            if len(self._publishing) > _MAX_HINTS:
                 self._follow(self._publishing.popitem(last=False)[1][0])
         else:
             self._follow(hint)
@@ -111,17 +111,17 @@ class RequestHints:
         if self._client is None or not (self._settings.store_mib or self._settings.disk):
             return
         self._refining = {each: names for each, names in self._refining.items() if not each.done()}
-        if len(self._refining) < _MOST_REFINED and names not in self._refining.values():
+        if len(self._refining) < _MAX_REFINED and names not in self._refining.values():
             self._refining[self._client.begin(partial(self._refine, names))] = names
 
     async def _refine(self, names: Names, client: EngineClient) -> None:
         """Fetch a cache in the best quality, after all plays; runs on the client's event loop."""
         tokens, salt, adapter = names
         try:
-            found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _WITHIN_S)
+            found = await find_cache(client, tokens, self._model.adapted(adapter).specs, salt, _TIMEOUT_S)
             if found is not None:
                 options = self._options(salt)
-                hinted = await client.hint_asset(found, within_s=_WITHIN_S, options=options)
+                hinted = await client.hint_asset(found, within_s=_TIMEOUT_S, options=options)
                 self._counts.add("tokens_refined", hinted.tokens)
         except (KvabrError, TimeoutError) as error:  # it remains as played until next time
             self._trouble.tell("a cache played with a loss could not be improved", error)
@@ -142,7 +142,7 @@ class RequestHints:
 
     def _follow(self, hint: _Hint) -> None:
         self._running = {one for one in self._running if not one.done()}
-        if len(self._running) >= _MOST:
+        if len(self._running) >= _MAX_HINTS:
             self._counts.add("hints_dropped")
             return
         assert self._client is not None  # noqa: S101  # or it would have been ignored
@@ -152,7 +152,7 @@ class RequestHints:
         """Fetch and keep a prompt's cache; runs on the client's event loop."""
         model, tokens = self._model.adapted(hint.names[2]), 0
         try:
-            async with asyncio.timeout(_WITHIN_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 for spec in model.shards:
                     tokens = max(tokens, await self._keep_of(client, hint, (spec,)))
                 if not tokens:
@@ -172,7 +172,7 @@ class RequestHints:
         found: Found | None = None
         for spec in specs:
             for _ in range(_LOOKS):
-                found = await client.find(ids, model=spec, salt=salt, within_s=_WITHIN_S, any_dtype=True, live=False)
+                found = await client.find(ids, model=spec, salt=salt, within_s=_TIMEOUT_S, any_dtype=True, live=False)
                 if (found is not None and found.catalog.tokens >= hint.tokens) or not hint.tokens:
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -183,7 +183,7 @@ class RequestHints:
             return 0
         hinted = await client.hint_asset(
             found,
-            within_s=_WITHIN_S,
+            within_s=_TIMEOUT_S,
             keep_s=left_s,
             time_price=TIME_PRICE,
             options=self._options(salt),

@@ -1,4 +1,4 @@
-"""Halves of a connector that does nothing, for a model with an unsupported cache: vLLM computes everything."""
+"""Halves of a connector that does nothing, for unsupported caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvabr.engines.vllm.stats import ConnectorCounts
 
 
 class IdleScheduler:
-    """Loads and publishes nothing; see `kvabr.engines.vllm.scheduler.SchedulerHalf`."""
+    """Loads and publishes nothing."""
 
     publishing, announced = False, None
 
@@ -53,7 +53,7 @@ class IdleScheduler:
 
 
 class IdleWorker:
-    """Neither plays nor publishes; see `kvabr.engines.vllm.worker.WorkerHalf`."""
+    """Plays and publishes nothing."""
 
     publishing = False
 

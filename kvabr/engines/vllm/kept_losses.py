@@ -4,12 +4,12 @@ vLLM reuses the blocks of one request for all later ones with the same prefix, s
 them all. If a play loses more than `VllmSettings.keep_loss`, its blocks and those computed after them are evicted when
 its request ends.
 
-Until then, requests may share its blocks if their own play would have the same deadline or a shorter one. They are
+Until then, requests whose own play would have the same deadline or a shorter one may share its blocks. They are
 counted, their clients are informed, and their blocks are evicted too. For any other request, the blocks are evicted at
 once, and vLLM asks again.
 
-Losses of plays within the limit add up: the next turn of a conversation is played after blocks played in the turn
-before. Such a play counts with its own loss and the loss of the blocks before; together they stay within the limit.
+A play within the limit counts with its own loss and the loss of the blocks before it, such as those of the
+conversation's previous turn.
 
 Pure: no vLLM, no clock, no threads.
 """
@@ -27,23 +27,17 @@ from kvabr.engines.vllm.stats import REQUEST_LOSS, ConnectorCounts
 from kvabr.engines.vllm.windows import Tables
 
 _MAX_REMEMBERED = 4096
-"""Plays within the limit that are remembered."""
 
 
 @dataclass(slots=True)
 class _Served:
-    """A request that was played, or shares blocks of one."""
-
     tokens: Sequence[int]
-    """Of the prompt; of a sharing request, at least up to these."""
+    """Prompt, or at least its shared part."""
     apart: object
     """Key of its blocks in vLLM's prefix cache, in addition to tokens and media."""
     media: tuple[tuple[object, int], ...]
-    """Media of its prompt, and their first tokens."""
     deadline_s: float
-    """Shortest deadline of the plays in its blocks."""
     first: int
-    """First token loaded or shared."""
     loaded: int = 0
     loss: float = 0.0
     """Expected loss of its own play, nats per generated token."""
@@ -58,7 +52,7 @@ class _Served:
     blocks: set[int] = field(default_factory=set)
     """Possibly in the prefix cache."""
     ran: bool = False
-    """A step has computed some of it while it shared blocks, so its output depends on them."""
+    """It has computed tokens while it shared blocks, so its output depends on them."""
     unseen: int = 0
     """Tokens scheduled since the blocks were recorded."""
     hidden: bool = False
@@ -90,7 +84,6 @@ class KeptLosses:
         self._left: OrderedDict[object, float] = OrderedDict()
         """Loss of requests that begin with a block, by vLLM's hash; of recent plays within the limit."""
         self._lossy: dict[str, _Served] = {}
-        """Requests above the limit."""
 
     def begin(self, request: Any, deadline_s: float, first: int, loaded: int, tables: Sequence[Sequence[int]]) -> None:
         """Record a load of ``loaded`` tokens from ``first`` on, with this deadline, into blocks of a request."""
@@ -142,7 +135,7 @@ class KeptLosses:
             own.first, own.shared = min(own.first, shared.first), shared.leaves
             own.deadline_s = min(own.deadline_s, shared.deadline_s)
             self._lossy[name] = own
-        elif own is not None and own.shared and not own.ran:  # evicted by now
+        elif own is not None and own.shared and not own.ran:
             own.shared = 0.0
             if not own.loaded:
                 self._forget(name)

@@ -20,7 +20,7 @@ from kvabr.engines.weights import cached_folder
 from kvabr.store.files import FileVersion
 from kvabr.types.errors import KvabrError, ModelError
 
-_MOST = 4096
+_MAX_ADAPTERS = 4096
 """Remembered adapters; vLLM accepts any number of folders."""
 
 _Versions = tuple[FileVersion | None, ...]
@@ -59,7 +59,7 @@ class Adapters:
             raise ModelError("it is loaded in place, so its weights may change under its name")
         adapter = self._adapter(request)
         if adapter is None:
-            raise ModelError(f"more than {_MOST:,} adapters were used before it")
+            raise ModelError(f"more than {_MAX_ADAPTERS:,} adapters were used before it")
         if not adapter.digest.done():
             raise ModelError(f"{adapter.folder} is still being read")
         found = adapter.digest.result()
@@ -74,7 +74,7 @@ class Adapters:
         if lora is None:
             return None
         path = str(lora.lora_path)
-        if path not in self._seen and len(self._seen) < _MOST:
+        if path not in self._seen and len(self._seen) < _MAX_ADAPTERS:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "kvabr-adapters")
             folder = _folder(path)

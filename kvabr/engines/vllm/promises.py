@@ -6,14 +6,13 @@ blocks for these, and waits until they are decoded. If its own prefix cache has 
 has shrunk below the start of the play, the request is played again.
 
 Waiting requests share link and engine (`kvabr.engines.vllm.shares`): requests that can be in time together are played,
-earliest deadline first, each until the engine must begin with it. The others are computed as soon as the engine has
-time; a late request waits until it delays no other, for at most one more deadline. While the link's speed is unknown, a
-few are played at a time.
+earliest deadline first. The others are computed as soon as the engine has time; a late request waits until it delays no
+other, for at most one more deadline.
 
-Host memory and the number of plays are limited. A play may need the size of its largest track. While others are held,
-it gets a quarter of the free memory, by excluding large tracks; at its end it counts with its actual size. A request
-that does not fit with its smallest track waits, and is computed if there is no space in time. One that exceeds the
-limit is played alone, and lets others go first for half of its deadline.
+Host memory is limited. While other plays hold some, a play gets a quarter of the free memory, by excluding large
+tracks; at its end it counts with its actual size. A request that does not fit with its smallest track waits, and is
+computed if there is no space in time. One that exceeds the limit is played alone, and lets others go first for half of
+its deadline.
 
 Pure: no vLLM, no clock, no threads. Time is passed as ``now``, in seconds.
 """
@@ -33,7 +32,7 @@ from kvabr.player.session_types import GPU_PRICE
 from kvabr.types.cost import MISS_PENALTY
 
 _HUNG_S = 30.0
-"""Seconds after its deadline at which a play without a report is abandoned; a worker ends its plays earlier."""
+"""Seconds after its deadline at which a play without a report is abandoned; workers end plays earlier."""
 _FREE_DIVISOR = 4
 """Divisor of the free memory for one play."""
 _MAX_UNPACED_PLAYS = 8
@@ -41,13 +40,13 @@ _MAX_UNPACED_PLAYS = 8
 _AHEAD_S, _AHEAD_TTFB = 0.05, 2.0
 """Work to begin ahead on the link, in seconds and in times to first byte."""
 _BASE_BUSY_SHARE = 0.5
-"""Share of the time until its end that a play may need for its smallest track and still use larger ones."""
+"""A play uses larger tracks only if its smallest one needs at most this share of the remaining time."""
 _MIN_TRANSFER_FACTOR = 1.25
 """Minimum time of a play, relative to its expected transfer."""
 _LOOK_S, _QUADRATIC_FROM, _MAX_SHARED = 0.05, 128, 512
-"""Seconds between two rounds of sharing without events, for up to `_QUADRATIC_FROM` requests, which take about 3 ms;
-above, the time grows quadratically, and so does the interval. Only the `_MAX_SHARED` earliest are considered. The
-engine's scheduler waits for all of it.
+"""Interval of sharing without events, and requests above which it grows quadratically, as the time (3 ms) does.
+
+Only the `_MAX_SHARED` earliest requests are considered. The engine's scheduler waits for all of it.
 """
 
 
@@ -60,9 +59,7 @@ class Terms:
     link_bytes: int = 0
     """Minimum bytes over the link."""
     played_s: float = 0.0
-    """Engine seconds if played."""
     computed_s: float = 0.0
-    """Engine seconds if computed."""
     loss: float = 0.0
     """Expected loss on its smallest track, nats per generated token."""
     chunks: Sequence[str] = ()
@@ -71,8 +68,6 @@ class Terms:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that is neither played nor computed yet."""
-
     first: int
     last: int
     due_s: float
@@ -87,7 +82,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A play to begin."""
+    """A play to begin, with a limit of its host memory."""
 
     play: int
     request: str
@@ -95,7 +90,6 @@ class Begun:
     last: int
     due_s: float
     bytes: int
-    """Limit of its host memory."""
     engine_price: float = GPU_PRICE
 
 
@@ -144,20 +138,18 @@ class Promises:
         self._requests: dict[int, str] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._released: set[str] = set()
-        """Requests to compute."""
         self._begun: list[Begun] = []
         self._dropped: list[int] = []
         self._unplayed = self._crowded = 0
         self._rate = self._ttfb_s = 0.0
         """Bytes per second (0.0: unknown), and seconds to a first byte."""
         self._engine_s = self._looked_s = -math.inf
-        """Time at which the engine is free, and of the last sharing."""
+        """Times when the engine is free, and of the last sharing."""
         self._changed = False
-        """An event has occurred since."""
 
     @property
     def held_bytes(self) -> int:
-        """Host memory of all plays that are neither used nor dropped."""
+        """Host memory of running and unused plays."""
         return sum(held.bytes for held in self._held.values())
 
     @property
@@ -170,7 +162,6 @@ class Promises:
         self._rate, self._ttfb_s = rate, ttfb_s
 
     def idle(self, now: float) -> None:
-        """Record that the engine is idle."""
         self._engine_s = min(self._engine_s, now)
 
     def ask(
@@ -288,7 +279,7 @@ class Promises:
         late = [name for name, each in self._waiting.items() if now >= each.due_s]
         early = [name for name, each in self._waiting.items() if now < each.due_s]
         order = nsmallest(_MAX_SHARED, early, key=lambda name: self._waiting[name].due_s)
-        if not self._rate or len(self._waiting) + len(self._under_way()) == 1:  # alone on link and engine
+        if not self._rate or len(self._waiting) + len(self._under_way()) == 1:
             self._begin_unpaced(order)
             self._compute(late, [], now, late=True)
             return
@@ -317,7 +308,6 @@ class Promises:
         self._compute(late, divided.played, now, late=True)
 
     def _advance(self, came: float) -> list[Demand]:
-        """Return the remaining demand of running plays after ``came`` more bytes."""
         loads = sorted((held.load for held in self._under_way()), key=lambda load: load.due_s)
         for load in loads:
             came, load.bytes = max(0.0, came - load.bytes), max(0.0, load.bytes - came)
@@ -379,10 +369,9 @@ class Promises:
     def _begin(
         self, request: str, load: Demand, end_s: float | None = None, *, least: bool = False, scarce: bool = False
     ) -> bool:
-        """Begin a play if there is memory for it; return whether there is.
+        """Begin a play, ending at ``end_s``, if there is memory for it; return whether there is.
 
-        ``end_s`` is when it must end, ``least`` limits it to its smallest track, and ``scarce`` says that the engine
-        has no time to compute it.
+        ``least`` limits it to its smallest track; ``scarce``: the engine has no time to compute it.
         """
         waiting = self._waiting[request]
         if (size := self._fitting(waiting.terms.sizes[-1:] if least else waiting.terms.sizes)) is None:

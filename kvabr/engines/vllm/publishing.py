@@ -34,7 +34,7 @@ from kvabr.types.cost import PrefillCost
 from kvabr.types.errors import KvabrError, UsageError
 
 _log = logging.getLogger("vllm.kvabr")
-_LONGEST_S = 60.0
+_TIMEOUT_S = 60.0
 """Time limit for waiting for a publication."""
 _MAX_GPU_SHARE = 0.25
 """Share of a GPU's free memory for a published cache."""
@@ -95,7 +95,7 @@ class Publications:
         self._under_way, self._begun_s = 0, 0.0
         self._ended: list[tuple[str, int]] = []
         self._lock = threading.Lock()
-        self.beside = False
+        self.overlapped = False
         """Growing caches are copied during the next step: on a GPU, without windows."""
 
     @property
@@ -107,11 +107,11 @@ class Publications:
     @property
     def under_way(self) -> bool:
         """True if a recent publication is in progress."""
-        return self._under_way > 0 and time.monotonic() - self._begun_s < _LONGEST_S
+        return self._under_way > 0 and time.monotonic() - self._begun_s < _TIMEOUT_S
 
     def registered(self) -> None:
         """Use the engine's blocks."""
-        self.beside = self._copier.on_gpu and not self._passing
+        self.overlapped = self._copier.on_gpu and not self._passing
 
     def begin(self, step: Step) -> None:
         """Begin a step."""
@@ -135,7 +135,7 @@ class Publications:
             self._keep(keep)
         for snapshot in self._snapshots:
             self._keep_states(snapshot)
-        if self._grown and self.beside:
+        if self._grown and self.overlapped:
             self._copier.mark()
         for grown in self._grown:
             self._grow(grown)
@@ -151,7 +151,7 @@ class Publications:
         try:
             slot = self._growing[grown.request]
             if slot is not None and grown.last > grown.first:
-                if self.beside:
+                if self.overlapped:
                     self._copier.submit(self._hand_over, slot, grown)
                 else:
                     self._hand_over(slot, grown)
@@ -210,7 +210,7 @@ class Publications:
             if not publication.alive:
                 self._engine.gone(publication.request)
 
-        if self.beside:
+        if self.overlapped:
             self._copier.submit(end)
         else:
             end()

@@ -14,7 +14,7 @@ _SWITCHES = frozenset({"play", "publish", "live", "back"})
 _KEYS = _SWITCHES | {"deadline_s", "keep_s", OWN}
 _OTHERS = ("do_remote_", "remote_")
 """Prefixes of keys of vLLM's own connectors."""
-_MOST_KEYS = 64
+_MAX_KEYS = 64
 
 
 def params(request: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def faults(request: Any) -> Iterator[tuple[str, str]]:
 
     Only the first ones are checked, as an engine's step waits for this.
     """
-    for key, value in islice(params(request).items(), _MOST_KEYS):
+    for key, value in islice(params(request).items(), _MAX_KEYS):
         if key in _SWITCHES and not (value is None or isinstance(value, bool)):
             yield f"{key} is neither true nor false", f"{str(value)[:80]!r} counts as false"
         elif key not in _KEYS and not str(key).startswith(_OTHERS):

@@ -1,8 +1,8 @@
 """The connector's half in vLLM's scheduler: looks up prompts at the origin, and selects caches to publish.
 
 It never blocks. A lookup runs on the client's event loop; until it ends or has used its share of the deadline, the
-answer to vLLM is "ask again", and likewise while the workers play the cache, see `Promises`. While a play is decoded
-into blocks, requests with the same prefix wait, since vLLM then shares the blocks with them.
+answer to vLLM is "ask again", as during a play (`Promises`). While a play is decoded into blocks, requests with the
+same prefix wait, since vLLM then shares the blocks with them.
 
 A request gets a hit only once: if a promised load fails, vLLM asks again, and the same answer would loop forever.
 """
@@ -68,16 +68,16 @@ from kvabr.types.naming import chain
 _log = logging.getLogger("vllm.kvabr")
 
 _MIN_PLAY_SHARE = 0.25
-"""Minimum share of the deadline for a play, even if its request waited long."""
+"""Minimum share of the deadline for a play."""
 _MIN_LOOKUP_SHARE = 0.25
-"""Minimum share of the deadline for a lookup, even if it delays computing."""
+"""Minimum share of the deadline for a lookup."""
 _MIN_LEFT_S = 1e-3
 _LINK_S = 0.05
 """Seconds between queries of the link's speed."""
 _LOOK_S = 1.0
 """Time limit of a round trip measurement, and the pause after it."""
 _MAX_DEADLINE_S = 60.0
-"""Maximum deadline of a request, unless the setting is longer: it occupies memory until the play ends."""
+"""Maximum deadline of a request, unless the setting is longer: it limits how long a play occupies memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +88,19 @@ class _Named:
     """Ids of its prompt, with digests of media."""
     adapter: str | None = None
     unfit: str | None = None
-    """Reason why they have no name, if so."""
+    """Reason for having no name, if so."""
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """A request and its lookup."""
-
     deadline_s: float
     began_s: float
     within_s: float = 0.0
-    """Time limit of the lookup."""
     tokens: Sequence[int] = ()
     salt: bytes = b""
     adapter: str | None = None
     """Digest of the request's LoRA adapter."""
     handle: Handle[Found | None] | None = None
-    """None without a running lookup."""
     found: Found | None = None
     """The part of the cache to load."""
     computed: int = -1
@@ -112,13 +108,11 @@ class _Lookup:
     terms: dict[int, Terms] = field(default_factory=dict)
     """Costs of a play, by the number of skipped groups."""
     lacks: int = 0
-    """Bytes to transfer on the smallest track."""
     last: int = 0
-    """Token after the last to load; 0: none, or the load has begun and there is no further hit."""
+    """Token after the last to load; 0: no further hit."""
     tail: int = 0
-    """Tokens of the cache left to the engine, if decided before the play."""
+    """Tokens left to the engine, if decided before the play."""
     due_s: float = 0.0
-    """Deadline of the play."""
     loss: float = 0.0
     """See `PlacedPlay`."""
     worst: float = 0.0
@@ -131,7 +125,7 @@ class _Lookup:
 
 
 class SchedulerHalf:
-    """The scheduler's part of the connector; requests are vLLM's own objects."""
+    """The scheduler's part; requests are vLLM's own objects."""
 
     def __init__(
         self,
@@ -170,28 +164,22 @@ class SchedulerHalf:
         self._completed = Completed(model.caches, model.spec.group_tokens, self._chain_of)
         self._boundaries = Boundaries(model.block, model.spec.group_tokens, self._chain_of)
         self._growth: Growth | None = None
-        """For publishing during prefill."""
         if produces and settings.publish_live and not model.caches.states:
             self._growth = Growth(model.caches, model.spec.group_tokens, self._name_of)
         self._old: set[str] = set()
         """Requests that may have KV of old weights, and are not published."""
         self._arrived: set[str] = set()
-        """Requests that may be published."""
         self.counts = ConnectorCounts()
         self.publishing = False
-        """A worker is publishing."""
         most = settings.keep_loss if model.prefix_caching else math.inf  # without prefix caching nothing is reused
         self._kept = KeptLosses(most, model.caches.blocks, evict, self.counts)
         self._cost: PrefillCost | None = None
-        """Cost of the engine's prefill, once reported."""
         self._pause: OriginPause | None = None if client is None else OriginPause(client.begin)
         self._rtt_s = 0.0
         """Round trip time to the origin; 0.0: unknown."""
         self._link = KnownLink(0.0, 0.0)
         self._link_s = -math.inf
-        """Time of the last query."""
         self._looking = False
-        """It is being measured, since no lookup will."""
         self._trouble = TroubleLog(_log)
         self._hints = RequestHints(settings, model, client, self.counts, self._trouble)
 
@@ -341,11 +329,9 @@ class SchedulerHalf:
             self.announced.published(request, tokens)
 
     def measured(self, cost: PrefillCost | None) -> None:
-        """Record a new cost of the engine's prefill."""
         self._cost = cost or self._cost
 
     def received(self, requests: set[str]) -> None:
-        """Record ended loads."""
         for name in requests:
             self._loading.pop(name, None)
 

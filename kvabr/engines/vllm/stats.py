@@ -15,7 +15,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     ),
 }
 """Meaning and buckets of the keys with a list of numbers, one per play or request."""
-_MOST_NOTED = 10_000
+_MAX_NOTED = 10_000
 """Limit of a list until the next `take`."""
 
 HELP = {
@@ -91,7 +91,7 @@ class ConnectorCounts:
             raise KeyError(name)
         with self._lock:
             kept = self._data.setdefault(name, [])
-            if len(kept) < _MOST_NOTED:
+            if len(kept) < _MAX_NOTED:
                 kept.append(value)
 
     def take(self) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """The connector's half in a worker of vLLM: plays caches into the engine's blocks, and publishes from them.
 
 Plays run on the client's event loop and end with compressed groups in host memory. When all workers have reported a
-play, the scheduler promises it to vLLM, which allocates blocks and goes on with other requests. All groups are decoded
-together straight into the blocks, by the decoding threads, or on a GPU on a separate stream. No step waits for that;
-vLLM computes the request once all is in place.
+play, the scheduler promises it to vLLM, which allocates blocks and continues with other requests. Threads, or a GPU
+stream, decode the groups straight into the blocks; vLLM computes the request when all is in place.
 
-Publications are copied in a thread, too. That is safe: vLLM keeps a request's blocks until the load or publication is
-reported as ended.
+Publications are copied in a thread, too: vLLM keeps a request's blocks until the load or publication is reported as
+ended.
 """
 
 from __future__ import annotations
@@ -40,14 +39,15 @@ from kvabr.types.loss import predicted_loss, promised_loss
 _log = logging.getLogger("vllm.kvabr")
 
 _NAP_S, _SHORT_NAP_S = 0.01, 0.002
-"""Pause of a step without computation while plays or publications run: vLLM would poll, and occupy a core that decoding
-needs. The shorter one is for lookups, whose end only polling notices.
+"""Pause of a step without computation during plays and publications: vLLM would poll on a core that decoding needs.
+
+The shorter one is for lookups, whose end only polling notices.
 """
 _START_S = 30.0
 """Time limit for the start of a player process."""
 _HUNG_S, _HUNG_DEADLINES = 5.0, 2.0
 """Seconds plus deadlines after which a hanging play is cancelled."""
-_MOST_LOSSY = 4096
+_MAX_LOSSY = 4096
 """Minimum number of remembered lossy groups."""
 _EXACT = ("FP16", "BF16", "Raw")
 """Exact tracks: tokens computed after them are exact too."""
@@ -55,16 +55,13 @@ _EXACT = ("FP16", "BF16", "Raw")
 
 @dataclass(slots=True)
 class _Playing:
-    """A play, until it is in the engine's blocks or dropped."""
-
     load: LoadRequest
     handle: Handle[PlayedPrefix]
     prefix: PlayedPrefix | None = None
-    """Its result, if any."""
 
 
 class WorkerHalf:
-    """The worker's part of the connector."""
+    """The worker's part."""
 
     def __init__(
         self,
@@ -91,9 +88,9 @@ class WorkerHalf:
         self._scheduled, self._nap_s = 0, _NAP_S
         kind = f"{' '.join(sorted({str(model.kept(part)) for part in model.shard.parts}))} {model.ranks}"
         self._times = StepTimes(kind, model.shard, model.step_tokens, settings.cache, self._copier.submit)
-        self.lossy = LossyGroups(model.spec, model.block, _MOST_LOSSY)
+        self.lossy = LossyGroups(model.spec, model.block, _MAX_LOSSY)
         self._most_loss = math.inf
-        """Maximum loss of a usable play, nats per generated token."""
+        """Maximum loss of a play, nats per generated token."""
         self._publications: Publications | None = None
         if publishers is not None:
             self._publications = Publications(self, publishers, model, self._copier, settings.host_mib << 18)
@@ -113,7 +110,7 @@ class WorkerHalf:
                 self._most_loss,
             )
         self._blocks = EngineBlocks(self._model, caches, layout_of, store)
-        self.lossy.most = max(_MOST_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
+        self.lossy.most = max(_MAX_LOSSY, 4 * self._blocks.tokens // self._model.spec.group_tokens)
         self._copier.use(self._blocks.device)
         self._loader.use(self._blocks.device)
         self._times.use(self._blocks.device)
@@ -143,7 +140,7 @@ class WorkerHalf:
         """Stop using the engine's cache, which is released, until `wake`; idempotent."""
         self._wait_for_copies()
         self._asleep, self._blocks = self._blocks or self._asleep, None
-        self._wait_for_copies()  # started between the two
+        self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
         for copier in (self._loader, self._copier):
@@ -202,7 +199,6 @@ class WorkerHalf:
 
     @property
     def publishing(self) -> bool:
-        """True while a cache is being published: vLLM collects counters with its steps only."""
         return self._publications is not None and self._publications.under_way
 
     def measured(self) -> PrefillCost | None:
@@ -236,11 +232,9 @@ class WorkerHalf:
 
     @property
     def cost(self) -> PrefillCost:
-        """Cost of the engine's prefill."""
         return self._settings.prefill_cost or self._times.cost(None)
 
     def gone(self, request: str) -> None:
-        """Release the blocks of an ended request."""
         with self._news:
             self._sent.add(request)
             self._news.notify_all()
@@ -340,7 +334,7 @@ class WorkerHalf:
             self._trouble.tell("a play ended early", f"{missed} tokens are computed: {prefix.cut}")
 
     def _hold(self, load: LoadRequest, play: Handle[PlayedPrefix], began_s: float) -> None:
-        """Keep a play's result, and report it; called on the event loop's thread."""
+        """Keep a play's result, and report it."""
         self.counts.note(SECONDS, time.monotonic() - began_s)
         prefix, end = self._brought(load, play)
         with self._news:
@@ -428,7 +422,7 @@ def _placed_play(load: LoadRequest, prefix: PlayedPrefix | None, end: int) -> Pl
 def _worst(load: LoadRequest, prefix: PlayedPrefix) -> float:
     """Return a play's loss for a request that shares no later tokens."""
     catalog = load.found.catalog
-    if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):  # of another rank
+    if not (prefix.tokens and catalog.even and catalog.by_name.keys() >= {*prefix.coverage}):
         return prefix.loss
     shorter = catalog.prefix(catalog.group_at(prefix.first + prefix.tokens - 1) + 1)
     played = shorter.suffix(catalog.group_at(prefix.first))

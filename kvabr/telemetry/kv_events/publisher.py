@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
 _BATCH_TOKENS = 16_384
-_MOST_WAITING = 1024
+_MAX_WAITING = 1024
 """Batches queued for a slow subscriber."""
-_MOST_REQUEST_BYTES = 4096
+_MAX_REQUEST_BYTES = 4096
 _SHARED_BYTES = 4096
 """Larger batches are not copied for each replay."""
 _SETTLE_S = 0.2
@@ -42,7 +42,7 @@ _RECONNECT_S = 30.0
 _PAUSE_FACTOR, _MIN_PAUSE_S = 4.0, 1.0
 """Pause after a full announcement: a multiple of its duration, and a minimum in seconds."""
 _REPLAY_EVERY_S = 0.05
-_MOST_STEP_S = 0.1
+_MAX_STEP_S = 0.1
 _IDLE_S = 60.0
 
 T = TypeVar("T")
@@ -133,13 +133,13 @@ class KVEventPublisher(Generic[T]):
         self._publications.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._replays: Any = None if sockets.replay is None else self._context.socket(zmq.ROUTER)
         try:
-            self.endpoint = self._bound(self._publications, sockets.endpoint, _MOST_WAITING)
+            self.endpoint = self._bound(self._publications, sockets.endpoint, _MAX_WAITING)
             self.replay: str | None = None
             if self._replays is not None and sockets.replay is not None:
                 self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report a full peer queue
                 self._replays.copy_threshold = _SHARED_BYTES
                 # Enough for one replay: a peer that requests again without reading receives no more.
-                self.replay = self._bound(self._replays, sockets.replay, self._buffer.max_batches + _MOST_WAITING)
+                self.replay = self._bound(self._replays, sockets.replay, self._buffer.max_batches + _MAX_WAITING)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -177,7 +177,7 @@ class KVEventPublisher(Generic[T]):
         zmq = self._zmq
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, waiting)
-        sock.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)
+        sock.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
         sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             sock.bind(check_endpoint(endpoint, "KV events:"))
@@ -230,7 +230,7 @@ class KVEventPublisher(Generic[T]):
                 changes, again = (None, again) if work is changes else (changes, None)
                 self._flush()
                 self._count()
-            pause_s = min(time.monotonic() - began_s, _MOST_STEP_S)
+            pause_s = min(time.monotonic() - began_s, _MAX_STEP_S)
 
     def _idle_s(self, now: float) -> float:
         due = [at for at in (self._announce_all_s, self._replay_s if self._replay_s > now else None) if at is not None]

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 REPLAY_S = 10.0
 """Time limit of a replay."""
-_MOST_WAITING = 128
+_MAX_WAITING = 128
 """Queued batches of up to 8 MiB each; lost ones are requested again."""
-_RECONNECT_MS, _MOST_RECONNECT_MS = 100, 5000
-_MOST_LOGGED = 8
+_RECONNECT_MS, _MAX_RECONNECT_MS = 100, 5000
+_MAX_LOGGED = 8
 
 
 class KVEventSubscriber:
@@ -93,10 +93,10 @@ class KVEventSubscriber:
     def _connected(self, kind: int, endpoint: str) -> Any:
         zmq, sock = self._zmq, self._context.socket(kind)
         sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        sock.setsockopt(zmq.RCVHWM, _MAX_WAITING)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             sock.connect(check_endpoint(endpoint, "KV events:"))
@@ -173,6 +173,6 @@ class KVEventSubscriber:
             except FormatError as error:
                 why = str(error)
         self.refused += 1
-        if self.refused <= _MOST_LOGGED:
+        if self.refused <= _MAX_LOGGED:
             self._log.warning("malformed message dropped", endpoint=self._sockets.endpoint, why=why)
         return None

@@ -90,9 +90,9 @@ _KINDS: dict[str, type[KVEvent]] = {
 _MAPS = message_decoder(cast("type[KVEvent]", KVEvent))
 _REQUIRED = frozenset({"parent_block_hash", "lora_id", "medium", "lora_name"})
 """Fields that vLLM's reader requires, even if None."""
-_MOST_FIELDS, _ARRAY_FIELDS = 32, 11
+_MAX_FIELDS, _ARRAY_FIELDS = 32, 11
 """Array events: maximum number of fields, and fields with the same position in all versions."""
-_ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MOST_FIELDS)]))
+_ARRAYS = message_decoder(cast("type[list[Any]]", Annotated[list[Any], Meta(min_length=1, max_length=_MAX_FIELDS)]))
 
 
 class MessageDecoder:

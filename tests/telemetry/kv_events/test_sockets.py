@@ -158,7 +158,7 @@ def test_requests_that_are_none_get_no_answer_and_hold_up_nobody(store):
 
 def test_a_peer_that_asks_and_does_not_read_fills_no_memory(store, monkeypatch):
     monkeypatch.setattr(publishers, "_REPLAY_EVERY_S", 0.0)
-    monkeypatch.setattr(publishers, "_MOST_WAITING", 10)
+    monkeypatch.setattr(publishers, "_MAX_WAITING", 10)
     buffer = ReplayBuffer(1, max_batches=10)
     for _ in range(10):
         buffer.add(b"t", bytes(1 << 16))
