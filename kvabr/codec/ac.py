@@ -215,7 +215,6 @@ class _Work:
     profile: ClassProfile
     coefficients: Coefficients
     made: dict[str, _Made] = field(default_factory=dict)
-    """By depth."""
     chosen: dict[bytes, tuple[References, bool] | None] = field(default_factory=dict)
     """By separately stored tokens."""
     coded: dict[_Part, bytes | Exception] = field(default_factory=dict)
@@ -227,7 +226,6 @@ class _Work:
 
     @property
     def coarsest(self) -> Depth:
-        """The depth with the largest step."""
         return max(self.profile.depths.values(), key=lambda depth: depth.step)
 
     def references(self, outliers: NDArray[np.bool_]) -> tuple[References, bool] | None:
@@ -355,7 +353,7 @@ def _base(track: str, work: _Work, context: GroupContext, room: int) -> bytes | 
 
     It contains no layers beyond ``room`` bytes.
     """
-    if context.spec.only.kind == "state":  # its columns have no sinks and no repetitions
+    if context.spec.only.kind == "state":
         return _layer(track, work, _coded(context), [])
     outlying = work.coefficients.outlying
     more = None if crowded(outlying) else 0
@@ -757,7 +755,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     if parted and what in LAYERS[1 : 1 + FINE_LAYERS]:
         count = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
         fine, parted = reader.bytes(fine_size(count * layers * halves * heads * dim)), False
-    if len(tokens):  # most groups have none
+    if len(tokens):
         count = int(far.sum())
         shape = (len(tokens) - count, layers, halves)
         full = (*shape, heads, dim)
@@ -780,7 +778,7 @@ def split_payload(payload: memoryview | bytes, context: GroupContext, sinks: int
     biases = None
     if biased:
         size = int(_COUNT.unpack(reader.bytes(_COUNT.size))[0])
-        of_values = layers * heads * dim if halves == 2 and what in UNITS else 0  # keys and values
+        of_values = layers * heads * dim if halves == 2 and what in UNITS else 0
         biases = split_biases(reader.bytes(size), of_values, what)
     coded = reader.rest()
     if has_streams(coded) != streamed:

@@ -42,17 +42,11 @@ class GroupContext:
     class must have a `LayerClass.rope`.
     """
     at: int | None = None
-    """Decoding of a position-free group: the prompt position of its first token, by which keys are rotated; None:
-    unrotated.
-    """
+    """Decoding of a position-free group: prompt position of its first token, for rotating keys; None: unrotated."""
     finer: int = 0
-    """Encoding: number of last tokens to store finer at the end of a prompt, where the continuation attends most.
-    Readers do not need it.
-    """
+    """Encoding: number of last tokens to store finer, where the continuation attends most."""
     memo: dict[str, object] | None = field(default=None, compare=False, repr=False)
-    """Encoding: intermediate results shared by the tracks of one group. Pass one dict per group, and do not change the
-    group.
-    """
+    """Encoding: intermediate results shared by the tracks of one group. Pass one dict per group."""
 
 
 class Codec(ABC):

@@ -68,7 +68,7 @@ quantiser useless for all others of its layer.
 _WORTH = 20.0
 """Quiet tokens are stored separately if they have this multiple of their share of the gradients' power."""
 _ROWS_AT_ONCE = 256
-"""Rows whose symbols are counted together: their indices stay in the processor's cache."""
+"""Rows counted together: their indices stay in the processor's cache."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def quantise(rows: torch.Tensor, step: float, dead: float = 0.0) -> torch.Tensor
 
 
 _ROWS_AT_ONCE = 512
-"""Rows whose symbols are counted together."""
+"""Rows counted together."""
 _ROUNDS = 10
 _TAIL = 0.01
 """Share of a table for indices half as far out again: other texts exceed the calibration's."""

@@ -33,13 +33,13 @@ from kvabr.types.kv import FP16_MAX, KVSpec
 MAX_ROWS = 1 << 22
 """Maximum coefficients per token; the largest known caches have a tenth of it."""
 MAX_DIM = 1 << 12
-"""Maximum channels of a head, keys and values together where these lie side by side."""
+"""Maximum channels of a head, of keys and values together if side by side."""
 MAX_WIDTH = 1 << 13
 """Maximum channels of a block; its matrix has the square of that."""
 MAX_STACK = 1 << 14
 """Maximum coefficients of a stack."""
 _USUAL_WIDTH = 512
-"""Default maximum of a block's channels: wider ones take too long for their benefit."""
+"""Default maximum of a block's channels: more take too long for their benefit."""
 ONE = 1 << 14
 """1.0 in a matrix."""
 FINE = 16

@@ -48,11 +48,11 @@ NOTHING = _NUMBER.pack(NOTHING_ABOVE)
 """Payload of an empty enhancement."""
 
 _COPIES = (2.15, 4.1)
-"""Effective copies of a token (`likeness`), as a multiple of the usual number, from which on a base contains L1, L2."""
+"""Minimum effective copies of a token (`likeness`), relative to the usual number, for a base to contain L1, L2."""
 USUAL_COPIES = 1.35
 """Default of the usual number of effective copies."""
 _REPEATED = 0.4
-"""Share of `repeated` tokens from which on a base contains L1."""
+"""Minimum share of `repeated` tokens for a base to contain L1."""
 _MIN_REPETITION = 32
 """Tokens of a repetition, a power of two: code is full of shorter ones."""
 _CHANNELS = 4
@@ -60,7 +60,7 @@ _CHANNELS = 4
 _SAME = 2.0**-7
 """Largest difference of equal tokens, relative to the largest distance: engines may round them differently."""
 _ALIKE = 0.4
-"""Common share of the errors' power from which on another codec is used."""
+"""Minimum common share of the errors' power for using another codec."""
 _MAX_ASIDE = 8
 """Maximum of separately stored tokens: one in this many, and four; beyond that another codec is used."""
 _MIN_TOKENS = 16

@@ -51,7 +51,7 @@ if hasattr(os, "register_at_fork"):
         before=_TROUBLE_LOCK.acquire, after_in_parent=_TROUBLE_LOCK.release, after_in_child=_TROUBLE_LOCK.release
     )
 INSIDE, OWN = "inside", "process"
-"""Where plays run: in the engine's process, or in one that this user's engines share and start."""
+"""Where plays run: in the engine's process, or in a process that this user's engines share and start."""
 
 
 def _checked(check: Callable[[str], object]) -> AfterValidator:

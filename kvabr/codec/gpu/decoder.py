@@ -59,7 +59,7 @@ _PREPARE, _UNSTACK, _FINISH = _Tile(64, 64, 4), _Tile(OUTPUTS, 128, 4, 4), _Tile
 DEPTHS = len(LAYERS)
 """Maximum depths of a track."""
 _CROWDED = 512
-"""Streams from which on the coarse table is used: it is faster if many programs share a cache."""
+"""Minimum streams for the coarse table: it is faster if many programs share a cache."""
 _MAX_WORDS = (1 << 31) - 1
 """Maximum of a stream, and of escapes."""
 _WGMMA_ROWS = 64

@@ -46,7 +46,7 @@ def analyse(
         inverses: of its matrices.
         scale: [layer, K/V]: factors from elements to units of the norm.
         group: [layer, K/V, head, token, dim] of finite floats, any dtype and strides.
-        first_token: position from which on keys are rotated; None: not rotated.
+        first_token: first position for rotating keys; None: not rotated.
     """
     device = group.device
     # In Triton's interpreter, tensors are on the CPU.

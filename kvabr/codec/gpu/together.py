@@ -213,7 +213,7 @@ def _kind(task: PlacedJob) -> Hashable:
 
 _FIRST = struct.Struct("<I")
 CROWDED = 512
-"""Streams of one depth from which on `decoder` runs another variant of a kernel."""
+"""Minimum streams of one depth for another variant of a kernel in `decoder`."""
 
 
 def _crowded(tasks: Sequence[PlacedJob]) -> bool:

@@ -52,7 +52,7 @@ MOST_ERROR = np.float32(4095)
 
 
 def built(module: Any) -> Any:
-    """Return an extension module, or raise `UsageError` if it is missing (None)."""
+    """Return an extension module; raise `UsageError` if it is None (missing)."""
     if module is None:
         raise UsageError(
             "kvabr's native coder is missing: it was not compiled when kvabr was installed. Install a wheel of kvabr, "

@@ -159,7 +159,7 @@ def most_streams(rows: int) -> int:
 
 
 def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
-    """Cut rows in coding order into streams, run by run, a run having as many rows as a step has flags.
+    """Cut rows in coding order into streams, run by run.
 
     So all streams have rows of every class, and neighbours in one share tables.
     """
@@ -168,10 +168,7 @@ def cut(order: NDArray[np.uint32], streams: int) -> list[NDArray[np.uint32]]:
 
 
 def usual_streams(model: CoderModel, tokens: int) -> int:
-    """Return the number of streams for a group.
-
-    They are decoded in parallel: as many as shorten the longest one, at little cost of the expected bytes.
-    """
+    """Return the number of streams of a group: enough to shorten the longest one, at a small cost in bytes."""
     each = derived(model, "bytes", lambda: _expected_bytes(model))
     tiles = -(-tokens // TILE)
     affordable = 1 + int(_STREAM_SHARE * each * tokens / _STREAM_BYTES)

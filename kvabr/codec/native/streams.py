@@ -1,22 +1,21 @@
-"""The layout of a payload: what the coder writes of the indices of a group, and the directory of its streams.
+"""The layout of a coded part: the indices of a group in one or several streams, and their directory.
 
-    words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
+ words 4 | escapes 4 | 64 states 4 | words 2 ... | escapes 2 ...          (little-endian)
 
-or, cut into n streams that are decoded independently of each other,
+or n streams, decoded independently,
 
-    n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
+ n + 0xFFFF0000 4 | words 4 | escapes 4 of each stream | of each: 64 states 4 | words 2 ... | escapes 2 ...
 
-In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each, of which the last may be shorter. So all
-streams are about as long, and neighbours in one share tables. Each has at least one whole run. What follows is the same
-for each of them, and for a payload of one.
+In coding order, stream s has the runs s, s + n, s + 2n ... of 64 rows each (the last may be shorter), and at least one
+whole run. So all streams are about as long, and neighbours in one share tables. Each stream has this format:
 
 The words are those of 64 interleaved rANS coders (Duda, 2013; Giesen, 2014) with 32-bit states, 12-bit probabilities
-and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes whose state fell
+and 16-bit words. A step decodes up to 64 symbols, one per lane from the first lane on; then the lanes with a state
 below 2^16 take one word each, in order. A group is cut into tiles of 128 tokens. Each tile starts with the flags of all
-rows in coding order, 64 per step; then, row by row, the indices of the rows whose flag is set, 64 tokens per step.
-With references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and those of the second
-step have other tables, which what they refer to selects (`NearTables`).
-Escaped indices follow at the end. States start (for the decoder: end) at 2^16.
+rows in coding order, 64 per step; then, row by row, the indices of the flagged rows, 64 tokens per step. With
+references (`kvabr.codec.native.references`) the tokens of a tile are in another order, and the tokens of the second
+step use other tables, selected by the referenced tokens (`NearTables`). Escaped indices follow at the end. States start
+(for the decoder: end) at 2^16.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from kvabr.codec.native.references import LANES
 
 STREAMED = 0xFFFF0000
-"""Added to the number of streams, which stands before the directory of more than one."""
+"""Added to the number of streams before a directory."""
 _NUMBER = struct.Struct("<I")
 _ALIGN = 16
 

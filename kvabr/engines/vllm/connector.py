@@ -244,6 +244,7 @@ class KvabrConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return ended plays and the cost of a prefill for the scheduler."""
         placed, cost, was = self._worker.placed(), self._worker.measured(), self._publishing
         published = self._worker.published()
         now = self._publishing = self._to_count

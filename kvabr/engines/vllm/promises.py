@@ -1,6 +1,6 @@
 """Promises to vLLM: what each waiting request has in place.
 
-While a request waits, vLLM asks in every step how many tokens can be loaded. The answer is "ask again" until all
+In every step, vLLM queries the number of tokens to load for each waiting request. The answer is "ask again" until all
 workers have reported the end of its play, then the number of verified tokens that every worker has. vLLM allocates
 blocks for these, and waits until they are decoded. If its own prefix cache has grown meanwhile, less is promised; if it
 has shrunk below the start of the play, the request is played again.
@@ -11,7 +11,7 @@ other, for at most one more deadline.
 
 Host memory is limited. While other plays hold some, a play gets a quarter of the free memory, by excluding large
 tracks; at its end it counts with its actual size. A request that does not fit with its smallest track waits, and is
-computed if there is no space in time. One that exceeds the limit is played alone, and lets others go first for half of
+computed if there is no space in time. One above the limit is played alone, and lets others go first for half of
 its deadline.
 
 Pure: no vLLM, no clock, no threads. Time is passed as ``now``, in seconds.
@@ -170,7 +170,7 @@ class Promises:
         """Return the number of promised tokens after the first ``computed``; None: ask again.
 
         Args:
-            request: its id; may be asked repeatedly, with other numbers.
+            request: its id; queried repeatedly, with other numbers.
             computed: vLLM's own tokens, in whole blocks.
             last: token after the last at the origin.
             terms: returns the request's costs, given its first token to load.
