@@ -31,16 +31,13 @@ class Adapter:
 
     name: str
     package: str
-    """Distribution with the engine."""
     module: str
-    """Module of the adapter."""
     tested: tuple[str, str]
     """First tested version, and first version too new."""
     mode: EngineMode
     """``hole``: any group with a complete left side can be computed; ``suffix``: only all groups after the first miss.
     """
     layout: str
-    """Description of the engine's cache."""
     rate: str
     """Source of the cost of a prefill."""
     plays: str

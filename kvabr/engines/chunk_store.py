@@ -1,9 +1,8 @@
 """Caches that an engine names by its own keys instead of tokens: published, found and played by key.
 
 Keys of LMCache's chunks and SGLang's pages are hashes of all tokens up to their end, so group digests are derived from
-them. A key implies a position in the prompt, but does not reveal it. The AC tracks undo the rotary embedding by
-position, so they are published only if the adapter has the position, which the catalog then contains. An adapter that
-requests a cache for a known position gets no other.
+them. The AC tracks undo the rotary embedding by position, which a key does not reveal, so they are published only if
+the adapter has the position; the catalog then contains it, and adapters that request another position get no cache.
 """
 
 from __future__ import annotations
@@ -58,12 +57,11 @@ _MAX_FOUND_BYTES = 64 << 20
 """Memory for catalogs between lookup and fetch."""
 _MAX_PROFILES = 8
 _PROFILE_S = 300.0
-"""Time limit of a profile's download (some megabytes), in the background."""
+"""Time limit of a profile's download, in the background."""
 _PAUSED_SHARE = 0.1
-"""Share of the deadline for a play while the origin does not answer: its groups may be cached locally."""
+"""Share of the deadline for a play while the origin does not answer: groups may be cached locally."""
 
 _USUAL_DIMS = (128, 64)
-"""Of a head."""
 
 STEP_TOKENS = 2048
 """Default step size of engines, the smallest common one."""
@@ -116,7 +114,7 @@ def named(
         settings: a name in them stands for the weights.
         given: the engine's name of the model: a repository, a path, or any other.
         facts: other facts that change KV, see `with_facts`.
-        folder: of the weights, if known, for their digest.
+        folder: of the weights, if known.
 
     Raises:
         ModelError: the weights cannot be read.
@@ -142,7 +140,6 @@ def profile_for(spec: KVSpec, settings: EngineSettings) -> Profile | None:
     if profile is None:
         return None
     theirs = profile.spec
-    # A profile is independent of the dtype.
     mine = replace(spec, classes=tuple(replace(one, rope=theirs.rope) for one in spec.classes))
     if not isinstance(profile, ClassProfile) or theirs.changed(dtype=mine.dtype).classes != mine.classes:
         if not chosen:
@@ -237,7 +234,6 @@ class KeyedOrigin:
         self._watching = asyncio.get_running_loop().create_task(probe(self.client))
 
     async def close(self) -> None:
-        """End all plays."""
         if self._watching is not None:
             self._watching.cancel()
         await self.client.close()
@@ -366,7 +362,7 @@ class ChunkStore:
         """
         text = self._text(key)
         found = self._found.get(text) or await self._ask(text)
-        if found is None or text != self._text(key):  # the weights have changed meanwhile
+        if found is None or text != self._text(key):
             return None
         # Without a profile, the asset does not depend on its position, which its publisher may not have had.
         at = None if found.catalog.profile is None else found.catalog.position
@@ -456,7 +452,7 @@ class ChunkStore:
             )
         except KvabrError as error:
             if not isinstance(error, BusyError):
-                self._found.pop(text, None)  # it may be gone or replaced
+                self._found.pop(text, None)
             if isinstance(error, TransportError):
                 self._failed(began_s, "a cache could not be fetched", error)
             else:
@@ -492,7 +488,7 @@ class ChunkStore:
         if isinstance(slot, Slot):
 
             def over(outcome: PublishOutcome) -> None:
-                if outcome.verdict == "failed" and not outcome.not_finite:  # the publisher logs that
+                if outcome.verdict == "failed" and not outcome.not_finite:
                     self.trouble.tell("a cache was not published", outcome.why)
                 done.set_result(outcome.bytes if outcome.verdict == "published" else None)
 

@@ -1,8 +1,7 @@
 """Tails of prompts that are cached under keys: the last tokens, computed with the question (`kvabr.abr.tail`).
 
-Engines that name caches by keys ask for the number of cached keys, and compute the rest, so a tail is a smaller answer.
-It must be the same when the engine asks again for exactly the promised keys, and the tails of all current requests must
-fit into the engine's steps.
+Engines request the number of cached keys and compute the rest, so a tail is a smaller answer. A repeated request for
+exactly the promised keys gets the same answer, and the tails of all current requests fit into the engine's steps.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kvabr.engines.settings import EngineSettings
 from kvabr.types.catalog import Catalog, Track
 
 _MAX_PROMISED, _PROMISED_S = 1 << 16, 60.0
-"""Remembered promises, and their lifetime: an engine asks again before it fetches."""
+"""Remembered promises, and their lifetime: an engine repeats its request before it fetches."""
 
 
 class PromisedPlace(NamedTuple):
@@ -31,14 +30,14 @@ class PromisedPlace(NamedTuple):
     following: int
     """Tokens after it."""
     concurrent: int
-    """Caches fetched at the same time; one second is waited for all of them."""
+    """Caches fetched at the same time; they share one second of waiting."""
 
 
 class KeyedTails:
     """Chooses tails for the requests of one engine, on one event loop."""
 
     def __init__(self, settings: EngineSettings, step_tokens: int, least: int) -> None:
-        """Start; the engine computes at most ``step_tokens`` per step, and fetches at least ``least``."""
+        """Start; an engine computes at most ``step_tokens`` per step, and fetches at least ``least``."""
         self._settings, self._step_tokens, self._least = settings, step_tokens, least
         self._recent: deque[tuple[float, int]] = deque()
         """Current tails: latest time of computation, and tokens."""

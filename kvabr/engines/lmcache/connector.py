@@ -1,7 +1,7 @@
 """The plug-in that LMCache loads: `KvabrAdapter`, which makes a `ChunkConnector`.
 
-The client runs on LMCache's event loop. The chunks of all requests share one connection, earliest deadline first. A
-late chunk is reported as missing, and the engine computes it.
+The client runs on LMCache's event loop. All requests share one connection, earliest deadline first. A late chunk counts
+as missing.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from kvabr.engines.settings import TroubleLog
 from kvabr.types.errors import FormatError, KvabrError, UsageError
 
 _MAX_KINDS = 64
-"""Kinds of objects in one daemon: models, their groups of layers, element types."""
+"""Kinds of objects in one daemon: models, groups of layers, element types."""
 
 _R = TypeVar("_R")
 
@@ -160,7 +160,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         """Do nothing: there are no locks."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begin to play objects into memory, which is not touched after the task."""
+        """Begin to play objects into memory, which is untouched after the task."""
         _check_pairs(keys, objects)
         return self._submit(self._loaded, Bitmap(len(keys)), lambda: self._load(keys, objects))
 
@@ -228,7 +228,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         settings = self._settings
         try:
             bare = object_spec("model", kind.layout, lambda width: width)
-            # The digest of a model's weights may take seconds the first time.
             name = await asyncio.to_thread(object_name, settings, kind.model, bare, kind.workers)
             spec = await asyncio.to_thread(
                 object_spec, name, kind.layout, lambda width: head_dim_of(name, width, settings)
@@ -264,7 +263,6 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
         kv = as_kv(_tensor(held), kind.store.spec)
         async with kind.room:
             text, position = object_key(key, kv.dtype), PLACES.at(key.chunk_hash)
-            # The lookup in a bucket may take long.
             return await asyncio.wrap_future(await asyncio.to_thread(kind.store.put, text, kv, position))
 
     async def _look_up(self, keys: Sequence[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
@@ -320,7 +318,7 @@ class KvabrL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not there
 
     async def _close(self) -> None:
         for opening in self._kinds.values():
-            opening.cancel()  # does nothing to open ones
+            opening.cancel()
         for kind in await asyncio.gather(*self._kinds.values(), return_exceptions=True):
             if isinstance(kind, KindStore):
                 await kind.store.close()

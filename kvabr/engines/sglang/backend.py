@@ -1,10 +1,8 @@
 """The backend for SGLang: `KvabrStorage`.
 
-In addition to the pool of keys and values or latents (MLA), SGLang may have others, such as a draft model's or that of
-window layers. Each has its own pages under the same keys.
-
-SGLang calls from its prefetch and backup threads, which block. The pages of a call are played concurrently, with one
-deadline, over one connection. A late page ends HiCache's prefix.
+SGLang may have further pools, such as a draft model's or that of window layers, with their own pages under the same
+keys. Its prefetch and backup threads block in calls. The pages of a call share a deadline and a connection; a late page
+ends HiCache's prefix.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class KvabrStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         """Add a further pool; raise as `register_mem_pool_host`, which ends SGLang's start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:  # registered already
+        if host_pool_name != PoolName.KV:
             self._register(host_pool_name, host_pool)
 
     def _register(self, name: PoolName, host_pool: Any) -> None:

@@ -151,9 +151,9 @@ def _prepare(
     dtype = options.dtype or (None if has_states(engine.spec) else engine.dtype)
     ids, out = prompt_ids(engine, tokens), options.out
     if out is None and is_plain(engine.spec) and len(engine.spec.parts) == 1 and gpu.runs_on(engine.device):
-        # Groups are decoded, and computed tokens stay, where the model reads them.
+        # where the model reads them
         out = torch.empty(engine.spec.shape(len(ids)), dtype=dtype, device=engine.device)
-    question = max(1, options.question_tokens)  # ``generate()`` always computes the last token
+    question = max(1, options.question_tokens)
     return ids, replace(options, dtype=dtype, out=out, log=log, question_tokens=question), problems
 
 
@@ -215,7 +215,7 @@ class Steps:
 
         self._hooks = [
             self._model.register_forward_pre_hook(begin),
-            self._model.register_forward_hook(end, always_call=True),  # also if the step fails
+            self._model.register_forward_hook(end, always_call=True),
         ]
         return self
 
